@@ -1,0 +1,102 @@
+"""What can go wrong, and what a client is told.
+
+OutriderError
+├── InvalidRequestError        400  INVALID_ARGUMENT     the request is at fault
+│   └── ContextLengthError     400  INVALID_ARGUMENT     code context_length_exceeded
+├── NotFoundError              404  NOT_FOUND            no such model
+├── OverloadedError            429  RESOURCE_EXHAUSTED   a queue is full; try again later
+├── UnavailableError           503  UNAVAILABLE          a service behind is away or draining
+├── InternalError              500  INTERNAL             ours; details go to the log alone
+└── ConfigError                 -   -                    a service cannot start with these options
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every error raised on purpose.
+
+    `message` is fit for the client's eyes. `code` is a stable word that programs may compare.
+    """
+
+    http_status = 500
+    grpc_status = "INTERNAL"
+    code = "internal_error"
+    error_type = "server_error"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequestError(OutriderError):
+    """A field of a request is wrong. The message names the field, the limit and the fix."""
+
+    http_status = 400
+    grpc_status = "INVALID_ARGUMENT"
+    code = "invalid_value"
+    error_type = "invalid_request_error"
+
+    def __init__(self, field: str, problem: str, fix: str = "", *, code: str | None = None) -> None:
+        text = f"{field}: {problem}" if field else problem
+        super().__init__(f"{text}; {fix}" if fix else text, code=code)
+        self.field = field
+        self.problem = problem
+        self.fix = fix
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and requested output do not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class NotFoundError(OutriderError):
+    """Nothing of that name is served here."""
+
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    code = "model_not_found"
+    error_type = "invalid_request_error"
+
+    def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.field = field
+
+
+class OverloadedError(OutriderError):
+    """A bounded queue is full. `retry_after` is in seconds."""
+
+    http_status = 429
+    grpc_status = "RESOURCE_EXHAUSTED"
+    code = "overloaded"
+    error_type = "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class UnavailableError(OutriderError):
+    """A service that is needed cannot be reached or is draining. `retry_after` is in seconds."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+    code = "service_unavailable"
+    error_type = "server_error"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class InternalError(OutriderError):
+    """Our fault. The message says no more than that; the log has the rest."""
+
+
+class ConfigError(OutriderError):
+    """The options, the model or the machine do not allow a start. Raised before anything is served."""
+
+    code = "config_error"

@@ -1,0 +1,192 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DeclineReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DECLINE_REASON_UNSPECIFIED: _ClassVar[DeclineReason]
+    DECLINE_REASON_GAP: _ClassVar[DeclineReason]
+    DECLINE_REASON_UNKNOWN_REQUEST: _ClassVar[DeclineReason]
+    DECLINE_REASON_OVERLOADED: _ClassVar[DeclineReason]
+    DECLINE_REASON_TOO_LONG: _ClassVar[DeclineReason]
+    DECLINE_REASON_INVALID: _ClassVar[DeclineReason]
+    DECLINE_REASON_DRAINING: _ClassVar[DeclineReason]
+DECLINE_REASON_UNSPECIFIED: DeclineReason
+DECLINE_REASON_GAP: DeclineReason
+DECLINE_REASON_UNKNOWN_REQUEST: DeclineReason
+DECLINE_REASON_OVERLOADED: DeclineReason
+DECLINE_REASON_TOO_LONG: DeclineReason
+DECLINE_REASON_INVALID: DeclineReason
+DECLINE_REASON_DRAINING: DeclineReason
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    noise_version: int
+    model: str
+    tokenizer_hash: str
+    vocab_size: int
+    hidden_size: int
+    feature_layers: _containers.RepeatedScalarFieldContainer[int]
+    max_positions: int
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    token_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    choice_index: int
+    prompt_len: int
+    credit: int
+    def __init__(self, request: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., prompt_len: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("request", "length_before", "token_ids", "epoch", "received_through", "resolved_root", "credit")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    RESOLVED_ROOT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    length_before: int
+    token_ids: bytes
+    epoch: int
+    received_through: int
+    resolved_root: int
+    credit: int
+    def __init__(self, request: _Optional[int] = ..., length_before: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., epoch: _Optional[int] = ..., received_through: _Optional[int] = ..., resolved_root: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class Pause(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    def __init__(self, request: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("request", "credit")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    credit: int
+    def __init__(self, request: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    def __init__(self, request: _Optional[int] = ...) -> None: ...
+
+class VerifyEvent(_message.Message):
+    __slots__ = ("hello", "open", "commit", "pause", "resume", "close")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    open: Open
+    commit: Commit
+    pause: Pause
+    resume: Resume
+    close: Close
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., pause: _Optional[_Union[Pause, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class DraftServiceSpeculateRequest(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[VerifyEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[VerifyEvent, _Mapping]]] = ...) -> None: ...
+
+class Grow(_message.Message):
+    __slots__ = ("request", "epoch", "base_len", "acked_len", "first_id", "parents", "token_ids", "scores", "sources")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BASE_LEN_FIELD_NUMBER: _ClassVar[int]
+    ACKED_LEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    epoch: int
+    base_len: int
+    acked_len: int
+    first_id: int
+    parents: bytes
+    token_ids: bytes
+    scores: bytes
+    sources: bytes
+    def __init__(self, request: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., acked_len: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., scores: _Optional[bytes] = ..., sources: _Optional[bytes] = ...) -> None: ...
+
+class Decline(_message.Message):
+    __slots__ = ("request", "reason", "retryable", "detail")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    reason: DeclineReason
+    retryable: bool
+    detail: str
+    def __init__(self, request: _Optional[int] = ..., reason: _Optional[_Union[DeclineReason, str]] = ..., retryable: _Optional[bool] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class DraftEvent(_message.Message):
+    __slots__ = ("hello", "grow", "decline")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GROW_FIELD_NUMBER: _ClassVar[int]
+    DECLINE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    grow: Grow
+    decline: Decline
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grow: _Optional[_Union[Grow, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
+
+class DraftServiceSpeculateResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[DraftEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
+
+class DraftServiceGetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftServiceGetInfoResponse(_message.Message):
+    __slots__ = ("sources", "num_requests", "num_sessions", "num_nodes", "version")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    num_requests: int
+    num_sessions: int
+    num_nodes: int
+    version: str
+    def __init__(self, sources: _Optional[_Iterable[str]] = ..., num_requests: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_nodes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
