@@ -1,0 +1,48 @@
+"""How a request chooses its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling fields of one request, already validated; torch-free.
+
+    Processors run in the order of design section 4: repetition, frequency and presence penalty, logit bias,
+    temperature, top-k, top-p, min-p. A field at its default costs nothing.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy, without noise."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches this; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
+    seed: int = 0
+    """64-bit key of the noise, unsigned. Whoever admits a request without one draws a fresh one."""
+    choice_index: int = 0
+    """Which of several answers to one request; part of the noise key."""
+    presence_penalty: float = 0.0
+    """Subtracted once from every token that the output or the node's path holds."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that the output or the node's path holds the token."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt, output or path."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to a number added to its logit."""
+    num_logprobs: int | None = None
+    """None: no log-probabilities; k: those of the committed token and of the k most likely."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the noise is off."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the logits depend on the history."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

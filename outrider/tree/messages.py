@@ -1,0 +1,124 @@
+"""The messages of the speculation stream as the inside sees them; the codec in `outrider.rpc` maps them to protobuf.
+
+Arrays are numpy, one-dimensional. All messages but `Hello` name a request by the number that verify gave it in
+this session. See docs/protocol.md for the rules that join them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.sampling.params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+Int32s = NDArray[np.int32]
+UInt32s = NDArray[np.uint32]
+Float32s = NDArray[np.float32]
+UInt8s = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message both ways. Zero or empty fields mean "as the other side has it"."""
+
+    protocol_version: int
+    noise_version: int
+    model: str = ""
+    tokenizer_hash: str = ""
+    vocab_size: int = 0
+    hidden_size: int = 0
+    feature_layers: tuple[int, ...] = ()
+    max_positions: int = 0
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """verify -> draft: a request with all its committed tokens. Idempotent."""
+
+    request: int
+    token_ids: Int32s
+    prompt_len: int
+    sampling: SamplingParams
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """verify -> draft: newly committed tokens, and what verify has seen of the tree."""
+
+    request: int
+    length_before: int
+    token_ids: Int32s
+    epoch: int
+    received_through: int
+    resolved_root: int | None
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """verify -> draft: grow no more for now."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """verify -> draft: grow again."""
+
+    request: int
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """verify -> draft: the request ended."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """draft -> verify: nodes first_id, first_id + 1, ...; without nodes it acknowledges commits."""
+
+    request: int
+    epoch: int
+    base_len: int
+    acked_len: int
+    first_id: int
+    parents: UInt32s = field(default_factory=lambda: np.empty(0, np.uint32))
+    token_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
+    scores: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
+    sources: UInt8s = field(default_factory=lambda: np.empty(0, np.uint8))
+
+
+class DeclineReason(Enum):
+    """Why a draft does not serve a request; numbers as in draft.proto."""
+
+    UNSPECIFIED = 0
+    GAP = 1
+    UNKNOWN_REQUEST = 2
+    OVERLOADED = 3
+    TOO_LONG = 4
+    INVALID = 5
+    DRAINING = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """draft -> verify: this request is not served."""
+
+    request: int
+    reason: DeclineReason
+    retryable: bool
+    detail: str = ""
+
+
+VerifyMessage = Hello | Open | Commit | Pause | Resume | Close
+DraftMessage = Hello | Grow | Decline
