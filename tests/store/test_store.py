@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from filelock import FileLock
+
+from outrider.errors import ConfigError
+from outrider.models import store
+from outrider.models.progress import silent
+from outrider.models.store import embedded_model, resolve_model, served_name
+from outrider.models.store_folder import check_model_folder
+from outrider.models.store_wheel import PinnedWheel
+
+# A process that resolves the wheel of its arguments, tells each new stage, and kills itself at the stage named last.
+CHILD = """
+import json, os, signal, sys
+from pathlib import Path
+from outrider.models.store import embedded_model
+from outrider.models.store_wheel import PinnedWheel
+
+stages = []
+
+def progress(stage, done, total):
+    word = stage.split()[0]
+    if word not in stages:
+        stages.append(word)
+        print(word, flush=True)
+    if word == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+print(embedded_model("tiny", PinnedWheel(**json.loads(sys.argv[1])), Path(sys.argv[2]), progress), flush=True)
+"""
+
+
+def start_child(wheel: PinnedWheel, cache_dir: Path, die_at: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, json.dumps(asdict(wheel)), str(cache_dir), die_at]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(store.__file__).parents[2])
+
+
+def stages_of(wheel: PinnedWheel, cache_dir: Path) -> list[str]:
+    stages: list[str] = []
+    embedded_model("tiny", wheel, cache_dir, lambda stage, done, total: stages.append(stage.split()[0]))
+    return list(dict.fromkeys(stages))
+
+
+def test_the_first_use_converts_and_the_second_finds(tmp_path: Path, wheel: PinnedWheel) -> None:
+    assert stages_of(wheel, tmp_path / "cache") == ["downloading", "unpacking", "converting"]
+    assert stages_of(wheel, tmp_path / "cache") == []
+    folder = embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    assert folder == tmp_path / "cache" / "models" / "tiny"
+    check_model_folder(folder)
+    assert wheel.sha256 in (folder / "README.md").read_text()
+    assert "Apache License 2.0" in (folder / "README.md").read_text()
+    # Neither the wheel nor the work stays.
+    names = {path.name for path in (tmp_path / "cache").rglob("*")}
+    assert names == {path.name for path in folder.iterdir()} | {"models", "downloads", "tiny", ".tiny.lock"}
+
+
+@pytest.mark.parametrize(
+    ("die_at", "stages"),
+    [
+        ("downloading", ["downloading", "unpacking", "converting"]),
+        ("unpacking", ["unpacking", "converting"]),
+        ("converting", ["unpacking", "converting"]),
+    ],
+)
+def test_a_process_killed_half_way_leaves_no_model_and_the_next_goes_on(
+    tmp_path: Path, wheel: PinnedWheel, die_at: str, stages: list[str]
+) -> None:
+    with start_child(wheel, tmp_path / "cache", die_at) as child:
+        child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    assert not (tmp_path / "cache" / "models" / "tiny").exists()
+    assert stages_of(wheel, tmp_path / "cache") == stages
+    assert not list((tmp_path / "cache" / "models").glob("*.work"))
+
+
+def test_an_error_half_way_leaves_no_model(tmp_path: Path, wheel: PinnedWheel) -> None:
+    def fail(stage: str, done: int, total: int) -> None:
+        if stage == "converting" and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        embedded_model("tiny", wheel, tmp_path / "cache", fail)
+    assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [".tiny.lock"]
+    assert stages_of(wheel, tmp_path / "cache") == ["unpacking", "converting"]
+
+
+def test_two_processes_at_once_convert_once(tmp_path: Path, wheel: PinnedWheel) -> None:
+    cache_dir = tmp_path / "cache"
+    (cache_dir / "models").mkdir(parents=True)
+    lock = FileLock(cache_dir / "models" / ".tiny.lock")
+    lock.acquire()
+    with start_child(wheel, cache_dir) as first, start_child(wheel, cache_dir) as second:
+        children = [first, second]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "waiting\n"
+        lock.release()
+        outputs = [child.communicate()[0].split() for child in children]
+    folder = str(cache_dir / "models" / "tiny")
+    assert sorted(outputs, key=len) == [[folder], ["downloading", "unpacking", "converting", folder]]
+
+
+def test_a_changed_converter_converts_anew(tmp_path: Path, wheel: PinnedWheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    (folder / "old").touch()
+    monkeypatch.setattr(store, "CONVERTER_VERSION", store.CONVERTER_VERSION + 1)
+    assert "converting" in stages_of(wheel, tmp_path / "cache")
+    assert not (folder / "old").exists()
+    assert stages_of(wheel, tmp_path / "cache") == []
+
+
+def test_a_truncated_file_converts_anew(tmp_path: Path, wheel: PinnedWheel) -> None:
+    folder = embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:100])
+    embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    assert (folder / "model.safetensors").read_bytes() == whole
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path, wheel: PinnedWheel) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="OUTRIDER_HOME") as caught:
+        embedded_model("tiny", wheel, tmp_path / "file", silent)
+    assert str(tmp_path / "file") in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct", "SMOLLM2-135m-instruct"])
+def test_the_default_has_its_names_and_obeys_outrider_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked: list[object] = []
+
+    def record(*arguments: object) -> Path:
+        asked.extend(arguments)
+        return tmp_path
+
+    monkeypatch.setattr(store, "embedded_model", record)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    assert resolve_model(name) == tmp_path
+    assert asked[:3] == [store.DEFAULT_MODEL, store.DEFAULT_WHEEL, tmp_path / "home"]
+    resolve_model(name, cache_dir=tmp_path / "other")
+    assert asked[6] == tmp_path / "other"
+    assert served_name(name) == "SmolLM2-135M-Instruct"
+
+
+def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolve_model(str(folder))
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    before = sorted(folder.iterdir())
+    assert resolve_model(str(folder)) == folder
+    assert sorted(folder.iterdir()) == before
+    # A folder wins over a hub id of the same form.
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("owner/name") == folder
+    assert served_name("owner/name") == "name"
+
+
+@pytest.mark.parametrize("name", ["", "gpt-17", "/no/such/folder", "./nowhere", "a/b/c", "~/none", "owner/na me"])
+def test_an_unknown_name_is_answered_with_the_choices(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_model(name, cache_dir=tmp_path, progress=silent)
+    assert "SmolLM2-135M-Instruct" in caught.value.message
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        asked.update(options, repo_id=repo_id)
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / name).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("owner/name@v1.0", cache_dir=tmp_path / "cache", progress=silent) == tmp_path
+    assert (asked["repo_id"], asked["revision"]) == ("owner/name", "v1.0")
+    assert asked["cache_dir"] == tmp_path / "cache" / "hub"
+    patterns = asked["allow_patterns"]
+    assert isinstance(patterns, list)
+    assert not [pattern for pattern in patterns if not pattern.endswith((".json", ".safetensors", ".jinja"))]
+    assert served_name("owner/name") == "owner/name"
+
+
+def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match=r"owner/name could not be fetched .*no route to host.*local folder"):
+        resolve_model("owner/name", cache_dir=tmp_path, progress=silent)

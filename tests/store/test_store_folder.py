@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, write_manifest
+
+
+def make_folder(path: Path, *, without: str = "") -> Path:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        if name != without:
+            (path / name).write_text("{}")
+    return path
+
+
+def make_index(path: Path, *shards: str) -> None:
+    weight_map = {f"weight.{number}": shard for number, shard in enumerate(shards)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_complete_folder_passes(tmp_path: Path) -> None:
+    check_model_folder(make_folder(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_the_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check_model_folder(make_folder(tmp_path, without=name))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
+def test_pickled_weights_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    (make_folder(tmp_path, without="model.safetensors") / name).touch()
+    with pytest.raises(ConfigError, match=rf"{name}, a pickle file, which can run code"):
+        check_model_folder(tmp_path)
+
+
+def test_gguf_weights_are_refused(tmp_path: Path) -> None:
+    (make_folder(tmp_path, without="model.safetensors") / "model.Q4_0.gguf").touch()
+    with pytest.raises(ConfigError, match="GGUF files are not read"):
+        check_model_folder(tmp_path)
+
+
+def test_every_shard_must_be_there(tmp_path: Path) -> None:
+    make_folder(tmp_path, without="model.safetensors")
+    make_index(tmp_path, "model-1-of-2.safetensors", "model-2-of-2.safetensors")
+    (tmp_path / "model-1-of-2.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"misses 1 of its 2 shards, model-2-of-2\.safetensors"):
+        check_model_folder(tmp_path)
+    (tmp_path / "model-2-of-2.safetensors").touch()
+    check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "model.bin", ""])
+def test_an_index_cannot_point_elsewhere(tmp_path: Path, shard: str) -> None:
+    make_folder(tmp_path, without="model.safetensors")
+    make_index(tmp_path, shard)
+    with pytest.raises(ConfigError, match="no safetensors file of the same folder"):
+        check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])
+def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
+    (make_folder(tmp_path) / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check_model_folder(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_model_folder(tmp_path / "nowhere")
+
+
+def test_a_manifest_matches_only_itself_and_whole_files(tmp_path: Path) -> None:
+    manifest = Manifest("tiny-model==1.0", "ab", 1)
+    assert not matches_manifest(tmp_path, manifest)
+    write_manifest(make_folder(tmp_path), manifest)
+    assert matches_manifest(tmp_path, manifest)
+    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "ab", 2))
+    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "cd", 1))
+    (tmp_path / "model.safetensors").write_text("")
+    assert not matches_manifest(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}'])
+def test_a_broken_manifest_matches_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "outrider.json").write_text(content)
+    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "ab", 1))
