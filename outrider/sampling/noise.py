@@ -1,0 +1,179 @@
+"""The shared noise of drafter-invariant sampling: Gumbel variates that any process can compute from a key.
+
+Verify adds the noise to the processed logits and takes the argmax; a drafter adds the same noise to its own guesses
+and so knows which of them are lucky (docs/sampling.md). The generator is Philox 4x32-10 (Salmon et al., SC 2011):
+
+    key      the 64-bit seed as two 32-bit words, low word first
+    counter  (token_id // 4, position, choice_index, 0)
+    x        word token_id % 4 of the output
+    u        (x + 0.5) / 2^32        E = -log1p(-u)        G = -log E
+
+The logarithms are taken in float64 and G is rounded to float32 once. In float32 the largest u would round to 1 and
+give -inf; in float64 both u and 1 - u are exact, so E = -log(1 - u) needs no log1p, and G lies in [-3.13, 22.88].
+Numpy only: this file is imported where torch is not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOISE_VERSION = 1
+"""Both sides must agree on it in the handshake; it changes when any value of `gumbel` does."""
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+_LANES = 64
+DEFAULT_TAU = 0.8
+_REST_POINTS = 16
+# Quantile midpoints of the standard Gumbel distribution: where the best of the unnamed tokens may stand.
+_REST_QUANTILES = -np.log(-np.log((np.arange(_REST_POINTS) + 0.5) / _REST_POINTS))
+# Where a uint64 array seen as uint32 has its low and high halves.
+_LOW = slice(0 if sys.byteorder == "little" else 1, None, 2)
+_HIGH = slice(1 if sys.byteorder == "little" else 0, None, 2)
+
+
+def gumbel(
+    seed: int,
+    choice_index: int,
+    position: int | NDArray[np.integer],
+    token_ids: NDArray[np.integer] | None = None,
+    vocab_size: int = 0,
+) -> NDArray[np.float32]:
+    """Noise of the tokens at `position`: float32 [vocab_size], or [len(token_ids)] if `token_ids` [K] are given.
+
+    A subset equals the same entries of the full row bitwise. With `token_ids`, `position` may be an array [K] too:
+    one call then serves many nodes. Values are finite. Raises ValueError for a seed outside 64 unsigned bits and for
+    a choice index, position or token id outside 32 unsigned bits.
+    """
+    _check_range("seed", seed, 64)
+    _check_range("choice_index", choice_index, 32)
+    _check_range("position", position, 32)
+    if token_ids is None:
+        _check_range("vocab_size", vocab_size, 32)
+        words = philox(np.arange(-(-vocab_size // 4), dtype=np.uint64), position, choice_index, 0, seed)
+        return gumbel_of_words(words.reshape(-1)[:vocab_size])
+    _check_range("token_ids", token_ids, 32)
+    ids = token_ids.astype(np.int64)
+    words = philox(ids.view(np.uint64) >> np.uint64(2), position, choice_index, 0, seed)
+    return gumbel_of_words(words[np.arange(len(ids)), ids & 3])
+
+
+def philox(
+    counter0: NDArray[np.uint64],
+    counter1: int | NDArray[np.integer],
+    counter2: int,
+    counter3: int,
+    key: int,
+) -> NDArray[np.uint32]:
+    """Philox 4x32-10 of N counters, given as `counter0` [N] and words shared by all or [N] too: uint32 [N, 4].
+
+    All counter words must be below 2^32 and the key below 2^64.
+    """
+    size = len(counter0)
+    even, odd = counter0.copy(), np.full(size, counter2, np.uint64)
+    # Of each product the high half joins the next state at once and the low half one round later. Reading the halves
+    # as strided uint32 saves the shifts and masks, which would be half of all work.
+    low1, low3 = np.empty(size, np.uint64), np.full(size, counter3, np.uint64)
+    low1[:] = counter1
+    product0, product1 = np.empty(size, np.uint64), np.empty(size, np.uint64)
+    for step in range(_ROUNDS):
+        np.multiply(even, _MULTIPLIERS[0], out=product0)
+        np.multiply(odd, _MULTIPLIERS[1], out=product1)
+        np.bitwise_xor(_half(product1, _HIGH), _half(low1, _LOW), out=_half(even, _LOW))
+        np.bitwise_xor(_half(product0, _HIGH), _half(low3, _LOW), out=_half(odd, _LOW))
+        even ^= np.uint64(((key & _WORD) + step * _WEYL[0]) & _WORD)
+        odd ^= np.uint64(((key >> 32) + step * _WEYL[1]) & _WORD)
+        low1, product1 = product1, low1
+        low3, product0 = product0, low3
+    words = np.empty((size, 4), np.uint32)
+    for column, state in enumerate((even, low1, odd, low3)):
+        words[:, column] = _half(state, _LOW)
+    return words
+
+
+def gumbel_of_words(words: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """The noise of random words: uint32 [N] to float32 [N], finite for all of them, each by its own word alone."""
+    size = len(words)
+    # Numpy may finish an array that is no multiple of its SIMD width with other code than it began with. Padding
+    # keeps every real entry in the SIMD body, so that an entry's value never depends on where it lies.
+    values = np.full(-(-size // _LANES) * _LANES, 0.5)
+    np.subtract(2.0**32 - 0.5, words, out=values[:size])
+    values *= 2.0**-32
+    for _ in range(2):
+        np.log(values, out=values)
+        np.negative(values, out=values)
+    return values[:size].astype(np.float32)
+
+
+def rank_with_noise(
+    log_probs: NDArray[np.float32],
+    token_ids: NDArray[np.integer],
+    seed: int,
+    choice_index: int,
+    position: int | NDArray[np.integer],
+    temperature: float,
+) -> NDArray[np.float32]:
+    """What a drafter ranks its candidates by, float32 [K]: log q + G, or log q alone at temperature 0.
+
+    `log_probs` [K] are log q: the estimated chance of each token in the target's own processed distribution, at the
+    request's temperature. `position` is the absolute position of the candidates themselves, one for all or [K].
+    """
+    log_q = np.asarray(log_probs, np.float32)
+    if temperature == 0.0:
+        return log_q
+    return log_q + gumbel(seed, choice_index, position, token_ids)
+
+
+def edge_scores(
+    ranked: NDArray[np.float32],
+    rest: float | NDArray[np.floating],
+    temperature: float,
+    tau: float = DEFAULT_TAU,
+) -> NDArray[np.float32]:
+    """Edge log-probabilities, at most 0, of candidates ranked by `rank_with_noise`: float32, shaped as `ranked`.
+
+    `ranked` [..., K] holds one node's candidates along its last axis (-inf pads); `rest` [...] is the probability,
+    0 to 1, of all tokens that are not among them. With rest 0 this is log softmax(ranked / tau) over the candidates:
+    the rule for a drafter that knows its whole vocabulary. `tau` > 0 is how far off log q is: if its errors were
+    Gumbel variates of that scale, the rule would be exact.
+
+    A sparse drafter (a trie) cannot see how its rest is spread nor that noise, and need not: the best of
+    log q + G over any tokens of total mass `rest` is a Gumbel variate around log rest, however the mass is spread. So
+    the rest enters as one more candidate there, averaged over 16 quantiles. This wants candidates picked without
+    a look at the noise; whoever picks the best of log q + G must pass all of them and rest 0. At temperature 0 there is
+    no noise and `ranked` is log q, already the chance in question: it is returned as it is, capped at 0.
+    """
+    if temperature == 0.0:
+        capped: NDArray[np.float32] = np.minimum(ranked, np.float32(0.0))
+        return capped
+    scaled = ranked.astype(np.float64) / tau
+    rest_mass = np.clip(np.asarray(rest, np.float64), 0.0, 1.0)[..., None]
+    with np.errstate(divide="ignore"):
+        rivals = (np.log(rest_mass) + _REST_QUANTILES) / tau
+    named = np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
+    # A node whose candidates and rest are all impossible has no scale; 0 leaves its edges at -inf.
+    totals = np.logaddexp(named, rivals)
+    totals[np.isneginf(totals)] = 0.0
+    chances = np.logaddexp.reduce(-totals, axis=-1, keepdims=True) - np.log(_REST_POINTS)
+    scores: NDArray[np.float64] = np.minimum(scaled + chances, 0.0)
+    return scores.astype(np.float32)
+
+
+def _half(words: NDArray[np.uint64], half: slice) -> NDArray[np.uint32]:
+    return words.view(np.uint32)[half]
+
+
+def _check_range(name: str, value: int | NDArray[np.integer], bits: int) -> None:
+    if isinstance(value, int):
+        low = high = value
+    elif value.size:
+        low, high = int(value.min()), int(value.max())
+    else:
+        return
+    if low < 0 or high >= 1 << bits:
+        raise ValueError(f"{name} must be between 0 and 2^{bits} - 1, not {low if low < 0 else high}")

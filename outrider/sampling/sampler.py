@@ -1,0 +1,102 @@
+"""The reference sampler: one request's tokens from the target's logits, on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, float32
+
+from outrider.errors import InternalError
+from outrider.sampling.history import TokenHistory
+from outrider.sampling.noise import gumbel
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.processors import Candidates, LogitsProcessor, top_k_indices
+
+# Rows of noise kept. A row serves all nodes of one depth, and again in the next round if the root moves little.
+_NOISE_ROWS = 8
+
+
+class RequestSampler:
+    """Samples at any tree node of one request.
+
+    The token depends on the row, the history and path, the parameters and the position alone: not on how the node was
+    reached, on what was sampled before, or on what is cached. An error in one call leaves the sampler as it was.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+        """Start at the end of the prompt.
+
+        Raises InvalidRequestError for biased tokens outside the vocabulary and ValueError for such prompt tokens of a
+        penalized request.
+        """
+        self.params = params
+        self.vocab_size = vocab_size
+        self._length = len(prompt_ids)
+        self._processor = LogitsProcessor(params, vocab_size)
+        self._history = TokenHistory(prompt_ids, vocab_size) if params.penalized else None
+        self._noise: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens to the output that penalties see."""
+        if self._history is not None:
+            self._history.extend(token_ids)
+        self._length += len(token_ids)
+        for position in [position for position in self._noise if position < self._length]:
+            del self._noise[position]
+
+    def sample(
+        self, logits_row: Tensor, path: Sequence[int], position: int, mask: NDArray[np.bool_] | None = None
+    ) -> int:
+        """The token at absolute `position`, given the target's logits there.
+
+        `logits_row` is float32 [vocab_size] or longer (padding is never sampled) and stays untouched. `path` holds
+        the draft tokens from below the root up to the node, none of them committed; at the root it is empty.
+        `position` counts from the first prompt token, so the first output token is at len(prompt_ids). `mask`
+        [vocab_size] is True where a grammar allows a token.
+        Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
+        """
+        candidates = self._processor.process(self._row(logits_row), self._history, path, mask)
+        scores = candidates.logits
+        if not self.params.greedy:
+            scores = scores + self._noise_of(candidates, position)
+        # The first of equal maxima; candidates ascend, so that is the lowest id.
+        best = int(np.argmax(scores))
+        return best if candidates.token_ids is None else int(candidates.token_ids[best])
+
+    def logprobs(self, logits_row: Tensor, token_id: int, k: int) -> tuple[float, list[tuple[int, float]]]:
+        """Log-probability of `token_id`, and the `k` likeliest tokens with theirs, likeliest first.
+
+        They are of the raw distribution: softmax of the logits before any processor, summed in float64. Equal logits
+        stand in the order of their ids. Raises InternalError if the logits hold NaN or +inf or are all -inf.
+        """
+        row = self._row(logits_row)
+        top = float(row.max())
+        if not np.isfinite(top):
+            raise InternalError("the model's logits hold NaN or infinity", code="unusable_logits")
+        log_total = top + math.log(float(np.exp(row.astype(np.float64) - top).sum()))
+        likeliest = top_k_indices(row, k) if k > 0 else np.empty(0, np.int64)
+        likeliest = likeliest[np.argsort(-row[likeliest], kind="stable")]
+        return float(row[token_id]) - log_total, [(int(i), float(row[i]) - log_total) for i in likeliest]
+
+    def _row(self, logits_row: Tensor) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = logits_row.detach().to("cpu", float32).numpy()
+        if row.ndim != 1 or len(row) < self.vocab_size:
+            raise InternalError(f"logits have shape {row.shape}, not [{self.vocab_size}]", code="unusable_logits")
+        return row[: self.vocab_size]
+
+    def _noise_of(self, candidates: Candidates, position: int) -> NDArray[np.float32]:
+        params, token_ids = self.params, candidates.token_ids
+        row = self._noise.get(position)
+        # A token alone costs as much as four of a row, which share one counter.
+        if row is None and token_ids is not None and 4 * len(token_ids) < self.vocab_size:
+            return gumbel(params.seed, params.choice_index, position, token_ids)
+        if row is None:
+            row = gumbel(params.seed, params.choice_index, position, vocab_size=self.vocab_size)
+            self._noise[position] = row
+            if len(self._noise) > _NOISE_ROWS:
+                self._noise.popitem(last=False)
+        return row if token_ids is None else row[token_ids]
