@@ -1,0 +1,41 @@
+"""Options of the verify service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.config.base import option
+from outrider.config.service import ServiceOptions
+
+
+@dataclass(frozen=True)
+class VerifyOptions(ServiceOptions):
+    """Holds the target model and its KV cache, and owns the truth."""
+
+    address: str = option(
+        "127.0.0.1:50052", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
+    )
+    metrics_address: str = option("127.0.0.1:9102", "Address of the Prometheus page, host:port; empty turns it off.")
+    model: str = option("SmolLM2-135M-Instruct", "Target: the default's name, a local folder or a hub id.")
+    served_model_name: str = option("", "What clients call the model; empty takes it from the model.")
+    dtype: str = option("auto", "Number format of weights and KV.", choices=("auto", "float32", "bfloat16"))
+    threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
+    context_length: int = option(0, "Most tokens of prompt and output; 0 takes the model's own.", minimum=0)
+    page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
+    max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0 sizes it from free memory.", minimum=0)
+    max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=4096)
+    max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
+    chunked_prefill_size: int = option(256, "Prompt tokens computed in one round.", minimum=1, maximum=65536)
+    draft: tuple[str, ...] = option(
+        ("127.0.0.1:50053",), "Addresses of draft services, comma separated; empty means plain decoding."
+    )
+    no_speculation: bool = option(False, "Plain decoding whatever requests say.")
+    max_draft_tokens: int = option(
+        63,
+        "Tree nodes in one round over all requests; fewer are taken when more would not pay.",
+        minimum=0,
+        maximum=1024,
+    )
+    max_hold_ms: float = option(
+        20.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
+    )

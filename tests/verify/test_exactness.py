@@ -1,0 +1,178 @@
+"""The verify service owns the truth: drafts change speed, never output."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from harness import Answer, make_engine, run_all, tiny_model
+from local_draft import Guess, LocalDraft, noise, oracle, wrong
+
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
+from outrider.tree.messages import Decline, DeclineReason, Grow, Hello
+from verify_service.engine import Engine
+
+VOCAB = 61
+
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=3),
+    SamplingParams(temperature=1.0, seed=4, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2),
+    SamplingParams(temperature=1.2, seed=5, top_k=12, min_p=0.02, logit_bias={7: 3.0, 9: -100.0}),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1, choice_index=3, num_logprobs=3),
+]
+
+
+def jobs() -> list[tuple[list[int], SamplingParams]]:
+    source = random.Random(5)
+    shared = [source.randrange(VOCAB) for _ in range(19)]
+    prompts = [[source.randrange(VOCAB) for _ in range(source.randint(1, 40))] for _ in range(8)]
+    for place in (1, 4, 9):  # apart, so that a later one finds an earlier one's pages in the cache
+        prompts.insert(place, [*shared, source.randrange(VOCAB)])
+    return [(prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    engine = make_engine(model)
+    engine.start()
+    answers = run_all(engine, jobs(), width=1, speculate=False)
+    engine.stop()
+    return answers
+
+
+@pytest.fixture
+def engines(model: CausalLM) -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+        assert engine.scheduler.running == [] and not engine.scheduler.waiting
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+def texts(truth: list[Answer]) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(prompt): prompt + answer.token_ids for (prompt, _), answer in zip(jobs(), truth, strict=True)}
+
+
+def guesser(name: str, truth: list[Answer]) -> Guess:
+    match name:
+        case "oracle":
+            return oracle(texts(truth), VOCAB)
+        case "wrong":
+            return wrong(texts(truth), VOCAB)
+        case _:
+            return noise(9, VOCAB)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("num_pages", [256, 24])
+@pytest.mark.parametrize("name", ["none", "oracle", "wrong", "random"])
+def test_tokens_are_the_same_with_any_draft_batch_and_memory(
+    model: CausalLM, truth: list[Answer], engines: list[Engine], name: str, num_pages: int, width: int
+) -> None:
+    engine = make_engine(model, num_pages, chunk_size=16)
+    engines.append(engine)
+    if name != "none":
+        engine.draft_connected(LocalDraft(engine, VOCAB, guesser(name, truth)))
+    engine.start()
+    answers = run_all(engine, jobs(), width)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    accepted = sum(answer.num_accepted for answer in answers)
+    if name == "oracle":
+        assert accepted > 0.6 * sum(len(answer.token_ids) for answer in answers)
+    if name == "none":
+        assert accepted == 0
+    if num_pages == 24 and width == 4:
+        assert engine.scheduler.num_preemptions > 0
+    if num_pages == 256:
+        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+
+
+def test_logprobs_are_those_of_the_raw_distribution_and_cover_every_token(
+    model: CausalLM, truth: list[Answer], engines: list[Engine]
+) -> None:
+    engine = make_engine(model)
+    engines.append(engine)
+    engine.draft_connected(LocalDraft(engine, VOCAB, guesser("oracle", truth)))
+    engine.start()
+    chosen = [i for i, (_, params) in enumerate(jobs()) if params.num_logprobs]
+    answers = run_all(engine, [jobs()[i] for i in chosen])
+    for i, answer in zip(chosen, answers, strict=True):
+        got = [entry for update in answer.updates for entry in update.logprobs]
+        want = [entry for update in truth[i].updates for entry in update.logprobs]
+        assert len(got) == len(answer.token_ids)
+        np.testing.assert_allclose([e.logprob for e in got], [e.logprob for e in want], rtol=1e-4, atol=1e-5)
+        assert [[t for t, _ in e.top] for e in got] == [[t for t, _ in e.top] for e in want]
+
+
+class Hostile(LocalDraft):
+    """Answers every message with the oracle's guess and a flood of nonsense."""
+
+    def _grow(self, request: int) -> None:
+        author = self.authors[request]
+        bad = np.array([2**31 - 1, -1, VOCAB, 3, 4], np.int32)
+        scores = np.array([-1.0, -1.0, -1.0, np.nan, 2.0], np.float32)
+        parents = np.array([0, 0, 0, 0, 99], np.uint32)
+        flood = np.zeros(4000, np.uint32)
+        messages = [
+            Grow(request, author.epoch, author.base_len, 2**31, 1000, parents, bad, scores, np.zeros(5, np.uint8)),
+            Grow(request, 1, 2**31, 0, 1),
+            Grow(request + 50, 1, 1, 1, 1),
+            Grow(request, author.epoch, author.base_len, 0, 2000, flood, flood.astype(np.int32) % VOCAB,
+                 np.zeros(4000, np.float32), flood.astype(np.uint8)),
+            Decline(request + 50, DeclineReason.GAP, True),
+            Hello(0, 0),
+        ]  # fmt: skip
+        self._engine.draft_received(self, messages)
+        super()._grow(request)
+
+
+def test_a_hostile_draft_changes_no_output_and_is_counted(
+    model: CausalLM, truth: list[Answer], engines: list[Engine]
+) -> None:
+    engine = make_engine(model)
+    engines.append(engine)
+    engine.draft_connected(Hostile(engine, VOCAB, guesser("oracle", truth)))
+    engine.start()
+    answers = run_all(engine, jobs())
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    assert engine.drafts.dropped["token"] > 0 and engine.drafts.dropped["closed"] == 0
+    assert engine.drafts.dropped["score"] > 0 and engine.drafts.dropped["unexpected"] > 0
+
+
+def test_losing_the_draft_mid_stream_changes_nothing_and_speculation_resumes(
+    model: CausalLM, truth: list[Answer], engines: list[Engine]
+) -> None:
+    engine = make_engine(model)
+    engines.append(engine)
+    drafts: list[LocalDraft] = []
+    calls = 0
+
+    def flaky(author: TreeAuthor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0:
+            engine.draft_disconnected(drafts[-1])
+            drafts.append(LocalDraft(engine, VOCAB, flaky))
+            engine.draft_connected(drafts[-1])
+        guesser("oracle", truth)(author)
+
+    drafts.append(LocalDraft(engine, VOCAB, flaky))
+    engine.draft_connected(drafts[0])
+    engine.start()
+    answers = run_all(engine, jobs())
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    assert len(drafts) > 3
+    assert answers[-1].num_accepted > 0

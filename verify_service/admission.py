@@ -1,0 +1,107 @@
+"""From a request on the wire to one that the engine may trust."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.errors import ContextLengthError, InvalidRequestError
+from outrider.rpc.codec import decode_sampling
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import RequestSampler
+from outrider.v1 import verify_pb2
+from verify_service.request import Request, Update
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 2.0),
+}
+_POSITIVE = ("top_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Checks requests against the model's limits. The gateway has checked them already; this door trusts nobody."""
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    speculation: bool
+
+    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest, sink: Callable[[Update], None]) -> Request:
+        """A request ready for the engine.
+
+        Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
+        """
+        prompt = list(message.prompt_token_ids)
+        self._check_prompt(prompt)
+        if message.max_tokens < 1:
+            raise InvalidRequestError("max_tokens", "is 0", "ask for at least 1 token")
+        if len(message.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequestError(
+                "stop_token_ids", f"holds {len(message.stop_token_ids)} ids, at most {MAX_STOP_TOKENS}", "send fewer"
+            )
+        fresh_seed = secrets.randbits(64)
+        params = decode_sampling(message.sampling, choice_index=message.choice_index, fresh_seed=fresh_seed)
+        check_sampling(params, self.vocab_size)
+        eos = () if message.ignore_eos else self.eos_token_ids
+        return Request(
+            request_id=message.request_id,
+            tokens=prompt,
+            prompt_len=len(prompt),
+            sampling=params,
+            sampler=RequestSampler(params, prompt, self.vocab_size),
+            max_tokens=min(message.max_tokens, self.context_length - len(prompt)),
+            stop_ids=frozenset(message.stop_token_ids) | frozenset(eos),
+            speculate=self.speculation and not message.disable_speculation,
+            sink=sink,
+        )
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("prompt_token_ids", "is empty", "send at least one token")
+        if len(prompt) >= self.context_length:
+            raise ContextLengthError(
+                "prompt_token_ids",
+                f"has {len(prompt)} tokens, but the context holds {self.context_length} of prompt and output",
+                f"shorten the prompt to at most {self.context_length - 1} tokens",
+            )
+        top = max(prompt)
+        if top >= self.vocab_size:
+            raise InvalidRequestError(
+                "prompt_token_ids", f"holds id {top}, but the vocabulary ends at {self.vocab_size - 1}"
+            )
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequestError for a sampling field outside its range."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if not math.isfinite(value) or not low <= value <= high or (name in _POSITIVE and value == 0):
+            opening = "above" if name in _POSITIVE else "from"
+            raise InvalidRequestError(f"sampling.{name}", f"is {value}", f"use a number {opening} {low} to {high}")
+    if (params.num_logprobs or 0) > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            "sampling.num_logprobs", f"is {params.num_logprobs}", f"ask for at most {MAX_LOGPROBS}"
+        )
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            "sampling.logit_bias", f"holds {len(params.logit_bias)} entries", f"send at most {MAX_LOGIT_BIAS}"
+        )
+    for token, bias in params.logit_bias.items():
+        if token >= vocab_size or not abs(bias) <= 100:
+            raise InvalidRequestError(
+                "sampling.logit_bias",
+                f"maps {token} to {bias}",
+                f"use ids below {vocab_size} and biases from -100 to 100",
+            )

@@ -1,0 +1,56 @@
+"""What a draft's scores are worth, from what was committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.tree.messages import Float32s, UInt8s
+from outrider.tree.mirror import Observation
+
+_EDGES = np.array([-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05])
+_NUM_BINS = len(_EDGES) + 1
+_PRIOR = 6.0
+"""Observations that the draft's own estimate counts for."""
+_MEMORY = 400.0
+"""Observations after which older ones fade, so that a change of text is followed."""
+_CEILING = -1e-4
+"""Nothing is certain: keeps deeper nodes below their parents."""
+
+
+class Calibrator:
+    """Corrects edge scores by source and range: observed acceptance over what the scores promised.
+
+    Every child of a committed token is an observation, verified or not, so nothing has to be probed and calibration
+    goes on while no drafts are verified.
+    """
+
+    def __init__(self, num_sources: int = 256) -> None:
+        self._promised = np.zeros((num_sources, _NUM_BINS))
+        self._hits = np.zeros((num_sources, _NUM_BINS))
+        self._seen = np.zeros((num_sources, _NUM_BINS))
+        self._shift = np.zeros((num_sources, _NUM_BINS))
+
+    def __call__(self, scores: Float32s, sources: UInt8s) -> NDArray[np.float64]:
+        """Edge scores [N] of sources [N] to calibrated edge log-probabilities [N]."""
+        shifted: NDArray[np.float64] = scores + self._shift[sources, np.searchsorted(_EDGES, scores)]
+        return np.minimum(shifted, _CEILING)
+
+    def observe(self, observations: Iterable[Observation]) -> None:
+        """Learn from children of committed tokens."""
+        for seen in observations:
+            bins = np.searchsorted(_EDGES, seen.scores)
+            np.add.at(self._promised, (seen.sources, bins), np.exp(seen.scores))
+            np.add.at(self._hits, (seen.sources, bins), seen.hits)
+            np.add.at(self._seen, (seen.sources, bins), 1.0)
+            self._refresh(np.unique(seen.sources))
+
+    def _refresh(self, sources: NDArray[np.uint8]) -> None:
+        fade = np.minimum(1.0, _MEMORY / np.maximum(self._seen[sources], 1.0))
+        for table in (self._promised, self._hits, self._seen):
+            table[sources] *= fade
+        mean = np.where(self._seen[sources] > 0, self._promised[sources] / np.maximum(self._seen[sources], 1e-9), 1.0)
+        prior = _PRIOR * np.maximum(mean, 1e-4)
+        self._shift[sources] = np.log((self._hits[sources] + prior) / (self._promised[sources] + prior))

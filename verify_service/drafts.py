@@ -1,0 +1,260 @@
+"""Verify's copies of the trees, and the draft services that grow them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from outrider.tree.messages import (
+    Close,
+    Commit,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    Grow,
+    Open,
+    Pause,
+    Resume,
+    VerifyMessage,
+)
+from outrider.tree.mirror import TreeMirror, token_array
+from verify_service.calibration import Calibrator
+from verify_service.health import PeerHealth
+from verify_service.request import Request
+
+REOPEN_SECONDS = 1.0
+"""How long a request waits for a draft that declined it for lack of room, or twice in a row."""
+
+
+class DraftPort(Protocol):
+    """A session with one draft service. Methods are called on the engine thread and must not block."""
+
+    address: str
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One request's tree, and the peer that grows it, if any does."""
+
+    request: Request
+    mirror: TreeMirror
+    number: int = 0
+    peer: Peer | None = None
+    paused: bool = False
+    opened_at: float = float("-inf")
+    retry_at: float = 0.0
+    credit: int = 0
+    gain: float = 1.0
+    """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
+    awaited: bool = False
+    """The last commit left no nodes, and the draft's answer to it is not here yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A draft service that is connected."""
+
+    port: DraftPort
+    health: PeerHealth
+    links: dict[int, Link] = field(default_factory=dict)
+    outbox: list[VerifyMessage] = field(default_factory=list)
+
+
+class Drafts:
+    """All trees of a verify service. The engine thread alone uses it.
+
+    Losing a peer forgets its trees and nothing else: their requests go on with plain decoding until a peer is there.
+    """
+
+    def __init__(self, vocab_size: int, max_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.calibrator = Calibrator()
+        self.dropped: Counter[str] = Counter()
+        self.declined: Counter[str] = Counter()
+        self.peers: dict[DraftPort, Peer] = {}
+        self._links: dict[Request, Link] = {}
+        self._vocab_size = vocab_size
+        self._max_nodes = max_nodes
+        self._clock = clock
+        self._next_number = 1
+
+    def link(self, request: Request) -> Link | None:
+        """The request's tree, if it speculates."""
+        return self._links.get(request)
+
+    def admit(self, request: Request) -> None:
+        """Begin to speculate for a request."""
+        if request.speculate:
+            mirror = TreeMirror(request.tokens, self._vocab_size, self._max_nodes, self.calibrator)
+            self._links[request] = Link(request, mirror, credit=self._max_nodes // 4)
+            self._assign(self._links[request])
+
+    def committed(self, request: Request, num_tokens: int, credit: int) -> None:
+        """The request's last `num_tokens` tokens were committed just now."""
+        link = self._links.get(request)
+        if link is None:
+            return
+        mirror = link.mirror
+        mirror.commit()
+        self._learn(link)
+        if link.peer is None:
+            self._assign(link)
+            return
+        link.credit = credit
+        link.awaited = mirror.num_nodes == 0
+        link.peer.health.sent(link.number, request.committed_len)
+        message = Commit(
+            request=link.number,
+            length_before=request.committed_len - num_tokens,
+            token_ids=token_array(request.tokens[-num_tokens:]),
+            epoch=mirror.epoch,
+            received_through=mirror.received_through,
+            resolved_root=mirror.resolved_root,
+            credit=credit,
+        )
+        link.peer.outbox.append(message)
+
+    def pause(self, request: Request) -> None:
+        """The request was preempted: nothing need grow."""
+        link = self._links.get(request)
+        if link is not None and link.peer is not None and not link.paused:
+            link.peer.outbox.append(Pause(link.number))
+            link.paused = True
+
+    def resume(self, request: Request) -> None:
+        """The request runs again."""
+        link = self._links.get(request)
+        if link is not None and link.peer is not None and link.paused:
+            link.peer.outbox.append(Resume(link.number, link.credit))
+        if link is not None:
+            link.paused = False
+
+    def close(self, request: Request) -> None:
+        """The request ended."""
+        link = self._links.pop(request, None)
+        if link is not None:
+            self._learn(link)
+            self._detach(link, tell=True)
+
+    def connected(self, port: DraftPort) -> None:
+        """A session began; requests without a draft get this one."""
+        self.peers[port] = Peer(port, PeerHealth(self._clock))
+        for link in self._links.values():
+            if link.peer is None:
+                self._assign(link)
+
+    def disconnected(self, port: DraftPort) -> None:
+        """A session ended, and with it the epochs of its trees."""
+        peer = self.peers.pop(port, None)
+        for link in list(peer.links.values()) if peer else []:
+            link.peer = None
+            link.awaited = False
+            link.mirror.forget()
+            self._assign(link)
+
+    def receive(self, port: DraftPort, messages: Iterable[DraftMessage]) -> None:
+        """Take what a draft sent. Whatever is wrong with it is dropped and counted."""
+        peer = self.peers.get(port)
+        if peer is None:
+            return
+        for message in messages:
+            match message:
+                case Grow():
+                    self._grow(peer, message)
+                case Decline():
+                    self._decline(peer, message)
+                case _:
+                    self.dropped["unexpected"] += 1
+
+    def flush(self) -> None:
+        """Hand all queued messages to their sessions, and reset a session that answers nothing any more."""
+        for peer in list(self.peers.values()):
+            if peer.outbox:
+                peer.port.send(peer.outbox)
+                peer.outbox = []
+            if peer.health.lost:
+                peer.health.restart()
+                peer.port.reset()
+
+    def _assign(self, link: Link) -> None:
+        """Open the request with the healthy peer that has the fewest."""
+        healthy = [peer for peer in self.peers.values() if peer.health.good]
+        if not healthy or self._clock() < link.retry_at:
+            return
+        self._open(link, min(healthy, key=lambda peer: len(peer.links)))
+
+    def _open(self, link: Link, peer: Peer) -> None:
+        """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
+        link.number, self._next_number = self._next_number, self._next_number + 1
+        link.peer = peer
+        link.opened_at = self._clock()
+        link.awaited = True
+        link.mirror.forget()
+        peer.links[link.number] = link
+        request = link.request
+        peer.health.sent(link.number, request.committed_len)
+        opened = Open(link.number, token_array(request.tokens), request.prompt_len, request.sampling, link.credit)
+        peer.outbox.append(opened)
+        if link.paused:
+            peer.outbox.append(Pause(link.number))
+
+    def _detach(self, link: Link, tell: bool) -> None:
+        if link.peer is not None:
+            link.peer.links.pop(link.number, None)
+            link.peer.health.forget(link.number)
+            if tell:
+                link.peer.outbox.append(Close(link.number))
+            link.peer = None
+        link.awaited = False
+        link.mirror.forget()
+
+    def _grow(self, peer: Peer, grow: Grow) -> None:
+        link = peer.links.get(grow.request)
+        if link is None:
+            self.dropped["closed"] += len(grow.token_ids)
+            return
+        link.mirror.insert(grow)
+        self._learn(link)
+        peer.health.answered(link.number, link.mirror.acked_len)
+        if link.awaited and link.mirror.acked_len == link.request.committed_len:
+            link.awaited = False
+            link.gain += 0.2 * (self._promise(link) - link.gain)
+
+    def _promise(self, link: Link) -> float:
+        """Tokens that the best 8 nodes of a tree are expected to have accepted."""
+        mirror = link.mirror
+        scores = np.sort(mirror.path_score[1 : mirror.num_nodes + 1])[::-1][:8]
+        return float(np.exp(scores).sum())
+
+    def _decline(self, peer: Peer, decline: Decline) -> None:
+        link = peer.links.get(decline.request)
+        self.declined[decline.reason.name.lower()] += 1
+        if link is None:
+            return
+        self._detach(link, tell=decline.reason is DeclineReason.GAP)
+        if not decline.retryable:
+            link.retry_at = float("inf")
+            return
+        told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
+        if not told_anew or self._clock() - link.opened_at < REOPEN_SECONDS:
+            link.retry_at = self._clock() + REOPEN_SECONDS
+        self._assign(link)
+
+    def _learn(self, link: Link) -> None:
+        mirror = link.mirror
+        if mirror.observations:
+            self.calibrator.observe(mirror.observations)
+            mirror.observations.clear()
+        if mirror.dropped:
+            self.dropped.update(mirror.dropped)
+            mirror.dropped.clear()

@@ -1,0 +1,104 @@
+"""One answer in the making, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import RequestSampler
+
+
+class Origin(Enum):
+    """Where a committed token came from; numbers as in common.proto."""
+
+    ACCEPTED = 1
+    BONUS = 2
+    PLAIN = 3
+
+
+class Finish(Enum):
+    """Why an answer ended; numbers as in common.proto."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural-log probabilities of one committed token under the raw distribution."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one round did for a request, or its end."""
+
+    token_ids: Sequence[int] = ()
+    origins: Sequence[Origin] = ()
+    logprobs: Sequence[Logprobs] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    finish: Finish | None = None
+    error: OutriderError | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.error is not None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """State of a request; the engine thread alone touches it after `submit`.
+
+    Between rounds `cached_len < committed_len`: the last committed token is the root, whose KV the next round
+    computes. Until prefill is done, or after a preemption, more tokens than the root wait.
+    """
+
+    request_id: str
+    tokens: list[int]
+    """All committed tokens, prompt first."""
+    prompt_len: int
+    sampling: SamplingParams
+    sampler: RequestSampler
+    max_tokens: int
+    stop_ids: frozenset[int]
+    speculate: bool
+    sink: Callable[[Update], None]
+    """Called on the engine thread with every update; must not block."""
+    arrival: int = 0
+    """Order of admission; the youngest is preempted first."""
+    arrived_at: float = 0.0
+    """Seconds on the monotonic clock."""
+    cached_len: int = 0
+    num_cached_prompt_tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """KV slot of each logical position that the pages cover, int64 [len(pages) * page_size]."""
+    finished: bool = False
+
+    @property
+    def committed_len(self) -> int:
+        """Tokens agreed."""
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed tokens past the prompt."""
+        return len(self.tokens) - self.prompt_len
+
+    def cut(self, token_ids: Sequence[int]) -> tuple[list[int], Finish | None]:
+        """The tokens of a round that may be committed, and why the answer ends with them if it does."""
+        room = self.max_tokens - self.num_output_tokens
+        for index, token in enumerate(token_ids[:room]):
+            if token in self.stop_ids:
+                return list(token_ids[: index + 1]), Finish.STOP
+        return list(token_ids[:room]), Finish.LENGTH if len(token_ids) >= room else None

@@ -1,0 +1,179 @@
+"""The speculation stream, dialled: one session at a time with one draft service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Protocol, cast
+
+import grpc
+import numpy as np
+
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.logs import get_logger
+from outrider.rpc.channel import open_channel
+from outrider.rpc.codec import decode_draft, encode_verify
+from outrider.tree.messages import Commit, DraftMessage, Hello, VerifyMessage
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+log = get_logger(__name__)
+
+HELLO_SECONDS = 5.0
+RETRY_SECONDS = 0.5
+REFUSED_SECONDS = 30.0
+MAX_QUEUED_MESSAGES = 4096
+
+SpeculateCall = grpc.aio.StreamStreamCall[
+    draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
+]
+
+
+class DraftEvents(Protocol):
+    """What a session tells the engine; called on the event loop."""
+
+    def draft_connected(self, port: DraftSession) -> None:
+        """The session is open."""
+
+    def draft_disconnected(self, port: DraftSession) -> None:
+        """The session is over."""
+
+    def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
+        """Messages came in."""
+
+
+class DraftSession:
+    """An open stream. `send` and `reset` come from the engine thread, everything else from the event loop.
+
+    Between two writes messages gather here: commits of one request that follow each other become one. More than
+    `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
+    """
+
+    def __init__(self, address: str, call: SpeculateCall, loop: asyncio.AbstractEventLoop) -> None:
+        self.address = address
+        self._call = call
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._queue: list[VerifyMessage] = []
+        self._last_commit: dict[int, int] = {}
+        self._filled = asyncio.Event()
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+        with self._lock:
+            was_empty = not self._queue
+            for message in messages:
+                self._put(message)
+            overflow = len(self._queue) > MAX_QUEUED_MESSAGES
+        if overflow:
+            log.warning("draft %s does not read; its session is reset", self.address)
+            self.reset()
+        elif was_empty:
+            self._loop.call_soon_threadsafe(self._filled.set)
+
+    def reset(self) -> None:
+        """End the session."""
+        self._loop.call_soon_threadsafe(self._call.cancel)
+
+    async def write(self) -> None:
+        """Write what is queued until cancelled."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            with self._lock:
+                messages, self._queue = self._queue, []
+                self._last_commit.clear()
+            if messages:
+                await self._call.write(encode_verify(messages))
+
+    async def read(self, events: DraftEvents) -> None:
+        """Pass on what comes in until the stream ends."""
+        async for batch in self._call:
+            try:
+                events.draft_received(self, decode_draft(batch))
+            except InvalidRequestError as error:
+                log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
+
+    def _put(self, message: VerifyMessage) -> None:
+        if isinstance(message, Commit):
+            place = self._last_commit.get(message.request)
+            earlier = self._queue[place] if place is not None else None
+            if place is not None and isinstance(earlier, Commit):
+                tokens = np.concatenate([earlier.token_ids, message.token_ids])
+                self._queue[place] = replace(message, length_before=earlier.length_before, token_ids=tokens)
+                return
+            self._last_commit[message.request] = len(self._queue)
+        self._queue.append(message)
+
+
+class DraftDialer:
+    """Keeps a session with one draft service open, again and again until cancelled."""
+
+    def __init__(self, address: str, hello: Hello, events: DraftEvents) -> None:
+        self.address = address
+        self.state = "connecting"
+        """"connecting", "connected" or "refused"."""
+        self._hello = hello
+        self._events = events
+
+    async def run(self) -> None:
+        """Dial until cancelled."""
+        while True:
+            try:
+                await self._converse()
+                self.state, pause = "connecting", RETRY_SECONDS
+            except ConfigError as error:
+                log.error("draft %s is refused: %s", self.address, error.message)
+                self.state, pause = "refused", REFUSED_SECONDS
+            except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+                if self.state != "connecting":
+                    log.warning("draft %s is away: %s", self.address, reason)
+                self.state, pause = "connecting", RETRY_SECONDS
+            await asyncio.sleep(pause)
+
+    async def _converse(self) -> None:
+        channel = open_channel(self.address)
+        try:
+            call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
+            await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
+            session = DraftSession(self.address, call, asyncio.get_running_loop())
+            self.state = "connected"
+            log.info("draft %s is connected", self.address)
+            self._events.draft_connected(session)
+            writer = asyncio.create_task(session.write())
+            try:
+                await session.read(self._events)
+            except asyncio.CancelledError:
+                if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                self._events.draft_disconnected(session)
+                log.info("the session with draft %s is over", self.address)
+        finally:
+            await channel.close()
+
+    async def _shake_hands(self, call: SpeculateCall) -> None:
+        await call.write(encode_verify([self._hello]))
+        batch = await call.read()
+        if batch is grpc.aio.EOF:
+            raise ConfigError("it ended the stream without a hello")
+        try:
+            messages = decode_draft(cast(draft_pb2.DraftServiceSpeculateResponse, batch))
+        except InvalidRequestError as error:
+            raise ConfigError(f"its hello is malformed: {error.message}") from error
+        if len(messages) != 1 or not isinstance(messages[0], Hello):
+            raise ConfigError("its first message is not a hello")
+        check_hello(self._hello, messages[0])
+
+
+def check_hello(ours: Hello, theirs: Hello) -> None:
+    """Raise ConfigError naming both values where a draft does not fit this verify service."""
+    for name in ("protocol_version", "noise_version"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
+    for name in ("tokenizer_hash", "vocab_size", "hidden_size"):
+        if getattr(theirs, name) and getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
