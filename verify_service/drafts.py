@@ -162,15 +162,15 @@ class Drafts:
             link.mirror.forget()
             self._assign(link)
 
-    def receive(self, port: DraftPort, messages: Iterable[DraftMessage]) -> None:
-        """Take what a draft sent. Whatever is wrong with it is dropped and counted."""
+    def receive(self, port: DraftPort, messages: Iterable[DraftMessage], arrived_at: float) -> None:
+        """Take what a draft sent, and when it arrived. Whatever is wrong with it is dropped and counted."""
         peer = self.peers.get(port)
         if peer is None:
             return
         for message in messages:
             match message:
                 case Grow():
-                    self._grow(peer, message)
+                    self._grow(peer, message, arrived_at)
                 case Decline():
                     self._decline(peer, message)
                 case _:
@@ -218,14 +218,14 @@ class Drafts:
         link.awaited = False
         link.mirror.forget()
 
-    def _grow(self, peer: Peer, grow: Grow) -> None:
+    def _grow(self, peer: Peer, grow: Grow, arrived_at: float) -> None:
         link = peer.links.get(grow.request)
         if link is None:
             self.dropped["closed"] += len(grow.token_ids)
             return
         link.mirror.insert(grow)
         self._learn(link)
-        peer.health.answered(link.number, link.mirror.acked_len)
+        peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.awaited and link.mirror.acked_len == link.request.committed_len:
             link.awaited = False
             link.gain += 0.2 * (self._promise(link) - link.gain)

@@ -124,7 +124,9 @@ class Engine:
 
     def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
         """A draft service sent messages."""
-        self._post(lambda: self.drafts.receive(port, messages))
+        # They may lie in the inbox for a whole round, which is no fault of the draft.
+        arrived_at = time.monotonic()
+        self._post(lambda: self.drafts.receive(port, messages, arrived_at))
 
     def ask(self, question: Callable[[], None]) -> None:
         """Run something on the engine thread between two rounds."""

@@ -33,12 +33,12 @@ class PeerHealth:
         if number not in self._unanswered:
             self._unanswered[number] = (length, self._clock())
 
-    def answered(self, number: int, acked_len: int) -> None:
-        """The draft has applied commits up to `acked_len`."""
+    def answered(self, number: int, acked_len: int, at: float) -> None:
+        """An answer of time `at` says that the draft has applied commits up to `acked_len`."""
         length, since = self._unanswered.get(number, (0, 0.0))
         if length and acked_len >= length:
             del self._unanswered[number]
-            self._note(self._clock() - since)
+            self._note(max(at - since, 0.0))
 
     def forget(self, number: int) -> None:
         """No answer is expected any more."""

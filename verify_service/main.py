@@ -106,7 +106,7 @@ def _warm_up(options: VerifyOptions, model: CausalLM) -> tuple[Memory, TorchExec
     num_pages = tokens // options.page_size
     if num_pages * options.page_size < 512:
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
-    memory = Memory(num_pages, options.page_size)
+    memory = Memory(num_pages, options.page_size, keep_prefixes=not options.disable_radix_cache)
     executor = TorchExecutor(model, num_pages * options.page_size)
     cost = CostModel.measured(executor.measure)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())

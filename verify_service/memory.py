@@ -16,10 +16,11 @@ class Memory:
     lie behind the committed tokens, in pages that only this request holds: shared pages are full of committed tokens.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, keep_prefixes: bool = True) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.radix = RadixCache(self.pool)
         self.page_size = page_size
+        self._keep_prefixes = keep_prefixes
 
     @property
     def num_pages(self) -> int:
@@ -57,7 +58,7 @@ class Memory:
     def release(self, request: Request) -> None:
         """Take a request's pages; what is full of valid KV stays in the radix cache."""
         if request.pages:
-            num_full = request.cached_len // self.page_size
+            num_full = request.cached_len // self.page_size if self._keep_prefixes else 0
             self.radix.insert(request.tokens[: num_full * self.page_size], request.pages[:num_full])
             self.pool.release(request.pages)
         request.pages = []

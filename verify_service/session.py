@@ -88,9 +88,11 @@ class DraftSession:
 
     async def read(self, events: DraftEvents) -> None:
         """Pass on what comes in until the stream ends."""
-        async for batch in self._call:
+        # read(), because grpc.aio refuses to iterate a call that the handshake has read from.
+        while (batch := await self._call.read()) is not grpc.aio.EOF:
             try:
-                events.draft_received(self, decode_draft(batch))
+                response = cast(draft_pb2.DraftServiceSpeculateResponse, batch)
+                events.draft_received(self, decode_draft(response))
             except InvalidRequestError as error:
                 log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
 

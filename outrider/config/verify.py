@@ -26,6 +26,7 @@ class VerifyOptions(ServiceOptions):
     max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=4096)
     max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
     chunked_prefill_size: int = option(256, "Prompt tokens computed in one round.", minimum=1, maximum=65536)
+    disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
     draft: tuple[str, ...] = option(
         ("127.0.0.1:50053",), "Addresses of draft services, comma separated; empty means plain decoding."
     )

@@ -1,0 +1,290 @@
+"""Options of a service: a frozen dataclass, filled from the command line, the environment and its defaults.
+
+    @dataclass(frozen=True)
+    class DraftOptions:
+        max_requests: int = option(1024, "Requests open at once.", minimum=1)
+
+    options = parse_options(DraftOptions, prog="python -m draft_service")     # --max-requests 5
+
+A field `max_requests` is the flag --max-requests and the environment variable OUTRIDER_MAX_REQUESTS; the flag wins.
+Types: int, float, str, bool, Path, tuple[str, ...] (comma separated), and each of them `| None` (empty text is None).
+Whatever is wrong becomes a ConfigError that names the option, the value, the limit and the fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from outrider.errors import ConfigError
+
+ENV_PREFIX = "OUTRIDER_"
+
+OptionsT = TypeVar("OptionsT")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+) -> Any:
+    """Declare a field of an options dataclass.
+
+    `minimum` and `maximum` are inclusive; `choices` are the legal texts. A `secret` is kept out of the options'
+    repr, of --help and of `options_to_argv` (command lines can be read by every user of a machine).
+    """
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "secret": secret}
+    return field(default=default, metadata=metadata, repr=not secret)
+
+
+@dataclass(frozen=True)
+class OptionRow:
+    """One line of a reference table of options."""
+
+    flag: str
+    default: str
+    env: str
+    help: str
+
+
+@dataclass(frozen=True)
+class _Option:
+    """What is known about one field."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    minimum: float | None
+    maximum: float | None
+    choices: tuple[str, ...] | None
+    secret: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+
+def parse_options(
+    options_type: type[OptionsT],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> OptionsT:
+    """Return the options that the command line and the environment ask for.
+
+    `argv` is without the program's name. None takes the process's own, and then a mistake ends the process as
+    argparse does: one line on stderr, exit code 2. With an explicit `argv` a mistake raises ConfigError.
+    `--help` prints the options with their defaults and exits.
+    """
+    try:
+        return _parse(options_type, sys.argv[1:] if argv is None else argv, prog, os.environ if env is None else env)
+    except ConfigError as error:
+        if argv is not None:
+            raise
+        print(f"{prog or Path(sys.argv[0]).name}: error: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def check_options(options: object) -> None:
+    """Raise ConfigError if a value of `options`, however they were made, is out of its limits or of another type."""
+    for item in _describe(type(options)):
+        _check(item, getattr(options, item.name), item.flag)
+
+
+def option_rows(options_type: type) -> list[OptionRow]:
+    """Return the reference table of an options dataclass, a row per option, in order."""
+    return [OptionRow(item.flag, _default_text(item), item.env, _help_text(item)) for item in _describe(options_type)]
+
+
+def options_to_argv(options: object) -> list[str]:
+    """Return the command line that gives a child process these options, secrets excepted (see `options_to_env`).
+
+    Every field is written out, so that the child's environment cannot change it.
+    """
+    return [
+        f"{item.flag}={_to_text(item, getattr(options, item.name))}"
+        for item in _describe(type(options))
+        if not item.secret
+    ]
+
+
+def options_to_env(options: object) -> dict[str, str]:
+    """Return the environment variables that give a child process the secrets among these options."""
+    items = [item for item in _describe(type(options)) if item.secret]
+    return {item.env: _to_text(item, getattr(options, item.name)) for item in items}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, env: Mapping[str, str]) -> OptionsT:
+    items = _describe(options_type)
+    summary = (options_type.__doc__ or "").strip().splitlines()
+    parser = _Parser(prog=prog, description=summary[0] if summary else None, allow_abbrev=False)
+    for item in items:
+        default = "a secret" if item.secret and item.default else (_default_text(item) or "empty")
+        arguments: dict[str, Any] = {"nargs": "?", "const": "true"} if item.kind is bool else {}
+        parser.add_argument(
+            item.flag,
+            dest=item.name,
+            default=argparse.SUPPRESS,
+            metavar=item.kind.__name__.upper(),
+            help=f"{_help_text(item)} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
+            **arguments,
+        )
+    given, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(_unknown_text(unknown[0], [item.flag for item in items]))
+    values: dict[str, Any] = {}
+    for item in items:
+        if hasattr(given, item.name):
+            values[item.name] = _from_text(item, getattr(given, item.name), item.flag)
+        elif item.env in env and (env[item.env] or item.optional or item.kind in (str, tuple)):
+            values[item.name] = _from_text(item, env[item.env], f"{item.env} (environment)")
+    return options_type(**values)
+
+
+def _describe(options_type: type) -> list[_Option]:
+    hints = typing.get_type_hints(options_type)
+    return [_describe_field(entry, hints[entry.name]) for entry in fields(options_type)]
+
+
+def _describe_field(entry: Field[Any], hint: Any) -> _Option:
+    optional = False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        arguments = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        optional = len(arguments) < len(typing.get_args(hint))
+        hint = arguments[0] if len(arguments) == 1 else hint
+    if typing.get_origin(hint) is tuple and typing.get_args(hint) == (str, Ellipsis):
+        hint = tuple
+    if hint not in (int, float, str, bool, Path, tuple):
+        raise TypeError(f"option {entry.name}: type {hint} is not supported")
+    if entry.default is MISSING or "help" not in entry.metadata:
+        raise TypeError(f"option {entry.name}: declare it with option(default, help)")
+    return _Option(entry.name, hint, optional, entry.default, **entry.metadata)
+
+
+def _from_text(item: _Option, text: str, source: str) -> Any:
+    value: Any
+    if item.optional and not text:
+        return None
+    if item.kind is bool:
+        lowered = text.strip().lower()
+        if lowered not in _TRUE + _FALSE:
+            raise _wrong(item, source, text, "is not true or false")
+        return lowered in _TRUE
+    if item.kind is tuple:
+        value = tuple(part.strip() for part in text.split(",") if part.strip())
+    elif item.kind is Path:
+        value = Path(text).expanduser()
+    elif item.kind is str:
+        value = text
+    else:
+        try:
+            value = item.kind(text)
+        except ValueError:
+            raise _wrong(item, source, text, f"is not {_KIND_WORDS[item.kind]}") from None
+    _check(item, value, source, text)
+    return value
+
+
+def _check(item: _Option, value: Any, source: str, text: str | None = None) -> None:
+    """Raise ConfigError unless `value` is legal; `text` is how the user wrote it."""
+    if value is None and item.optional:
+        return
+    shown = str(value) if text is None else text
+    right_type = isinstance(value, (int, float) if item.kind is float else item.kind)
+    if not right_type or (isinstance(value, bool) and item.kind is not bool):
+        raise _wrong(item, source, shown, f"is not {_KIND_WORDS.get(item.kind, item.kind.__name__)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(item, source, shown, "is not a finite number")
+    if item.minimum is not None and value < item.minimum:
+        raise _wrong(item, source, shown, f"is below the minimum {item.minimum}", f"use {item.minimum} or more")
+    if item.maximum is not None and value > item.maximum:
+        raise _wrong(item, source, shown, f"is above the maximum {item.maximum}", f"use {item.maximum} or less")
+    for part in value if isinstance(value, tuple) else (value,):
+        if item.choices is not None and part not in item.choices:
+            raise _wrong(item, source, part, f"is not one of {', '.join(item.choices)}", _near(str(part), item.choices))
+
+
+def _wrong(item: _Option, source: str, shown: str, problem: str, fix: str = "") -> ConfigError:
+    return ConfigError(f"{source}: {'the value' if item.secret else repr(shown)} {problem}; {fix or _limits(item)}")
+
+
+def _limits(item: _Option) -> str:
+    if item.kind is bool:
+        return f"use {item.flag} or {item.flag}=false"
+    if item.choices is not None:
+        return f"use {' or '.join(item.choices)}"
+    if item.minimum is not None and item.maximum is not None:
+        return f"use {_KIND_WORDS.get(item.kind, 'a value')} from {item.minimum} to {item.maximum}"
+    if item.minimum is not None:
+        return f"use {_KIND_WORDS.get(item.kind, 'a value')} of {item.minimum} or more"
+    return f"use {_KIND_WORDS.get(item.kind, 'a ' + item.kind.__name__)}, for instance {_default_text(item) or '1'}"
+
+
+def _unknown_text(argument: str, flags: Sequence[str]) -> str:
+    name = argument.split("=", 1)[0]
+    if not name.startswith("-"):
+        return f"unexpected argument {name!r}; every option is written --name value, see --help"
+    return f"unknown option {name}; {_near(name, flags)}"
+
+
+def _near(text: str, candidates: Sequence[str]) -> str:
+    by_lowered = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(text.lower(), by_lowered, n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(by_lowered[match] for match in close)}?" if close else "see --help"
+
+
+def _help_text(item: _Option) -> str:
+    limits = []
+    if item.choices is not None:
+        limits.append(f"One of {', '.join(item.choices)}.")
+    if item.minimum is not None:
+        limits.append(f"At least {item.minimum}.")
+    if item.maximum is not None:
+        limits.append(f"At most {item.maximum}.")
+    return " ".join([item.help, *limits])
+
+
+def _default_text(item: _Option) -> str:
+    return "" if item.secret or item.default is None else _to_text(item, item.default)
+
+
+def _to_text(item: _Option, value: Any) -> str:
+    if value is None:
+        return ""
+    if item.kind is bool:
+        return "true" if value else "false"
+    if item.kind is tuple:
+        for part in value:
+            if not part.strip() or part != part.strip() or "," in part:
+                raise ConfigError(f"{item.flag}: {part!r} cannot be part of a comma separated list; rename it")
+        return ",".join(value)
+    return str(value)

@@ -1,0 +1,19 @@
+"""The real system: three processes, the real model, float32 so that outputs can be compared bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.cluster import Cluster
+from outrider.config.verify import VerifyOptions
+
+
+@pytest.fixture(scope="module")
+def cluster(model_path: Path) -> Iterator[Cluster]:
+    options = VerifyOptions(model=str(model_path), dtype="float32", max_total_tokens=8192, served_model_name="smollm2")
+    with Cluster(verify=options) as running:
+        yield running
+    assert set(running.close().values()) == {"ended"}, "a service did not end by itself"

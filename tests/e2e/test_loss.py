@@ -1,0 +1,81 @@
+"""A part dies or stops in mid-stream: no token is lost, repeated or changed, and speculation comes back by itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import grpc
+import openai
+import pytest
+from client import COPY_PROMPT, Answer, chat, generate, stream
+
+from outrider.cli.cluster import Cluster
+
+
+async def disturbed(cluster: Cluster, after: int, disturb: Callable[[], None]) -> Answer:
+    """An answer with something happening once `after` tokens have come."""
+    answer, done = Answer(), False
+    async for response in stream(cluster, chat(COPY_PROMPT, max_tokens=60)):
+        answer.take(response)
+        if not done and len(answer.token_ids) >= after:
+            disturb()
+            done = True
+    assert done
+    return answer
+
+
+async def accepts_again(cluster: Cluster) -> bool:
+    for attempt in range(40):
+        answer = await generate(cluster, chat(f"{attempt}. {COPY_PROMPT}", max_tokens=30))
+        if answer.usage is not None and answer.usage.num_accepted_tokens:
+            return True
+    return False
+
+
+async def test_a_killed_draft_costs_no_token_and_speculation_resumes(cluster: Cluster) -> None:
+    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+    got = await disturbed(cluster, 10, cluster.draft.kill)
+    assert got.token_ids == plain.token_ids and got.text == plain.text
+    without = await generate(cluster, chat(COPY_PROMPT, max_tokens=60))
+    assert without.token_ids == plain.token_ids
+    cluster.restart("draft")
+    assert await accepts_again(cluster)
+
+
+async def test_a_stopped_draft_costs_no_token_and_speculation_resumes(cluster: Cluster) -> None:
+    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+    try:
+        got = await disturbed(cluster, 10, lambda: cluster.draft.send_signal(signal.SIGSTOP))
+        assert got.token_ids == plain.token_ids
+        after = await generate(cluster, chat(COPY_PROMPT, max_tokens=60))
+        assert after.token_ids == plain.token_ids
+    finally:
+        cluster.draft.send_signal(signal.SIGCONT)
+    assert await accepts_again(cluster)
+
+
+async def test_a_draft_killed_and_restarted_within_one_stream_costs_no_token(cluster: Cluster) -> None:
+    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+    got = await disturbed(cluster, 10, lambda: cluster.restart("draft"))
+    assert got.token_ids == plain.token_ids
+
+
+async def test_a_killed_verify_service_is_a_clear_error_and_the_gateway_recovers(cluster: Cluster) -> None:
+    plain = await generate(cluster, chat(COPY_PROMPT, max_tokens=20))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await disturbed(cluster, 10, cluster.verify.kill)
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    client = openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
+    assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
+    cluster.restart("verify")
+    for _ in range(200):
+        try:
+            again = await generate(cluster, chat(COPY_PROMPT, max_tokens=20))
+            break
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert again.token_ids == plain.token_ids
+    client.close()

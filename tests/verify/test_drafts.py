@@ -1,0 +1,179 @@
+"""Peers come, go, fall silent and lie; requests are assigned, opened anew and held for only when that pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import Answer, make_request
+
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Open, Pause, Resume, VerifyMessage
+from verify_service.budget import WIDTHS, Budget, CostModel
+from verify_service.drafts import Drafts
+from verify_service.hold import HoldPolicy
+from verify_service.request import Request
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """A port that notes what it is given."""
+
+    address = "recorder"
+
+    def __init__(self) -> None:
+        self.sent: list[VerifyMessage] = []
+        self.num_resets = 0
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        self.sent += messages
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+    def take(self, drafts: Drafts) -> list[VerifyMessage]:
+        drafts.flush()
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def drafts(clock: Clock) -> Drafts:
+    return Drafts(vocab_size=50, max_nodes=64, clock=clock)
+
+
+def request(tokens: list[int]) -> Request:
+    return make_request(Answer(), tokens, SamplingParams(), 50)
+
+
+def tree(number: int, epoch: int, base_len: int, tokens: list[int]) -> Grow:
+    count = len(tokens)
+    return Grow(
+        number, epoch, base_len, base_len, 1, np.arange(count, dtype=np.uint32), np.array(tokens, np.int32),
+        np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
+    )  # fmt: skip
+
+
+def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None:
+    port, one = Recorder(), request([1, 2, 3])
+    drafts.admit(one)
+    drafts.connected(port)
+    (opened,) = port.take(drafts)
+    assert isinstance(opened, Open) and opened.token_ids.tolist() == [1, 2, 3] and opened.prompt_len == 3
+    drafts.receive(port, [tree(opened.request, 1, 3, [4, 5])], 100.0)
+    one.tokens += [4, 9]
+    drafts.committed(one, 2, credit=16)
+    drafts.pause(one)
+    drafts.resume(one)
+    drafts.close(one)
+    commit, pause, resume, close = port.take(drafts)
+    assert isinstance(commit, Commit) and commit.length_before == 3 and commit.token_ids.tolist() == [4, 9]
+    assert (commit.epoch, commit.received_through, commit.resolved_root) == (1, 2, None)
+    assert isinstance(pause, Pause) and isinstance(resume, Resume) and isinstance(close, Close)
+
+
+def test_requests_spread_over_drafts_and_move_when_one_is_lost(drafts: Drafts) -> None:
+    ports = [Recorder(), Recorder()]
+    for port in ports:
+        drafts.connected(port)
+    requests = [request([i + 1]) for i in range(4)]
+    for one in requests:
+        drafts.admit(one)
+    assert [len(peer.links) for peer in drafts.peers.values()] == [2, 2]
+    drafts.disconnected(ports[0])
+    assert [len(peer.links) for peer in drafts.peers.values()] == [4]
+    drafts.disconnected(ports[1])
+    assert all((link := drafts.link(one)) is not None and link.peer is None for one in requests)
+    drafts.connected(ports[0])
+    ports[0].take(drafts)
+    assert [len(peer.links) for peer in drafts.peers.values()] == [4]
+
+
+def test_a_gap_is_answered_by_opening_under_a_new_number_and_a_liar_is_left_alone(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    (opened,) = port.take(drafts)
+    assert isinstance(opened, Open)
+    clock.now += 5
+    drafts.receive(port, [Decline(opened.request, DeclineReason.GAP, True)], clock.now)
+    closed, again = port.take(drafts)
+    assert isinstance(closed, Close) and isinstance(again, Open) and again.request > opened.request
+    drafts.receive(port, [Decline(again.request, DeclineReason.GAP, True)], clock.now)
+    assert [type(message) for message in port.take(drafts)] == [Close]
+    clock.now += 2
+    one.tokens.append(3)
+    drafts.committed(one, 1, 16)
+    assert [type(message) for message in port.take(drafts)] == [Open]
+
+
+def test_a_final_decline_means_plain_decoding(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    (opened,) = port.take(drafts)
+    drafts.receive(port, [Decline(opened.request, DeclineReason.TOO_LONG, False)], clock.now)  # type: ignore[union-attr]
+    clock.now += 3600
+    one.tokens.append(3)
+    drafts.committed(one, 1, 16)
+    assert port.take(drafts) == []
+
+
+def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    peer = drafts.peers[port]
+    assert peer.health.good
+    clock.now += 0.2
+    assert not peer.health.good
+    drafts.flush()
+    assert port.num_resets == 0
+    clock.now += 2
+    drafts.flush()
+    assert port.num_resets == 1
+
+
+def hold_policy(seconds: float = 0.03) -> HoldPolicy:
+    return HoldPolicy(Budget(CostModel([seconds] * len(WIDTHS)), 63), max_seconds=0.02)
+
+
+def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    nothing = np.empty(0)
+    link.gain = 2.0
+    held = hold_policy().seconds([link], 1, 1, nothing)
+    assert 0 < held <= 0.02
+    link.gain = 0.01
+    assert hold_policy().seconds([link], 1, 1, nothing) == 0
+    link.gain = 2.0
+    assert hold_policy(seconds=0.0005).seconds([link], 1, 1, nothing) < held
+    clock.now += 0.2  # the peer has not answered for long: it is unhealthy
+    assert hold_policy().seconds([link], 1, 1, nothing) == 0
+
+
+def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    assert hold_policy().seconds([link], 1, 1, np.empty(0)) == 0
+    drafts.connected(port)
+    drafts.receive(port, [tree(link.number, 1, 2, [3, 4, 5])], clock.now)
+    assert link.mirror.num_nodes == 3 and not link.awaited
+    assert hold_policy().seconds([link], 1, 1, np.exp(link.mirror.path_score[1:4])) == 0

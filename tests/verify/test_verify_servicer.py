@@ -1,0 +1,197 @@
+"""The verify service's door over real gRPC: streams, refusals, cancellation, draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from harness import make_engine, tiny_model
+
+from outrider.errors import ContextLengthError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
+from outrider.models.base import CausalLM
+from outrider.rpc.channel import open_channel
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.status import error_from_rpc
+from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
+from verify_service.admission import Admission
+from verify_service.engine import Engine
+from verify_service.servicer import VerifyServicer
+
+VOCAB = 61
+Message = verify_pb2.VerifyServiceGenerateRequest
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@dataclass
+class Door:
+    engine: Engine
+    servicer: VerifyServicer
+    server: GrpcServer
+    stub: verify_pb2_grpc.VerifyServiceStub
+
+    async def generate(self, message: Message) -> list[verify_pb2.VerifyServiceGenerateResponse]:
+        return [response async for response in self.stub.Generate(message)]
+
+    async def refused(self, message: Message) -> OutriderError:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self.generate(message)
+        return error_from_rpc(raised.value)
+
+    async def idle(self) -> None:
+        """Wait until no request holds a page that is not the radix cache's."""
+        empty = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            memory, scheduler = self.engine.memory, self.engine.scheduler
+            if not scheduler.running and memory.num_used == memory.radix.num_pages:
+                loop.call_soon_threadsafe(empty.set)
+            else:
+                self.engine.ask(look)
+
+        self.engine.ask(look)
+        await asyncio.wait_for(empty.wait(), 20)
+
+
+@asynccontextmanager
+async def open_door(model: CausalLM, folder: Path, **limits: int) -> AsyncIterator[Door]:
+    engine = make_engine(model, **limits)
+    admission = Admission(VOCAB, 200, (60,), True)
+    info = verify_pb2.VerifyServiceGetInfoResponse(model="tiny", vocab_size=VOCAB, context_length=200)
+    servicer = VerifyServicer(engine, admission, info, verify_pb2.VerifyServiceGetLoadResponse)
+    server = GrpcServer(address=f"unix:{folder}/v", service_names=["outrider.v1.VerifyService"])
+    verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
+    address = await server.start()
+    engine.start()
+    channel = open_channel(address)
+    try:
+        yield Door(engine, servicer, server, verify_pb2_grpc.VerifyServiceStub(channel))
+    finally:
+        await channel.close()
+        await server.stop(0)
+        engine.stop()
+
+
+def message(**fields: object) -> Message:
+    values: dict[str, object] = {"request_id": "r", "prompt_token_ids": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+    return Message(**(values | fields))  # type: ignore[arg-type]
+
+
+async def test_a_stream_carries_every_token_once_and_ends_with_a_reason(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+        greedy = common_pb2.SamplingParams(temperature=0, num_logprobs=2)
+        responses = await door.generate(message(sampling=greedy))
+        tokens = [token for response in responses for token in response.token_ids]
+        assert len(tokens) == 8
+        assert sum(len(response.origins) for response in responses) == 8
+        assert all(len(entry.top) == 2 for response in responses for entry in response.logprobs)
+        assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
+        assert all(response.finish_reason == 0 for response in responses[:-1])
+        stopped = await door.generate(message(sampling=greedy, stop_token_ids=[tokens[4]]))
+        got = [token for response in stopped for token in response.token_ids]
+        assert got == tokens[: tokens.index(tokens[4]) + 1]
+        assert stopped[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+
+
+async def test_without_a_seed_answers_differ_and_with_one_they_do_not(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+
+        async def text(**sampling: object) -> list[int]:
+            params = common_pb2.SamplingParams(**sampling)  # type: ignore[arg-type]
+            responses = await door.generate(message(sampling=params, max_tokens=30))
+            return [token for response in responses for token in response.token_ids]
+
+        assert await text(seed=5) == await text(seed=5)
+        assert await text() != await text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [VOCAB]}, "prompt_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+        ({"sampling": common_pb2.SamplingParams(temperature=-1)}, "sampling.temperature"),
+        ({"sampling": common_pb2.SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": common_pb2.SamplingParams(top_p=0)}, "sampling.top_p"),
+        ({"sampling": common_pb2.SamplingParams(min_p=1.5)}, "sampling.min_p"),
+        ({"sampling": common_pb2.SamplingParams(num_logprobs=21)}, "sampling.num_logprobs"),
+        ({"sampling": common_pb2.SamplingParams(logit_bias={VOCAB: 1.0})}, "sampling.logit_bias"),
+        ({"sampling": common_pb2.SamplingParams(logit_bias={1: 101.0})}, "sampling.logit_bias"),
+    ],
+)
+async def test_bad_fields_are_named_and_harm_nobody(
+    model: CausalLM, tmp_path: Path, fields: dict[str, object], field: str
+) -> None:
+    async with open_door(model, tmp_path) as door:
+        good = asyncio.create_task(door.generate(message(max_tokens=60)))
+        error = await door.refused(message(**fields))
+        assert isinstance(error, InvalidRequestError) and error.field == field
+        assert sum(len(response.token_ids) for response in await good) == 60
+
+
+async def test_a_prompt_over_the_context_is_a_context_error(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+        error = await door.refused(message(prompt_token_ids=[1] * 200))
+        assert isinstance(error, ContextLengthError) and "199" in error.message
+        cut = await door.generate(message(prompt_token_ids=[1] * 195, max_tokens=100))
+        assert sum(len(response.token_ids) for response in cut) == 5
+
+
+async def test_cancelling_frees_pages_at_once(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+        call = door.stub.Generate(message(max_tokens=150))
+        assert await call.read() is not grpc.aio.EOF
+        call.cancel()
+        await door.idle()
+
+
+async def test_a_full_queue_refuses_and_the_others_finish(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path, max_running=1, max_waiting=1) as door:
+        calls = [door.stub.Generate(message(max_tokens=150)) for _ in range(2)]
+        assert await calls[0].read() is not grpc.aio.EOF
+        error = await door.refused(message())
+        assert isinstance(error, OverloadedError)
+        calls[1].cancel()
+        while (response := await calls[0].read()) is not grpc.aio.EOF:
+            last = response
+        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_draining_service_refuses_and_finishes_what_runs(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+        call = door.stub.Generate(message(max_tokens=150))
+        first = await call.read()
+        door.servicer.draining = True
+        assert isinstance(await door.refused(message()), UnavailableError)
+        count = len(first.token_ids)
+        while (response := await call.read()) is not grpc.aio.EOF:
+            count += len(response.token_ids)
+        assert count == 150
+
+
+async def test_an_engine_that_fails_tells_every_stream(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path) as door:
+        call = door.stub.Generate(message(max_tokens=150))
+        assert await call.read() is not grpc.aio.EOF
+
+        def fail() -> None:
+            raise RuntimeError("out of order")
+
+        door.engine.ask(fail)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert "out of order" not in (raised.value.details() or "")
+        assert not door.engine.alive
