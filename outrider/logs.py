@@ -1,0 +1,129 @@
+"""Logging of every service: one line per event on stderr, with the request it belongs to and without secrets.
+
+    2026-01-31T12:00:00.123Z INFO    verify outrider.rpc.server [request 4f1c] serving on 127.0.0.1:50052
+
+Line breaks inside a message are escaped, so a client cannot forge a line. Imports neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from contextvars import ContextVar
+from typing import TextIO
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+request_id: ContextVar[str] = ContextVar("outrider_request_id", default="")
+"""Id of the request that the current task works for; empty outside of requests."""
+
+_MAX_LINE = 8192
+_MAX_FRAMES = 12
+_MAX_CAUSES = 4
+
+# The scheme or key stays, what follows it goes. A bare "token" is a word of the trade here, not a key.
+_SECRET = re.compile(
+    r"""(?ix)
+    ( \b bearer \s+
+    | (?<! [a-z0-9] ) (?: authorization | api[_-]?key | (?: auth | access | api | hf ) [_-]? token | password | secret )
+      ['"]? \s* [=:] \s* (?: b? ['"] )? (?: bearer \s+ )?
+    )
+    [^\s'",;)}\]]+
+    """
+)
+_KNOWN_SHAPES = re.compile(r"\b(?:sk-|hf_)[A-Za-z0-9_-]{8,}")
+_registered_secrets: set[str] = set()
+
+
+def hide_secret(secret: str) -> None:
+    """Have this exact text replaced in every later line, wherever it turns up."""
+    if secret:
+        _registered_secrets.add(secret)
+
+
+def redact(text: str) -> str:
+    """Return `text` with bearer tokens, keys and registered secrets replaced by ***."""
+    # Longest first: a secret that is part of another one must not leave the other's rest behind.
+    for secret in sorted(_registered_secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return _KNOWN_SHAPES.sub("***", _SECRET.sub(r"\1***", text))
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record, its exception included, as one redacted line."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self.service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, without its line break."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        current = request_id.get()
+        request = f" [request {current}]" if current else ""
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text = f"{text} | {describe_exception(record.exc_info[1])}"
+        text = escape_controls(redact(text))
+        if len(text) > _MAX_LINE:
+            text = f"{text[:_MAX_LINE]}... ({len(text) - _MAX_LINE} more characters)"
+        stamp = f"{seconds}.{int(record.msecs):03d}Z"
+        return f"{stamp} {record.levelname:<7} {self.service} {record.name}{request} {text}"
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return type, message and innermost frames of `error` and its causes as one line, innermost frame first."""
+    parts: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(parts) < _MAX_CAUSES:
+        frames = [
+            f"{os.path.join(*frame.filename.split(os.sep)[-2:])}:{frame.lineno} {frame.name}"
+            for frame in reversed(traceback.extract_tb(current.__traceback__))
+        ]
+        where = " < ".join(frames[:_MAX_FRAMES])
+        message = str(current)
+        parts.append(f"{type(current).__name__}{f': {message}' if message else ''}{f' at {where}' if where else ''}")
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return " | caused by ".join(parts)
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with line breaks and other control characters written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | None = None) -> None:
+    """Send all logging of this process to `stream` (stderr by default) in our form; replaces earlier set-ups.
+
+    `service` appears in every line; `level` is one of LEVELS.
+    """
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(LineFormatter(service))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        # Subclasses are somebody's own (a test's capture, a file) and stay.
+        if type(old) is logging.StreamHandler:
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    quiet = logging.DEBUG if level == "DEBUG" else logging.WARNING
+    for name in ("asyncio", "grpc", "httpx", "httpcore", "uvicorn.access", "huggingface_hub", "urllib3", "filelock"):
+        logging.getLogger(name).setLevel(quiet)
+    # uvicorn brings handlers of its own, which would print a second line in another form.
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    logging.getLogger("uvicorn.error").setLevel(quiet)
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module; call it with `__name__`."""
+    return logging.getLogger(name)

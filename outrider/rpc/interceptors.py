@@ -1,0 +1,180 @@
+"""The one boundary that every call passes: request id, token, strict decoding, and exceptions turned into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+
+from outrider import logs
+from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.rpc.decoding import strict
+from outrider.rpc.status import status_from_error
+
+REQUEST_ID_KEY = "x-request-id"
+AUTHORIZATION_KEY = "authorization"
+
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+_OWN_PREFIX = "/outrider."
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")
+_MAX_ID = 64
+
+_logger = logs.get_logger(__name__)
+
+
+class _Rejected:
+    """Stands for a unary request that could not be decoded; grpc would answer INTERNAL to an exception there."""
+
+    def __init__(self, error: InvalidRequestError) -> None:
+        self.error = error
+
+
+class BoundaryInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler.
+
+    In a request stream each message is decoded when it is read, so `InvalidRequestError` is raised from the handler's
+    own `async for` or `context.read()`; a handler that reads in a task of its own lets it through to its caller.
+    """
+
+    def __init__(self, *, auth_token: str = "", allow_unknown_fields: Collection[str] = ()) -> None:
+        self._auth_token = auth_token.encode()
+        self._allow_unknown_fields = frozenset(allow_unknown_fields)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the handler that the call would have got, wrapped; None (an unknown method) stays None."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), self._authorized(method, metadata))
+        lenient = method in self._allow_unknown_fields or not method.startswith(_OWN_PREFIX)
+        return _wrap(handler, call, lenient)
+
+    def _authorized(self, method: str, metadata: dict[str, Any]) -> bool:
+        if not self._auth_token or method.startswith(_HEALTH_PREFIX):
+            return True
+        given = metadata.get(AUTHORIZATION_KEY, "")
+        data = given if isinstance(given, bytes) else given.encode()
+        scheme, _, token = data.partition(b" ")
+        # Both sides are always compared, in a time that does not depend on where they differ.
+        matches = hmac.compare_digest(token.strip(), self._auth_token)
+        return matches and scheme.lower() == b"bearer"
+
+
+def clean_request_id(given: str | bytes | None) -> str:
+    """Return a client's request id with only harmless characters, at most 64; a fresh one if nothing is left."""
+    text = given.decode("ascii", "replace") if isinstance(given, bytes) else given or ""
+    return _NOT_IN_ID.sub("", text)[:_MAX_ID] or uuid.uuid4().hex
+
+
+class _Call:
+    """One call at the boundary."""
+
+    def __init__(self, method: str, request_id: str, authorized: bool) -> None:
+        self.method = method
+        self.request_id = request_id
+        self.authorized = authorized
+
+    async def enter(self, request: Any, context: Any) -> None:
+        """Begin the call in its own task; refuse it if it must not run."""
+        logs.request_id.set(self.request_id)
+        if not self.authorized:
+            _logger.warning("%s refused: missing or wrong bearer token", self.method)
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "missing or wrong bearer token; send the metadata 'authorization: Bearer TOKEN'",
+            )
+        if isinstance(request, _Rejected):
+            raise request.error
+
+    async def fail(self, error: Exception, context: Any) -> NoReturn:
+        """End the call with the status that belongs to `error`."""
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        # A read or write failed in the core: the peer is gone, or this server is stopping. Nobody is left to tell.
+        if isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
+        if context.done() or context.cancelled():
+            _logger.info("%s: after its end: %s", self.method, logs.describe_exception(error))
+            raise error
+        if isinstance(error, OutriderError) and error.grpc_status != InternalError.grpc_status:
+            _logger.info("%s refused: %s: %s", self.method, error.code, error.message)
+            told = error
+        else:
+            error_id = secrets.token_hex(4)
+            _logger.error("%s failed, error id %s", self.method, error_id, exc_info=error)
+            told = InternalError(f"internal error, id {error_id}")
+            if isinstance(error, OutriderError):
+                told = InternalError(f"{error.message} (id {error_id})", code=error.code)
+        code, message, metadata = status_from_error(told, self.request_id)
+        await context.abort(code, message, metadata)
+        raise AssertionError("unreachable: abort always raises")
+
+
+def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    """The same handler with the boundary around it, of the same arity."""
+    decode = handler.request_deserializer
+    if decode is not None:
+        decode = strict(decode, allow_unknown=lenient)
+    codecs = {"request_deserializer": decode, "response_serializer": handler.response_serializer}
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, call), **codecs)
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, call), **codecs)
+    if decode is not None:
+        codecs["request_deserializer"] = _deferred(decode)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, call), **codecs)
+    return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, call), **codecs)
+
+
+def _deferred(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def attempt(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except InvalidRequestError as error:
+            return _Rejected(error)
+
+    return attempt
+
+
+def _unary(behaviour: Any, call: _Call) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def respond(request: Any, context: Any) -> Any:
+        try:
+            await call.enter(request, context)
+            return await behaviour(request, context)
+        except Exception as error:
+            await call.fail(error, context)
+
+    return respond
+
+
+def _streaming(behaviour: Any, call: _Call) -> Callable[[Any, Any], Awaitable[None]]:
+    # Written with context.write, not as a generator: when the call is cancelled during a write, the handler's own
+    # generator is closed at once, so its `finally` frees what the call held instead of waiting for the collector.
+    async def respond(request: Any, context: Any) -> None:
+        try:
+            await call.enter(request, context)
+            result = behaviour(request, context)
+            if not hasattr(result, "__aiter__"):
+                await result
+                return
+            async with aclosing(result) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except Exception as error:
+            await call.fail(error, context)
+
+    return respond

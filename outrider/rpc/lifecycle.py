@@ -1,0 +1,136 @@
+"""The life of a service process: logging, signals, exit codes, and the file that says where it can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from outrider.errors import ConfigError
+from outrider.logs import configure_logging, get_logger, redact
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+OptionsT = TypeVar("OptionsT")
+
+_logger = get_logger(__name__)
+
+
+def run_service(
+    main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, int | None]],
+    options: OptionsT,
+    *,
+    service: str | None = None,
+) -> int:
+    """Run `main(options, stop)` until it returns, and return the process's exit code.
+
+    SIGTERM and the first SIGINT set `stop`; `main` then drains and returns (None means 0). A second SIGINT ends the
+    process at once with 130. ConfigError becomes one line on stderr and 2; any other exception is logged and is 1.
+
+    Uses `options.log_level`, and `options.ready_file`, which exists only while the service serves. `service` is the
+    name in log lines: "draft" for DraftOptions unless given.
+    """
+    name = service or type(options).__name__.removesuffix("Options").lower() or "service"
+    configure_logging(name, getattr(options, "log_level", "INFO"))
+    ready_file = str(getattr(options, "ready_file", None) or "")
+    try:
+        remove_ready_file(ready_file)
+        return asyncio.run(_with_signals(main, options)) or EXIT_OK
+    except Exception as error:
+        config_error = _only_config_error(error)
+        if config_error is not None:
+            print(f"{name}: error: {redact(config_error.message)}", file=sys.stderr, flush=True)
+            return EXIT_CONFIG
+        _logger.error("the service failed", exc_info=error)
+        return EXIT_FAILURE
+    finally:
+        with suppress(ConfigError):
+            remove_ready_file(ready_file)
+
+
+async def _with_signals(
+    main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, int | None]], options: OptionsT
+) -> int | None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    interrupts = 0
+
+    # Plain handlers, not the loop's: they run between two bytecodes even while a callback keeps the loop busy.
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
+            _exit_now()
+        loop.call_soon_threadsafe(request_stop, number)
+
+    def request_stop(number: int) -> None:
+        if not stop.is_set():
+            _logger.info("%s: stopping", signal.Signals(number).name)
+            stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        return await main(options, stop)
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return await main(options, stop)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _exit_now() -> None:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _only_config_error(error: BaseException) -> ConfigError | None:
+    """The ConfigError that `error` is, or that a task group has wrapped."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error if isinstance(error, ConfigError) else None
+
+
+def write_ready_file(path: str | Path, *, address: str, metrics_address: str = "", rest_address: str = "") -> None:
+    """Write the addresses that were really bound, as JSON, in one step: a reader sees all of it or no file.
+
+    Does nothing for an empty path. ConfigError if the file cannot be written.
+    """
+    if not str(path):
+        return
+    target = Path(path)
+    content = {"address": address, "metrics_address": metrics_address, "rest_address": rest_address}
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(content, file)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, target)
+    except OSError as error:
+        raise ConfigError(f"--ready-file: cannot write {target}: {error.strerror}; use a path that can be") from error
+
+
+def remove_ready_file(path: str | Path) -> None:
+    """Remove the file of `write_ready_file`, if it is there. ConfigError if it cannot be removed."""
+    if not str(path):
+        return
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--ready-file: cannot remove {path}: {error.strerror}; use a path that can be") from error

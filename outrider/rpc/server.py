@@ -1,0 +1,156 @@
+"""A gRPC server as every service runs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from outrider.errors import ConfigError
+from outrider.logs import get_logger, hide_secret
+from outrider.rpc.health import HealthServicer
+from outrider.rpc.interceptors import BoundaryInterceptor
+from outrider.rpc.transport import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    check_address,
+    check_token,
+    server_options,
+    split_host_port,
+    unix_path,
+)
+
+_logger = get_logger(__name__)
+
+
+class GrpcServer:
+    """One listening address with health, the boundary interceptor and, if asked for, reflection.
+
+    Made inside the event loop; add servicers to `grpc`, then `start`, warm up, `set_serving(True)`, and `stop` at last.
+
+    `address` is "host:port" (port 0 takes a free one) or "unix:/path". `service_names` are the full names that health
+    answers for. `max_message_bytes` bounds a message either way. With `auth_token` every method but health needs that
+    bearer token. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer
+    peers; elsewhere an unknown field is refused. `option` is what error messages call the address.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        service_names: Sequence[str],
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        auth_token: str = "",
+        allow_unknown_fields: Collection[str] = (),
+        reflection: bool = False,
+        option: str = "--address",
+    ) -> None:
+        check_address(address, option)
+        check_token(auth_token, "--auth-token")
+        hide_secret(auth_token)
+        self.address = address
+        self._option = option
+        self._health = HealthServicer(service_names)
+        boundary = BoundaryInterceptor(auth_token=auth_token, allow_unknown_fields=allow_unknown_fields)
+        self.grpc: grpc.aio.Server = grpc.aio.server(interceptors=[boundary], options=server_options(max_message_bytes))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        if reflection:
+            from grpc_reflection.v1alpha import reflection as service
+
+            service.enable_server_reflection([*service_names, "grpc.health.v1.Health", service.SERVICE_NAME], self.grpc)
+
+    async def start(self) -> str:
+        """Bind and accept calls; health says NOT_SERVING. Return the address really bound.
+
+        ConfigError when the address cannot be bound.
+        """
+        path = unix_path(self.address)
+        if path is not None:
+            _clear_stale_socket(path, self._option)
+        else:
+            _check_free(self.address, self._option)
+        try:
+            port = self.grpc.add_insecure_port(self.address)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise ConfigError(
+                f"{self._option}: cannot bind {self.address}; check that this process may, or use another"
+            )
+        await self.grpc.start()
+        if path is None:
+            host, _ = split_host_port(self.address, self._option)
+            self.address = f"{host}:{port}"
+        _logger.info("bound to %s", self.address)
+        return self.address
+
+    def set_serving(self, serving: bool) -> None:
+        """Let health say SERVING, or NOT_SERVING again."""
+        self._health.set_serving(serving)
+        _logger.info("serving on %s" if serving else "not serving on %s", self.address)
+
+    async def stop(self, grace: float) -> None:
+        """Say NOT_SERVING, take no new calls, give running ones `grace` seconds to finish, then cancel them."""
+        self._health.close()
+        await self.grpc.stop(grace)
+
+
+def _clear_stale_socket(path: Path, option: str) -> None:
+    """Remove the socket file of a process that is gone; ConfigError if the path cannot be used.
+
+    gRPC would unlink whatever is there, a living server's socket included.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{option}: the folder {path.parent} does not exist; create it first") from None
+        return
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: {error.strerror}; use a path that can be reached") from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{option}: {path} exists and is not a socket; use another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise ConfigError(f"{option}: {path}: {error.strerror or error}; use another path") from error
+    raise ConfigError(f"{option}: {path} is in use by a running process; stop it or use another path")
+
+
+def _check_free(address: str, option: str) -> None:
+    """ConfigError if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr."""
+    host, port = split_host_port(address, option)
+    reason, bindable = "", False
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
+        ) from error
+    for family, kind, protocol, _, target in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+                probe.listen()
+            bindable = True
+        except OSError as error:
+            reason = error.strerror or str(error)
+            # "localhost" is two addresses: one that this machine lacks is no harm, one that is taken is.
+            if error.errno == errno.EADDRINUSE:
+                bindable = False
+                break
+    if not bindable:
+        raise ConfigError(
+            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
+        )

@@ -1,0 +1,156 @@
+"""Errors on the wire: OutriderError to a gRPC status with google.rpc details, and back.
+
+The details: ErrorInfo always (reason = the error's code, domain = "outrider"), BadRequest when a field is at fault,
+RetryInfo when trying later helps.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from outrider.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+)
+
+DOMAIN = "outrider"
+DETAILS_KEY = "grpc-status-details-bin"
+
+# A peer refuses more than 8 KB of metadata, and a message is in there up to four times, percent-encoded or in base64.
+_MAX_TEXT_BYTES = 640
+_MAX_WORD_BYTES = 128
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+def status_from_error(error: OutriderError, request_id: str = "") -> tuple[grpc.StatusCode, str, Metadata]:
+    """Return status code, message and trailing metadata of an error, ready for `context.abort`."""
+    code = grpc.StatusCode[error.grpc_status]
+    info = error_details_pb2.ErrorInfo(reason=_clip(error.code, _MAX_WORD_BYTES), domain=DOMAIN)
+    if request_id:
+        info.metadata["request_id"] = _clip(request_id, _MAX_WORD_BYTES)
+    status = status_pb2.Status(code=code.value[0], message=_clip(error.message, _MAX_TEXT_BYTES))
+    field = getattr(error, "field", "")
+    if isinstance(error, InvalidRequestError):
+        info.metadata["fix"] = _clip(error.fix, _MAX_TEXT_BYTES)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_clip(field, _MAX_WORD_BYTES), description=_clip(error.problem, _MAX_TEXT_BYTES)
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    elif field:
+        info.metadata["field"] = _clip(field, _MAX_WORD_BYTES)
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(retry_after * 1e9))
+        status.details.add().Pack(retry)
+    status.details.add().Pack(info)
+    return code, status.message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> OutriderError:
+    """Return what a failed call means to its caller, to raise or to report; `peer` names the called side in messages.
+
+    An error that an Outrider service raised comes back as the same class with field, code and retry_after. Anything
+    else is judged by its status: a peer that is away, gone in mid-call or too slow is an UnavailableError (code
+    "peer_timeout" for a deadline, "peer_cancelled" when the peer's side ended the call), a full one an OverloadedError.
+    A call that this side cancelled never gets here: grpc.aio raises asyncio.CancelledError for it.
+    """
+    status = _decode_status(error)
+    info = _find(status, error_details_pb2.ErrorInfo)
+    if status is not None and info is not None and info.domain == DOMAIN:
+        return _decode_own(error.code(), status, info)
+    return _judge(error.code(), error.details() or "", peer)
+
+
+def _decode_own(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:
+    word = info.reason
+    retry = _find(status, error_details_pb2.RetryInfo)
+    retry_after = retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else 1.0
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        bad = _find(status, error_details_pb2.BadRequest)
+        violation = bad.field_violations[0] if bad is not None and bad.field_violations else None
+        kind = ContextLengthError if word == ContextLengthError.code else InvalidRequestError
+        if violation is None:
+            return kind("", status.message, code=word)
+        return kind(violation.field, violation.description, info.metadata.get("fix", ""), code=word)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return NotFoundError(info.metadata.get("field", ""), status.message, code=word)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return OverloadedError(status.message, retry_after=retry_after, code=word)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(status.message, retry_after=retry_after, code=word)
+    return InternalError(status.message, code=word)
+
+
+def _judge(code: grpc.StatusCode, details: str, peer: str) -> OutriderError:
+    """The meaning of a status that no Outrider service wrote."""
+    kind = grpc.StatusCode
+    said = f": {_clip(details, _MAX_TEXT_BYTES)}" if details else ""
+    if code is kind.RESOURCE_EXHAUSTED and "message larger than max" in details:
+        # The side that complains tells which message it was: the request on its way out or in, or the answer.
+        if details.startswith(("SERVER: Received", "CLIENT: Sent")):
+            return InvalidRequestError(
+                "", f"the request is larger than {peer} takes{said}", "send less", code="request_too_large"
+            )
+        return InternalError(f"the answer of {peer} is larger than allowed{said}")
+    if code is kind.UNAVAILABLE or _is_lost_connection(code, details):
+        return UnavailableError(f"{peer} cannot be reached{said}")
+    if code is kind.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{peer} did not answer in time", code="peer_timeout")
+    if code is kind.CANCELLED:
+        return UnavailableError(f"{peer} ended the call{said}", code="peer_cancelled")
+    if code is kind.RESOURCE_EXHAUSTED:
+        return OverloadedError(f"{peer} is overloaded{said}")
+    if code in (kind.INVALID_ARGUMENT, kind.OUT_OF_RANGE):
+        return InvalidRequestError("", details or f"{peer} refused the request")
+    if code is kind.NOT_FOUND:
+        return NotFoundError("", details or f"{peer} does not have it")
+    if code in (kind.UNAUTHENTICATED, kind.PERMISSION_DENIED):
+        return InternalError(f"{peer} refused the credentials{said}", code="peer_refused_credentials")
+    if code is kind.UNIMPLEMENTED:
+        return InternalError(f"{peer} does not know this call; run the same release on both sides{said}")
+    return InternalError(f"{peer} failed: {code.name}{said}")
+
+
+def _is_lost_connection(code: grpc.StatusCode, details: str) -> bool:
+    """Whether a stream ended by a peer that is gone shows as another status, which it does when the end comes late."""
+    if code is grpc.StatusCode.INTERNAL:
+        # The second is what grpc.aio makes of a write that the end of the stream overtook.
+        return "RST_STREAM" in details or details == "Internal error from Core"
+    return code is grpc.StatusCode.UNKNOWN and "Stream removed" in details
+
+
+def _decode_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+            return status if status.code == error.code().value[0] else None
+    return None
+
+
+def _find(status: status_pb2.Status | None, kind):  # type: ignore[no-untyped-def]
+    for detail in status.details if status is not None else ():
+        if detail.Is(kind.DESCRIPTOR):
+            found = kind()
+            detail.Unpack(found)
+            return found
+    return None
+
+
+def _clip(text: str, max_bytes: int) -> str:
+    """`text` as legal UTF-8 of at most so many bytes, cut between characters."""
+    data = text.encode("utf-8", "replace")
+    if len(data) <= max_bytes:
+        return data.decode("utf-8")
+    return data[: max_bytes - 3].decode("utf-8", "ignore") + "..."

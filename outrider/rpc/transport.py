@@ -1,0 +1,105 @@
+"""Settings of the wire that both ends of a connection must agree on, and the addresses they understand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from outrider.errors import ConfigError
+
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+MAX_UNIX_PATH_BYTES = 107
+"""The kernel's limit of a socket's path."""
+
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_TIMEOUT_SECONDS = 5
+
+ChannelOptions = list[tuple[str, int | str]]
+
+
+def keepalive_options() -> ChannelOptions:
+    """Options that client and server share: an idle peer is pinged, and a dead one noticed within 15 seconds."""
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def size_options(max_message_bytes: int) -> ChannelOptions:
+    """Options that bound a message in both directions."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    ]
+
+
+def server_options(max_message_bytes: int) -> ChannelOptions:
+    """Options of a server."""
+    return [
+        *keepalive_options(),
+        *size_options(max_message_bytes),
+        # Half of what clients are set to: jitter never makes an honest client look like a flood (too_many_pings).
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
+        # A second server on the same port must fail, not take every other connection.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> ChannelOptions:
+    """Options of a client."""
+    return [
+        *keepalive_options(),
+        *size_options(max_message_bytes),
+        # A peer that comes back is found again within two seconds.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Services talk to each other directly, whatever http_proxy says.
+        ("grpc.enable_http_proxy", 0),
+        # A connection of its own: one channel's large messages do not delay another's.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def check_token(token: str, option: str) -> None:
+    """Raise ConfigError, naming `option` but not the token, unless it is empty or can travel in a header."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{option}: the token holds a space or a character beyond ASCII; use letters, digits, ._~+/-="
+        )
+
+
+def unix_path(address: str) -> Path | None:
+    """Return the path of a "unix:/path" address, or None for any other."""
+    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+
+
+def check_address(address: str, option: str) -> None:
+    """Raise ConfigError, naming `option`, unless `address` is "host:port" or "unix:/path"."""
+    path = unix_path(address)
+    if path is None:
+        split_host_port(address, option)
+        return
+    text = address.removeprefix("unix:")
+    length = len(os.fsencode(text))
+    if not text or text == "//":
+        raise ConfigError(f"{option}: {address!r} names no path; use unix:/path/to/socket")
+    if length > MAX_UNIX_PATH_BYTES:
+        raise ConfigError(
+            f"{option}: the path {text} has {length} bytes, the kernel allows {MAX_UNIX_PATH_BYTES}; use a shorter one"
+        )
+
+
+def split_host_port(address: str, option: str) -> tuple[str, int]:
+    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else."""
+    host, colon, port_text = address.rpartition(":")
+    if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
+        raise ConfigError(
+            f"{option}: {address!r} is not an address; use host:port with a port from 0 to 65535, or unix:/path"
+        )
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ConfigError(f"{option}: {address!r} is not an address; put an IPv6 host in brackets, like [::1]:50051")
+    return host, int(port_text)

@@ -1,0 +1,143 @@
+"""One event is one line, with its request and without secrets."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.logs import (
+    LineFormatter,
+    configure_logging,
+    describe_exception,
+    get_logger,
+    hide_secret,
+    redact,
+    request_id,
+)
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure_logging("verify", stream=stream)
+    yield stream
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_has_time_level_service_logger_and_text(lines: io.StringIO) -> None:
+    get_logger("outrider.rpc").warning("%d pages", 3)
+    stamp, rest = lines.getvalue().split(" ", 1)
+    assert stamp.endswith("Z")
+    assert rest == "WARNING verify outrider.rpc 3 pages\n"
+
+
+def test_a_line_names_the_request_that_it_belongs_to(lines: io.StringIO) -> None:
+    token = request_id.set("r-1")
+    get_logger("x").info("inside")
+    request_id.reset(token)
+    get_logger("x").info("outside")
+    inside, outside = lines.getvalue().splitlines()
+    assert inside.endswith("x [request r-1] inside")
+    assert "[request" not in outside
+
+
+@given(st.text())
+def test_no_text_makes_a_second_line(text: str) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter("s"))
+    handler.emit(logging.makeLogRecord({"name": "n", "msg": "%s", "args": (text,), "levelname": "INFO"}))
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_an_exception_is_part_of_the_line_with_its_cause(lines: io.StringIO) -> None:
+    try:
+        try:
+            raise KeyError("inner\nline")
+        except KeyError as error:
+            raise ValueError("outer") from error
+    except ValueError:
+        get_logger("x").exception("it failed")
+    [line] = lines.getvalue().splitlines()
+    assert "it failed | ValueError: outer at config/test_logs.py:" in line
+    assert "caused by KeyError: " in line
+
+
+def test_an_exception_that_causes_itself_ends() -> None:
+    error = ValueError("x")
+    error.__cause__ = error
+    assert describe_exception(error).count("ValueError") <= 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "authorization: Bearer abc.def-ghi",
+        "('authorization', 'Bearer abc.def-ghi')",
+        "{'authorization': 'Bearer abc.def-ghi'}",
+        "{'Authorization': b'abc.def-ghi'}",
+        "bearer abc.def-ghi, next",
+        "auth_token='abc.def-ghi'",
+        "--auth-token=abc.def-ghi",
+        "HF_TOKEN=abc.def-ghi",
+        "OUTRIDER_AUTH_TOKEN=abc.def-ghi",
+        "api_key: abc.def-ghi",
+        '{"api-key": "abc.def-ghi"}',
+        "key hf_abc.def-ghi".replace("abc.def-ghi", "abcdefghijkl"),
+        "key sk-abcdefghijkl",
+    ],
+)
+def test_secrets_are_hidden(text: str) -> None:
+    hidden = redact(text)
+    assert "***" in hidden
+    assert "abc" not in hidden
+    assert "ghi" not in hidden
+
+
+@pytest.mark.parametrize(
+    "text", ["token ids outside the vocabulary", "bonus_token=5", "token: 5", "3 tokens: 1, 2", "tokenizer: x"]
+)
+def test_tokens_of_text_are_not_secrets(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_a_registered_secret_is_hidden_wherever_it_turns_up(lines: io.StringIO) -> None:
+    hide_secret("pa55phrase")
+    get_logger("x").info("connected to %s", "http://user:pa55phrase@host")
+    try:
+        raise ValueError("pa55phrase")
+    except ValueError:
+        get_logger("x").exception("bad")
+    assert "pa55phrase" not in lines.getvalue()
+    assert lines.getvalue().count("***") == 2
+
+
+def test_noisy_libraries_are_heard_only_when_something_is_wrong(lines: io.StringIO) -> None:
+    logging.getLogger("uvicorn.access").info("GET /")
+    logging.getLogger("grpc._cython").info("noise")
+    logging.getLogger("uvicorn.error").warning("trouble")
+    [line] = lines.getvalue().splitlines()
+    assert line.endswith("uvicorn.error trouble")
+
+
+def test_warnings_become_lines() -> None:
+    script = "import warnings; from outrider.logs import configure_logging; configure_logging('s'); warnings.warn('w')"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stderr.count("\n") == 1
+    assert "UserWarning: w" in done.stderr
+
+
+def test_logs_import_neither_torch_nor_grpc() -> None:
+    script = "import sys, outrider.logs; sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,82 @@
+"""The bearer token guards every method but health; request ids travel and stay harmless."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import logs
+from outrider.rpc.interceptors import clean_request_id
+from outrider.v1 import verify_pb2
+
+Load = verify_pb2.VerifyServiceGetLoadRequest
+
+
+async def test_the_right_token_opens_the_door(start: Any) -> None:
+    running = await start(auth_token="s3cret", client_token="s3cret")
+    assert (await running.stub.GetLoad(Load())).num_running == 7
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(), (("authorization", "Bearer wrong"),), (("authorization", "s3cret"),), (("authorization", "Basic s3cret"),)],
+)
+async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> None:
+    running = await start(auth_token="s3cret")
+    calls = [
+        running.stub.GetLoad(Load(), metadata=metadata),
+        running.stub.Generate(verify_pb2.VerifyServiceGenerateRequest(), metadata=metadata),
+        running.draft_stub.Speculate(metadata=metadata),
+    ]
+    for call in calls:
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert running.verify.request_ids == []
+    assert not running.verify.entered.is_set()
+
+
+async def test_health_needs_no_token(start: Any) -> None:
+    running = await start(auth_token="s3cret")
+    answer = await health_pb2_grpc.HealthStub(running.channel).Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_refusal_does_not_log_the_token(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    running = await start(auth_token="s3cret")
+    with caplog.at_level(logging.DEBUG):
+        assert await running.stub.GetLoad(Load(), metadata=(("authorization", "Bearer gue55"),)).code() is not None
+    assert "refused" in caplog.text
+    assert "gue55" not in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+async def test_a_request_id_goes_from_caller_to_handler(start: Any) -> None:
+    running = await start()
+    await running.stub.GetLoad(Load(), metadata=(("x-request-id", "from-client.1"),))
+    token = logs.request_id.set("from-context")
+    await running.stub.GetLoad(Load())
+    await running.stub.GetLoad(Load(), metadata=(("x-request-id", "explicit"),))
+    logs.request_id.reset(token)
+    await running.stub.GetLoad(Load())
+    assert running.verify.request_ids[:3] == ["from-client.1", "from-context", "explicit"]
+    assert len(running.verify.request_ids[3]) == 32
+
+
+async def test_calls_at_the_same_time_keep_their_own_ids(start: Any) -> None:
+    running = await start()
+    await asyncio.gather(*(running.stub.GetLoad(Load(), metadata=(("x-request-id", f"r{i}"),)) for i in range(20)))
+    assert sorted(running.verify.request_ids) == sorted(f"r{i}" for i in range(20))
+
+
+@given(st.one_of(st.none(), st.text(), st.binary()))
+def test_a_request_id_is_never_empty_long_or_harmful(given_id: Any) -> None:
+    cleaned = clean_request_id(given_id)
+    assert 1 <= len(cleaned) <= 64
+    assert cleaned.isascii()
+    assert all(c.isalnum() or c in "._:-" for c in cleaned)

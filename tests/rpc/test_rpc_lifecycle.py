@@ -1,0 +1,140 @@
+"""Signals, exit codes and the ready file of a service process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.rpc.lifecycle import run_service, write_ready_file
+
+SERVICE = """
+import asyncio, signal, sys
+from outrider.config.base import parse_options
+from outrider.config.service import ServiceOptions
+from outrider.errors import ConfigError
+from outrider.rpc.lifecycle import run_service, write_ready_file
+async def main(options, stop):
+    print("up", flush=True)
+    {body}
+sys.exit(run_service(main, parse_options(ServiceOptions, prog="python -m test")))
+"""
+
+
+def spawn(body: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVICE.format(body=body), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_up(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_service_drain(number: signal.Signals) -> None:
+    with spawn("await stop.wait(); await asyncio.sleep(0); print('drained')") as process:
+        wait_until_up(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == "drained\n"
+    assert err.count(f"{number.name}: stopping") == 1
+
+
+def test_a_second_interrupt_ends_even_a_busy_process_at_once() -> None:
+    body = "await stop.wait(); print('draining', flush=True)\n    while True: pass"
+    with spawn(body) as process:
+        wait_until_up(process)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "draining\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise ConfigError('--model: no such folder; use a folder')",
+        "raise ExceptionGroup('tasks', [ConfigError('--model: no such folder; use a folder')])",
+    ],
+)
+def test_a_config_error_is_one_line_and_exit_code_2(body: str) -> None:
+    with spawn(body) as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert err == "service: error: --model: no such folder; use a folder\n"
+
+
+def test_a_wrong_option_is_one_line_and_exit_code_2() -> None:
+    with spawn("pass", "--drain-secs", "3") as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert err == "python -m test: error: unknown option --drain-secs; did you mean --drain-seconds?\n"
+
+
+def test_an_exception_is_logged_in_one_line_and_exit_code_1() -> None:
+    with spawn("raise ValueError('a\\\\nb')") as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert "ValueError: a\\nb" in err
+
+
+def test_the_ready_file_lives_as_long_as_the_service(tmp_path: Path) -> None:
+    path = tmp_path / "ready"
+    path.write_text("stale")
+    body = "write_ready_file(options.ready_file, address='unix:/x'); print('ready', flush=True); await stop.wait()"
+    with spawn(body, "--ready-file", str(path)) as process:
+        wait_until_up(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert json.loads(path.read_text()) == {"address": "unix:/x", "metrics_address": "", "rest_address": ""}
+        process.terminate()
+        process.communicate(timeout=30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ready_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ready-file: cannot write .*No such file"):
+        write_ready_file(tmp_path / "none" / "ready", address="a:1")
+    write_ready_file("", address="a:1")
+
+
+def test_a_ready_file_that_cannot_be_removed_is_one_line(tmp_path: Path) -> None:
+    with spawn("pass", "--ready-file", str(tmp_path)) as process:
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("service: error: --ready-file: cannot remove")
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    log_level: str = "INFO"
+
+
+def test_the_handlers_are_put_back_and_the_result_is_the_exit_code() -> None:
+    async def main(options: ProbeOptions, stop: asyncio.Event) -> int:
+        assert signal.getsignal(signal.SIGTERM) not in before
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stop.wait()
+        return 3
+
+    before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+    assert run_service(main, ProbeOptions()) == 3
+    assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
