@@ -1,0 +1,82 @@
+"""KV memory in pages of equal size, counted references and all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from outrider.errors import InternalError
+
+
+class PagePool:
+    """Hands out page numbers 0..num_pages-1. Page p covers slots p * page_size .. (p + 1) * page_size - 1.
+
+    A page has one reference for each owner: requests whose page table names it, and the radix cache.
+
+        free        refs 0    in the free list
+        private     refs 1    one request writes to it
+        shared      refs >1   full, read-only; freed when the last owner releases it
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs pages, got {num_pages} pages of {page_size} slots")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # A stack: the page freed last is handed out first, while its lines may still be in the CPU's cache.
+        # It starts in descending order, so a fresh pool gives 0, 1, 2, ... and page tables are contiguous.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """`num_pages` pages with one reference each, or None and no change when there are not so many."""
+        if num_pages < 0:
+            raise ValueError(f"cannot allocate {num_pages} pages")
+        if num_pages > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page. Raises ValueError, and changes nothing, if one of them is free."""
+        pages = list(pages)
+        for page in pages:
+            self._check_owned(page, 1)
+        for page in pages:
+            self._refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference of each page. Raises ValueError, and changes nothing, on a reference that is not held."""
+        pages = list(pages)
+        for page, needed in Counter(pages).items():
+            self._check_owned(page, needed)
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free.append(page)
+
+    def num_refs(self, page: int) -> int:
+        """Owners of a page; 0 means free."""
+        return self._refs[page]
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every page is either free once or referenced."""
+        if len(set(self._free)) != len(self._free):
+            raise InternalError("page pool: a page is in the free list twice")
+        free = set(self._free)
+        for page, refs in enumerate(self._refs):
+            if refs < 0 or (refs == 0) != (page in free):
+                raise InternalError(f"page pool: page {page} has {refs} references and free={page in free}")
+
+    def _check_owned(self, page: int, needed: int) -> None:
+        if not 0 <= page < self.num_pages:
+            raise ValueError(f"page {page} is outside the pool of {self.num_pages}")
+        if self._refs[page] < needed:
+            raise ValueError(f"page {page} has {self._refs[page]} references, {needed} are needed")

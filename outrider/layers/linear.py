@@ -1,0 +1,61 @@
+"""Matrix products, the bulk of a forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
+# 18 ms for 1 to 6 rows in float32 and 12, 13, 12, 11, 10, 10 ms in bfloat16. So fewer are padded with zeros to five.
+MIN_ROWS = 5
+
+
+class Linear:
+    """x W^T + b for rows x [M, in]. `weight` [out, in] and `bias` [out] are filled by a loader, then `pack` is called.
+
+    On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
+    packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
+    15 ms and 13 against 22 ms in bfloat16.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew."""
+        if can_pack(self.weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+            self.weight = self.weight.new_empty(0)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[M, in] to [M, out]."""
+        if self._packed is None:
+            return functional.linear(rows, self.weight, self.bias)
+        num_rows = rows.shape[0]
+        if num_rows < MIN_ROWS:
+            rows = functional.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return product[:num_rows]
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
+        if self._packed is None or rows.shape[0] < MIN_ROWS:
+            return residual + self(rows)
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, self.bias, "add")
+        return total
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, serves this weight here."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

@@ -1,0 +1,82 @@
+"""Rotary positions: frequencies once per model, cos and sin once per forward, three kernels per layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from outrider.models.rope_config import RopeConfig
+
+
+class Rotary:
+    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        frequencies, self.scale = _frequencies(rope, head_dim)
+        self._frequencies = torch.cat([frequencies, frequencies]).to(device)
+        # sin of the first half is subtracted: rotate() then needs one swap of the halves and no negation.
+        sign = torch.ones(head_dim)
+        sign[: head_dim // 2] = -1.0
+        self._sign = sign.to(device) * self.scale
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        cos, sin = angles.cos() * self.scale, angles.sin() * self._sign
+        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [M, num_heads, head_dim] by the angles that `Rotary.angles` gave."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return swapped.mul_(sin).add_(heads * cos)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians per position for each pair, float32 [head_dim / 2], and the factor on cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim), _yarn_scale(rope)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Slow pairs are stretched, fast ones kept; between them, how often a pair turns in the old context sets the mix."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / rope.factor
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """As llama3, but the mix is linear in the pair's index (YaRN, arXiv 2309.00071)."""
+
+    def pair_with(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low or 0.001
+    stretch = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return stretch * plain / rope.factor + (1.0 - stretch) * plain
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,105 @@
+"""Weights are checked by name and shape, then loaded with visible progress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.loader import load_model
+
+
+def rewrite(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Replace tensors of the single weight file; None removes one."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, ["model.layers.1.mlp.up_proj.weight", "missing"]),
+        ({"model.extra.weight": torch.zeros(2)}, ["unexpected", "model.extra.weight"]),
+        ({"model.layers.3.mlp.up_proj.weight": torch.zeros(48, 32)}, ["unexpected", "model.layers.3"]),
+        ({"model.layers.0.self_attn.k_proj.weight": torch.zeros(8, 32)}, ["k_proj.weight", "[8, 32]", "[16, 32]"]),
+        ({"model.norm.weight": torch.zeros(32, 1)}, ["model.norm.weight", "[32, 1]"]),
+    ],
+)
+def test_wrong_tensor_is_named(changes: dict[str, Tensor | None], words: list[str], tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    rewrite(tmp_path, changes)
+    with pytest.raises(ConfigError) as raised:
+        load_model(tmp_path)
+    for word in words:
+        assert word in raised.value.message
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    rewrite(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+    load_model(tmp_path)
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, {"lm_head.weight": torch.zeros(97, 32)})
+    model, ids = load_model(tmp_path), token_ids(8)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(run_one(model, model.new_kv(8), ids, torch.arange(8)), expected) <= 1e-5
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="only safetensors"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
+def test_truncated_weights_are_refused(keep: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load_model(tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "model.bin", 3])
+def test_index_cannot_reach_outside_its_folder(name: str | int, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "inside")
+    save_tiny(tmp_path)
+    (tmp_path / "inside" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ConfigError, match="not the name of a safetensors file"):
+        load_model(tmp_path / "inside")
+
+
+def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(ConfigError, match=r"torch\.int8"):
+        load_model(tmp_path, torch.int8)
+
+
+def test_progress_rises_to_the_total(tmp_path: Path) -> None:
+    save_tiny(tmp_path, max_shard_size="20KB")
+    calls: list[tuple[int, int]] = []
+    load_model(tmp_path, progress=lambda done, total: calls.append((done, total)))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert {total for _, total in calls} == {size}
+    done = [done for done, _ in calls]
+    assert done == sorted(done) and done[-1] == size and len(done) > 20

@@ -1,0 +1,116 @@
+"""A folder that cannot be served is refused by name, before weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+
+VALID: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def test_absent_fields_have_the_family_defaults() -> None:
+    config = ModelConfig.from_fields(VALID, {})
+    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
+    assert (config.dtype, config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (
+        "float32",
+        False,
+        (),
+        None,
+    )
+
+
+def test_end_of_sequence_ids_come_from_both_files() -> None:
+    config = ModelConfig.from_fields({**VALID, "eos_token_id": 2}, {"eos_token_id": [7, 2, 9]})
+    assert config.eos_token_ids == (7, 2, 9)
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_dtype_is_read_under_both_names(field: str) -> None:
+    assert ModelConfig.from_fields({**VALID, field: "bfloat16"}, {}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    ],
+)
+def test_rope_is_found_in_each_of_its_homes(fields: dict[str, Any]) -> None:
+    rope = ModelConfig.from_fields({**VALID, **fields}, {}).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 5e5)
+
+
+def test_null_rope_scaling_means_none() -> None:
+    assert ModelConfig.from_fields({**VALID, "rope_scaling": None}, {}).rope.kind == "default"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["architectures"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"num_attention_heads": True}, ["num_attention_heads"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"num_attention_heads": 5}, ["head_dim"]),
+        ({"head_dim": 7}, ["head_dim", "even"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
+        ({"dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
+        ({"eos_token_id": 100}, ["eos_token_id", "100"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"use_sliding_window": True}, ["sliding window"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding window"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3", "yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),
+        ({"rope_scaling": "linear"}, ["rope"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
+        ({"rope_theta": 0}, ["rope_theta"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ModelConfig.from_fields({**VALID, **changes}, {})
+    for word in words:
+        assert word in raised.value.message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
+def test_damaged_config_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_damaged_generation_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VALID))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        ModelConfig.from_folder(tmp_path / "nowhere")

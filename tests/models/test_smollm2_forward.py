@@ -1,0 +1,66 @@
+"""The default model's real weights compute what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import relative_error, run_one
+
+from outrider.models.base import CausalLM
+from outrider.models.loader import load_model
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+
+PROMPTS = [
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "In 1969, 2 men walked 3.5 hours on the moon; 400000 people had worked for it, and",
+    "def fibonacci(n):\n    ",
+]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> CausalLM:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[torch.Tensor]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [torch.tensor(tokenizer(prompt).input_ids) for prompt in PROMPTS]
+
+
+def test_default_model_logits_equal_transformers(model: CausalLM, reference: Any, prompts: list[torch.Tensor]) -> None:
+    for ids in prompts:
+        logits = run_one(model, model.new_kv(ids.numel()), ids, torch.arange(ids.numel()))
+        with torch.inference_mode():
+            assert relative_error(logits, reference(ids[None]).logits[0]) <= 1e-4
+
+
+def test_default_model_greedy_text_equals_generate(
+    model: CausalLM, reference: Any, prompts: list[torch.Tensor]
+) -> None:
+    for ids in prompts:
+        with torch.inference_mode():
+            expected = reference.generate(
+                ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=32, do_sample=False
+            )[0, ids.numel() :].tolist()
+        kv, slots = model.new_kv(ids.numel() + 32), torch.arange(ids.numel() + 32)
+        chunk, length, generated = ids, ids.numel(), list[int]()
+        while len(generated) < len(expected):
+            generated.append(int(run_one(model, kv, chunk, slots[:length])[-1].argmax()))
+            chunk, length = torch.tensor(generated[-1:]), length + 1
+        assert generated == expected
+        assert len(generated) == 32 or generated[-1] in model.config.eos_token_ids

@@ -1,0 +1,67 @@
+"""Tiny random checkpoints, and forwards of one request, for the tests of models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.cache.kv import KVCache
+from outrider.models.base import CausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """Save a random `family` model to `folder`; returns transformers' own model, in eval mode and float32."""
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        # The default start, biases of zero and norms of one, would hide a weight in the wrong place.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def token_ids(num_tokens: int, vocab_size: int = 97, seed: int = 0) -> Tensor:
+    """Random ids, int64 [num_tokens]."""
+    return torch.randint(0, vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def run_one(
+    model: CausalLM,
+    kv: KVCache,
+    ids: Tensor,
+    slots: Tensor,
+    mask: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Logits [M, vocab] of `ids` as the last tokens of a request whose slots are `slots`."""
+    start = slots.numel() - ids.numel()
+    if positions is None:
+        positions = torch.arange(start, slots.numel())
+    batch = ForwardBatch(ids, positions, [Segment(ids.numel(), slots, mask)])
+    return model.logits(model.forward(batch, kv, TorchAttention()))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return float((actual - expected).abs().max() / expected.abs().max())
