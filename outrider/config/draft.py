@@ -37,7 +37,10 @@ class DraftOptions(ServiceOptions):
         18, "Longest n-gram in a trie, match and continuation together.", minimum=2, maximum=256
     )
     capacity: int = option(262144, "Nodes of the trie that requests share.", minimum=4096)
-    request_capacity: int = option(65536, "Nodes of a request's own trie.", minimum=4096)
+    request_capacity: int = option(65536, "Most nodes of a request's own trie.", minimum=1024)
+    total_capacity: int = option(
+        1048576, "Nodes of all requests' own tries; each gets an even share, at least 1024.", minimum=4096
+    )
 
     max_requests: int = option(1024, "Requests open at once, over all sessions.", minimum=1)
     max_sessions: int = option(64, "Verify replicas served at once.", minimum=1)

@@ -1,0 +1,156 @@
+"""The interface of a drafter, and the registry that finds one by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+from outrider.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter takes from the target; zero or empty means "as the target has it" or "nothing"."""
+
+    vocab_size: int = 0
+    """Token ids that its own vocabulary has."""
+    tokenizer_hash: str = ""
+    """SHA-256 of its own tokenizer.json, hexadecimal."""
+    hidden_size: int = 0
+    """Width of the features that it takes."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target whose hidden states are its features, in order."""
+    max_positions: int = 0
+    """Longest sequence that it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A request as a drafter sees it."""
+
+    handle: int
+    """Names the request in all later calls; never used twice."""
+    tokens: Sequence[int]
+    """All committed tokens, prompt first."""
+    prompt_len: int
+    """Tokens of `tokens` that are prompt."""
+    sampling: SamplingParams
+    """How the target samples."""
+    vocab_size: int
+    """Ids at or past this are illegal."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierNode:
+    """A live node whose children are asked for. Its parent was a frontier node before, or it is a root."""
+
+    request: int
+    """Handle of the request."""
+    node: int
+    """Id of the node in the request's epoch."""
+    parent: int
+    """Id of its parent; -1 for the root."""
+    token: int
+    """The node's token."""
+    position: int
+    """Absolute position of its children in the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A child that the target may commit after a frontier node."""
+
+    token: int
+    score: float
+    """Estimated natural-log chance that the target commits it, given that it commits the parent; finite, at most 0."""
+    source: int
+    """Index into the drafter's `sources`."""
+
+
+class Drafter(ABC):
+    """Guesses children of tree nodes. One thread calls it; state of nodes lives here, keyed by (handle, node id).
+
+    `expand` takes nodes of many requests at once, because a model runs them as one batch. A handle is known from
+    `open` until `close`; after a `commit` only the live nodes are asked about again.
+    """
+
+    sources: ClassVar[tuple[str, ...]]
+    """Names of where candidates come from."""
+    needs: Needs = Needs()
+    """Checked against the target before any request is opened."""
+    frontier_width: ClassVar[int] = 16
+    """Nodes that one call of `expand` gets at most."""
+    lookahead: ClassVar[float] = 0.0
+    """How much less likely, in natural logarithm, than a tree's best unexpanded node its others may be and still share
+    its call: 0 for a drafter without batches; a model, to which a node more costs little, wants more."""
+
+    @abstractmethod
+    def open(self, request: DraftRequest) -> None:
+        """A request begins; node 0 is its root."""
+
+    @abstractmethod
+    def commit(
+        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
+    ) -> None:
+        """The target committed `tokens` after those known. `root` is the new root's id, `live` all ids still alive.
+
+        After a miss a new epoch begins: `root` is 0 and `live` holds nothing else. `features` [len(tokens), ...] are
+        the target's hidden states, for a drafter that needs them.
+        """
+
+    @abstractmethod
+    def expand(self, frontier: Sequence[FrontierNode]) -> list[list[Candidate]]:
+        """Candidate children of each node, best first; their chances add up to at most 1."""
+
+    @abstractmethod
+    def close(self, request: int) -> None:
+        """A request ended; everything about it is freed."""
+
+    def work(self, deadline: float) -> list[int]:
+        """Do work that can wait until `time.perf_counter()` reads `deadline`.
+
+        Returns the handles whose roots may have other candidates now than when they were last expanded.
+        """
+        return []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return False
+
+    @abstractmethod
+    def forget_target(self) -> None:
+        """The next requests are of another target: forget what was learned from the old one. No request is open."""
+
+    def gauges(self) -> Mapping[str, int]:
+        """Sizes worth watching, by name; called from any thread."""
+        return {}
+
+
+DrafterFactory = Callable[[DraftOptions], Drafter]
+
+
+def _ngram(options: DraftOptions) -> Drafter:
+    from draft_service.drafters.ngram import NgramDrafter
+
+    return NgramDrafter(options)
+
+
+_FACTORIES: dict[str, DrafterFactory] = {"NGRAM": _ngram}
+
+
+def register(name: str, factory: DrafterFactory) -> None:
+    """Make a drafter known by `name`. The factory imports what it needs when it is called."""
+    _FACTORIES[name] = factory
+
+
+def build_drafter(options: DraftOptions) -> Drafter:
+    """Return the drafter that `options.drafter` names. Raises ConfigError naming those known."""
+    factory = _FACTORIES.get(options.drafter)
+    if factory is None:
+        raise ConfigError(f"--drafter: {options.drafter!r} is not known; use one of {', '.join(sorted(_FACTORIES))}")
+    return factory(options)

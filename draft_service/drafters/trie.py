@@ -1,0 +1,181 @@
+"""A bounded trie over n-grams of token text, extended and matched one token at a time.
+
+A branch that occurred once is not spelled out: its leaf points to where the text goes on. So unique text costs
+about one node a token whatever the depth, and only repeated n-grams have inner nodes.
+
+    text   ... the cat sat . the cat ran ...
+                        ^tail          root -- the -- cat -+- sat (leaf, tail behind it)
+                                                           +- ran (leaf)
+
+A context's state is the list of its suffixes' places: `state[k]` is the place of the last k tokens, `state[0]` the
+trie's root. A place is an inner node, a position in the text (below a leaf), or None (the suffix is not known).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator
+
+_END = -1
+"""Ends a text: no branch runs across it."""
+_MAX_SURPLUS_EVICTED = 32
+
+
+class TrieNode:
+    """An n-gram: the tokens from the root down to here."""
+
+    __slots__ = ("children", "count", "depth", "parent", "tail", "token")
+
+    def __init__(self, parent: TrieNode | None, token: int, depth: int, tail: int) -> None:
+        self.parent = parent
+        self.token = token
+        self.depth = depth
+        self.count = 1
+        self.tail = tail
+        """Position in the text behind the only occurrence; of use while `children` is None."""
+        self.children: dict[int, TrieNode] | None = None
+        """By token, most recently seen last; None for a leaf."""
+
+
+Place = TrieNode | int
+State = list[Place | None]
+
+
+class Trie:
+    """N-grams of up to `depth` tokens in at most `capacity` nodes; the least recently seen go first."""
+
+    def __init__(self, capacity: int, depth: int) -> None:
+        if depth < 2 or capacity < 4 * depth:
+            raise ValueError(
+                f"a trie of depth {depth} needs a capacity of at least {4 * max(depth, 2)}, got {capacity}"
+            )
+        self.capacity = capacity
+        """May be lowered; the trie shrinks to it as it is extended."""
+        self.depth = depth
+        self.root = TrieNode(None, _END, 0, 0)
+        self.root.children = {}
+        self._nodes: OrderedDict[TrieNode, None] = OrderedDict()  # least recently seen first
+        self._text: list[int] = []
+        self._text_start = 0  # position of _text[0]; older text is forgotten
+        self._open: list[TrieNode] = [self.root]  # suffixes of the text seen before, longest first
+
+    def __len__(self) -> int:
+        """Nodes held, the root not counted."""
+        return len(self._nodes)
+
+    def append(self, token: int) -> None:
+        """Extend the text by a token: every suffix known before grows by it. O(longest suffix seen before)."""
+        self._text.append(token)
+        position = self._text_start + len(self._text)
+        still_open = []
+        for node in self._open:
+            children = node.children
+            if children is None:  # never so: what is open is spelled out
+                continue
+            child = children.pop(token, None)
+            if child is None:
+                child = TrieNode(node, token, node.depth + 1, position)
+                self._nodes[child] = None
+                children[token] = child
+                continue
+            children[token] = child
+            child.count += 1
+            self._nodes.move_to_end(child)
+            if child.depth < self.depth:
+                if child.children is None:
+                    self._spell_out(child)
+                still_open.append(child)
+        still_open.append(self.root)
+        self._open = still_open
+        if len(self._nodes) > self.capacity:
+            self._evict()
+        if len(self._text) > 2 * self.capacity:
+            self._forget_text()
+
+    def end_text(self) -> None:
+        """What is appended next does not follow what came before."""
+        self._text.append(_END)
+        self._open = [self.root]
+
+    def context(self) -> State:
+        """State of the text appended since the last end: its suffixes that occurred before."""
+        state: State = [None] * (self._open[0].depth + 1)
+        for node in self._open:
+            state[node.depth] = node
+        return state[: self.depth]
+
+    def start(self) -> State:
+        """State of the empty context."""
+        return [self.root]
+
+    def step(self, state: State, token: int) -> State:
+        """State of the context followed by `token`. The trie stays as it is."""
+        text, start = self._text, self._text_start
+        end = start + len(text)
+        stepped: State = [self.root]
+        for place in state[: self.depth - 1]:
+            below: Place | None = None
+            if place is None:
+                pass
+            elif type(place) is int:
+                if start <= place < end and text[place - start] == token:
+                    below = place + 1
+            elif place.children:  # type: ignore[union-attr]
+                child = place.children.get(token)  # type: ignore[union-attr]
+                if child is not None:
+                    below = child.tail if child.children is None else child
+            stepped.append(below)
+        while stepped[-1] is None:
+            stepped.pop()
+        return stepped
+
+    def followers(self, place: Place, limit: int, known: Container[int] = ()) -> list[tuple[int, int]]:
+        """Tokens that followed the n-gram and how often: the latest `limit` that are not `known`, latest first."""
+        if type(place) is int:
+            index = place - self._text_start
+            if 0 <= index < len(self._text):
+                token = self._text[index]
+                if token != _END and token not in known:
+                    return [(token, 1)]
+            return []
+        children = place.children  # type: ignore[union-attr]
+        if not children:
+            return []
+        found = [(token, children[token].count) for token in reversed(children) if token not in known]
+        return found[:limit]
+
+    def nodes(self) -> Iterator[TrieNode]:
+        """All nodes but the root, the least recently seen first."""
+        return iter(self._nodes)
+
+    def _spell_out(self, leaf: TrieNode) -> None:
+        """Turn a leaf into an inner node whose one child is the token behind its first occurrence."""
+        leaf.children = {}
+        index = leaf.tail - self._text_start
+        if 0 <= index < len(self._text) and self._text[index] != _END:
+            token = self._text[index]
+            child = TrieNode(leaf, token, leaf.depth + 1, leaf.tail + 1)
+            leaf.children[token] = child
+            self._nodes[child] = None
+            self._nodes.move_to_end(leaf)
+
+    def _evict(self) -> None:
+        nodes, in_use = self._nodes, self._open
+        # A token adds two nodes a level at most; a lowered capacity is reached by and by, without a long pause.
+        for _ in range(min(len(nodes) - self.capacity, 2 * self.depth + _MAX_SURPLUS_EVICTED)):
+            oldest = next(iter(nodes))
+            while oldest.children:  # what lies below was seen at most `depth` tokens later
+                oldest = next(iter(oldest.children.values()))
+            if oldest in in_use:
+                nodes.move_to_end(oldest)
+                continue
+            parent = oldest.parent
+            if parent is not None and parent.children is not None:
+                del parent.children[oldest.token]
+            del nodes[oldest]
+
+    def _forget_text(self) -> None:
+        """Keep as many tokens of text as the trie may have nodes; leaves further back end where they are."""
+        surplus = len(self._text) - self.capacity
+        del self._text[:surplus]
+        self._text_start += surplus

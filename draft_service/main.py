@@ -1,0 +1,96 @@
+"""The draft service's process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+
+from draft_service.drafters.base import build_drafter
+from draft_service.engine import Engine
+from draft_service.metrics import DraftMetrics
+from draft_service.servicer import DraftServicer
+from outrider.config.base import parse_options
+from outrider.config.draft import DraftOptions
+from outrider.metrics import MetricsPage
+from outrider.rpc.lifecycle import run_service, write_ready_file
+from outrider.rpc.server import GrpcServer
+from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+
+_SWITCH_SECONDS = 0.0005
+"""The event loop may wait so long for the engine's thread; Python's own 5 ms are longer than a growth slice."""
+_GC_THRESHOLD = 50_000
+"""Tries are many small objects without cycles: look at them seldom."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the service; returns the process's exit code."""
+    return run_service(serve, parse_options(DraftOptions, argv, prog="python -m draft_service"))
+
+
+async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, then drain."""
+    options.check()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(options.threads)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    drafter = build_drafter(options)
+    metrics = DraftMetrics(drafter.sources)
+    engine = Engine(drafter, options, metrics)
+    servicer = DraftServicer(engine, drafter, options, metrics)
+    watch(metrics, engine, servicer)
+    server = GrpcServer(
+        address=options.address,
+        service_names=["outrider.v1.DraftService"],
+        max_message_bytes=options.max_message_bytes,
+        allow_unknown_fields=["/outrider.v1.DraftService/Speculate"],
+    )
+    add_DraftServiceServicer_to_server(servicer, server.grpc)
+    engine.start()
+    try:
+        address = await server.start()
+        with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
+            _settle_memory()
+            server.set_serving(True)
+            write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+            await stop.wait()
+            server.set_serving(False)
+            await drain(engine, options.drain_seconds)
+            await server.stop(grace=0)
+    finally:
+        await server.stop(grace=0)
+        await asyncio.to_thread(engine.stop)
+
+
+def _settle_memory() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+
+
+async def drain(engine: Engine, seconds: float) -> None:
+    """Open nothing more and wait until the open requests are closed, at most so long."""
+    loop = asyncio.get_running_loop()
+    drained = asyncio.Event()
+    engine.drain(partial(loop.call_soon_threadsafe, drained.set))
+    with suppress(TimeoutError):
+        await asyncio.wait_for(drained.wait(), seconds)
+
+
+def watch(metrics: DraftMetrics, engine: Engine, servicer: DraftServicer) -> None:
+    """Add the gauges of what is open now."""
+    requests = engine.requests
+    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: len(requests))
+    metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
+    metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: requests.growth.num_live)
+    for name in engine.drafter.gauges():
+        help = f"{name.replace('_', ' ').capitalize()} of the drafter."
+        metrics.watch(f"outrider_draft_{name}", help, partial(_gauge, engine, name))
+
+
+def _gauge(engine: Engine, name: str) -> float:
+    return engine.drafter.gauges()[name]

@@ -1,0 +1,205 @@
+"""The open requests of all sessions, and what each message does to them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Protocol
+
+from draft_service.drafters.base import Drafter, DraftRequest
+from draft_service.growth import Growth
+from draft_service.tree_growth import Limits, TreeGrowth
+from outrider.config.draft import DraftOptions
+from outrider.tree.author import Outcome, TreeAuthor
+from outrider.tree.messages import (
+    Close,
+    Commit,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    Hello,
+    Int32s,
+    Open,
+    Pause,
+    Resume,
+    VerifyMessage,
+)
+
+_MAX_NODES_PER_GROW = 256
+_RETRYABLE = {
+    DeclineReason.GAP,
+    DeclineReason.UNKNOWN_REQUEST,
+    DeclineReason.OVERLOADED,
+    DeclineReason.DRAINING,
+}
+
+
+class Peer(Protocol):
+    """A session as the requests see it."""
+
+    vocab_size: int
+
+    def send(self, messages: list[DraftMessage]) -> None:
+        """Queue answers."""
+
+
+class Requests:
+    """Applies messages. A message that makes no sense is declined, counted, and changes nothing."""
+
+    def __init__(self, drafter: Drafter, options: DraftOptions) -> None:
+        self.growth = Growth(drafter, options.max_nodes)
+        self.draining = False
+        """While set, no request is opened."""
+        self.commits: Counter[Outcome] = Counter()
+        self.declines: Counter[DeclineReason] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self._drafter = drafter
+        self._options = options
+        floor = math.log(options.min_path_probability) if options.min_path_probability else -math.inf
+        self._limits = Limits(options.num_draft_tokens, options.max_depth, floor)
+        self._handles = itertools.count(1)
+        self._trees: dict[tuple[Peer, int], TreeGrowth] = {}
+        self._peers: dict[int, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def handle(self, peer: Peer, message: VerifyMessage) -> None:
+        """Apply one message of a session."""
+        if isinstance(message, Hello):
+            self.dropped["unexpected"] += 1
+        elif isinstance(message, Open):
+            self._open(peer, message)
+        elif (tree := self._trees.get((peer, message.request))) is not None:
+            self._apply(peer, tree, message)
+        elif not isinstance(message, Close):
+            self.dropped["unknown_request"] += 1
+            self._decline(peer, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
+
+    def detach(self, peer: Peer) -> None:
+        """A session ended: free all of its requests."""
+        for tree in [tree for (owner, _), tree in self._trees.items() if owner is peer]:
+            self._close(peer, tree)
+
+    def fail(self, peer: Peer, message: VerifyMessage) -> None:
+        """A message could not be handled because of an error here: give its request up."""
+        if isinstance(message, Hello):
+            return
+        tree = self._trees.get((peer, message.request))
+        if tree is not None:
+            self._give_up(peer, tree)
+
+    def tell(self) -> None:
+        """Send what has grown since the last call, and acknowledge commits."""
+        for handle in list(self.growth.broken):
+            self._give_up(self._peers[handle], self.growth.broken[handle])
+        answers: dict[Peer, list[DraftMessage]] = {}
+        for handle, tree in self.growth.untold.items():
+            while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
+                answers.setdefault(self._peers[handle], []).append(grow)
+        self.growth.untold.clear()
+        for peer, messages in answers.items():
+            peer.send(messages)
+
+    def work(self, deadline: float) -> None:
+        """Let the drafter do what could wait."""
+        for handle in self._drafter.work(deadline):
+            tree = self.growth.tree(handle)
+            if tree is not None:
+                tree.ask_root()
+                self.growth.changed(tree)
+
+    def _apply(self, peer: Peer, tree: TreeGrowth, message: Commit | Pause | Resume | Close) -> None:
+        if isinstance(message, Commit):
+            self._commit(peer, tree, message)
+        elif isinstance(message, Close):
+            self._close(peer, tree)
+        else:
+            tree.paused = isinstance(message, Pause)
+            if isinstance(message, Resume):
+                tree.author.credit = message.credit
+            self.growth.changed(tree)
+
+    def _open(self, peer: Peer, message: Open) -> None:
+        tree = self._trees.get((peer, message.request))
+        if not self._acceptable(peer, message.request, message.token_ids, len(message.token_ids)):
+            return
+        if tree is not None:
+            epoch, known = tree.author.epoch, tree.author.committed_len
+            tree.author.reopen(message)
+            self._follow(tree, known, missed=tree.author.epoch != epoch)
+        elif self.draining:
+            self._decline(peer, message.request, DeclineReason.DRAINING, "the draft service is going away")
+        elif len(self._trees) >= self._options.max_requests:
+            limit = f"{self._options.max_requests} requests are open"
+            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+        elif not self.growth.has_memory:
+            limit = f"{self._options.max_nodes} nodes are live"
+            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+        else:
+            self._begin(peer, message)
+
+    def _begin(self, peer: Peer, message: Open) -> None:
+        author = TreeAuthor(message, peer.vocab_size)
+        tree = TreeGrowth(next(self._handles), author, self._limits)
+        self._drafter.open(
+            DraftRequest(tree.handle, author.tokens, message.prompt_len, message.sampling, peer.vocab_size)
+        )
+        self._trees[peer, message.request] = tree
+        self._peers[tree.handle] = peer
+        self.growth.insert(tree)
+
+    def _commit(self, peer: Peer, tree: TreeGrowth, message: Commit) -> None:
+        known = tree.author.committed_len
+        # What does not join the known tokens is a gap, however far away it claims to be.
+        joined = max(known, message.length_before + len(message.token_ids)) if message.length_before <= known else known
+        if not self._acceptable(peer, message.request, message.token_ids, joined):
+            if joined > self._options.max_positions:
+                self._close(peer, tree)
+            return
+        outcome = tree.author.apply(message)
+        self.commits[outcome] += 1
+        if outcome is Outcome.GAP:
+            detail = f"{known} tokens are known, the commit begins at {message.length_before}"
+            self._decline(peer, message.request, DeclineReason.GAP, detail)
+        elif outcome is not Outcome.STALE:
+            self._follow(tree, known, missed=outcome is Outcome.MISS)
+
+    def _follow(self, tree: TreeGrowth, known: int, *, missed: bool) -> None:
+        """Let drafter and growth follow an author whose committed tokens went past `known`."""
+        author = tree.author
+        if author.committed_len > known:
+            live = [author.root] if missed else author.live_ids()
+            self._drafter.commit(tree.handle, author.tokens[known:], author.root, set(live))
+            if missed:
+                tree.restart()
+            else:
+                tree.reroot()
+        self.growth.changed(tree)
+
+    def _close(self, peer: Peer, tree: TreeGrowth) -> None:
+        del self._trees[peer, tree.author.request]
+        del self._peers[tree.handle]
+        self.growth.remove(tree)
+        self._drafter.close(tree.handle)
+
+    def _give_up(self, peer: Peer, tree: TreeGrowth) -> None:
+        self._close(peer, tree)
+        self._decline(peer, tree.author.request, DeclineReason.UNSPECIFIED, "the drafter failed")
+
+    def _acceptable(self, peer: Peer, request: int, tokens: Int32s, length: int) -> bool:
+        if length > self._options.max_positions:
+            detail = f"{length} tokens, at most {self._options.max_positions}"
+            self._decline(peer, request, DeclineReason.TOO_LONG, detail)
+            return False
+        if int(tokens.min()) < 0 or int(tokens.max()) >= peer.vocab_size:
+            self.dropped["malformed"] += 1
+            detail = f"a token id is outside the vocabulary of {peer.vocab_size}"
+            self._decline(peer, request, DeclineReason.INVALID, detail)
+            return False
+        return True
+
+    def _decline(self, peer: Peer, request: int, reason: DeclineReason, detail: str) -> None:
+        self.declines[reason] += 1
+        peer.send([Decline(request, reason, reason in _RETRYABLE, detail)])

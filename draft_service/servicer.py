@@ -1,0 +1,165 @@
+"""The door of the draft service."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+
+from draft_service.drafters.base import Drafter
+from draft_service.engine import Engine
+from draft_service.handshake import Target, check_hello, check_same_target
+from draft_service.metrics import DraftMetrics
+from draft_service.session import Session
+from outrider import __version__
+from outrider.config.draft import DraftOptions
+from outrider.errors import InvalidRequestError, OverloadedError
+from outrider.logs import get_logger
+from outrider.rpc.codec import decode_verify, encode_draft
+from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.messages import PROTOCOL_VERSION, Decline, DeclineReason, Hello, VerifyMessage
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+_logger = get_logger(__name__)
+
+_Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Speculation streams and information about the drafter."""
+
+    def __init__(self, engine: Engine, drafter: Drafter, options: DraftOptions, metrics: DraftMetrics) -> None:
+        self._engine = engine
+        self._drafter = drafter
+        self._options = options
+        self._metrics = metrics
+        self._sessions: set[Session] = set()
+        self._target: Target | None = None
+
+    @property
+    def num_sessions(self) -> int:
+        """Streams that have said hello."""
+        return len(self._sessions)
+
+    async def Speculate(self, request_iterator: object, context: _Context) -> None:
+        """Serve one verify replica until either side ends the stream."""
+        hello, rest = _split_hello(await context.read())
+        session = self._begin(hello)
+        reader = writer = None
+        try:
+            await context.write(encode_draft([self._hello()]))
+            reader = asyncio.create_task(self._read(session, rest, context))
+            writer = asyncio.create_task(_write(session, context))
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            session.close()
+            self._sessions.discard(session)
+            self._engine.detach(session)
+            await _end(reader, writer)
+            _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
+
+    async def GetInfo(
+        self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
+    ) -> draft_pb2.DraftServiceGetInfoResponse:
+        """Describe drafter and load."""
+        requests = self._engine.requests
+        return draft_pb2.DraftServiceGetInfoResponse(
+            sources=self._drafter.sources,
+            num_requests=len(requests),
+            num_sessions=len(self._sessions),
+            num_nodes=requests.growth.num_live,
+            version=__version__,
+        )
+
+    def _begin(self, hello: Hello) -> Session:
+        target = check_hello(hello, self._drafter.needs)
+        if len(self._sessions) >= self._options.max_sessions:
+            raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
+        if self._sessions and self._target is not None:
+            check_same_target(target, self._target)
+        elif target != self._target:
+            self._engine.forget_target()
+        self._target = target
+        session = Session(target.vocab_size, self._options.max_queued)
+        self._sessions.add(session)
+        _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
+        return session
+
+    def _hello(self) -> Hello:
+        needs = self._drafter.needs
+        limit = self._options.max_positions
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            noise_version=NOISE_VERSION,
+            model=self._options.drafter,
+            tokenizer_hash=needs.tokenizer_hash,
+            vocab_size=needs.vocab_size,
+            hidden_size=needs.hidden_size,
+            feature_layers=needs.feature_layers,
+            max_positions=min(needs.max_positions or limit, limit),
+            sources=self._drafter.sources,
+        )
+
+    async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
+        await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
+        while True:
+            try:
+                batch: object = await context.read()
+            except InvalidRequestError:  # bytes that are no message name no request either
+                self._metrics.dropped["malformed"].inc()
+                continue
+            if not isinstance(batch, draft_pb2.DraftServiceSpeculateRequest):  # the end of the stream
+                return
+            await self._hand_over(session, batch)
+
+    async def _hand_over(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
+        try:
+            messages = decode_verify(batch)
+        except InvalidRequestError:
+            messages = self._decode_each(session, batch)
+        if messages:
+            await session.admit()
+            self._engine.submit(session, messages)
+
+    def _decode_each(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
+        """Decode what can be, and decline the requests of the other events."""
+        messages: list[VerifyMessage] = []
+        for event in batch.events:
+            try:
+                messages += decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=[event]))
+            except InvalidRequestError as error:
+                self._metrics.dropped["malformed"].inc()
+                self._metrics.declines[DeclineReason.INVALID].inc()
+                session.send([Decline(_request_of(event), DeclineReason.INVALID, False, error.message)])
+        return messages
+
+
+def _split_hello(batch: object) -> tuple[Hello, list[draft_pb2.VerifyEvent]]:
+    """The hello that a stream begins with, and the events behind it."""
+    if isinstance(batch, draft_pb2.DraftServiceSpeculateRequest) and batch.events:
+        hello = decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=batch.events[:1]))[0]
+        if isinstance(hello, Hello):
+            return hello, list(batch.events[1:])
+    raise InvalidRequestError("events[0]", "is no hello", "begin the stream with one")
+
+
+def _request_of(event: draft_pb2.VerifyEvent) -> int:
+    """Number of the request that an event names, 0 if none."""
+    kind = event.WhichOneof("event")
+    return int(getattr(getattr(event, kind), "request", 0)) if kind else 0
+
+
+async def _write(session: Session, context: _Context) -> None:
+    while True:
+        await context.write(encode_draft(await session.next_answers()))
+
+
+async def _end(*tasks: asyncio.Task[None] | None) -> None:
+    for task in tasks:
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

@@ -1,0 +1,52 @@
+"""The queues between a stream and the engine are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from draft_service.session import Session
+from outrider.errors import OverloadedError
+from outrider.tree.messages import Decline, DeclineReason
+
+
+def decline(number: int) -> Decline:
+    return Decline(number, DeclineReason.GAP, True)
+
+
+async def test_answers_come_in_order_from_any_thread() -> None:
+    session = Session(vocab_size=10, max_queued=100)
+    waiting = asyncio.create_task(session.next_answers())
+    await asyncio.to_thread(session.send, [decline(1), decline(2)])
+    assert [message.request for message in await waiting if isinstance(message, Decline)] == [1, 2]
+    await asyncio.to_thread(session.send, [decline(3)])
+    assert await session.next_answers() == [decline(3)]
+
+
+async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
+    session = Session(vocab_size=10, max_queued=16)
+    session.send([decline(number) for number in range(17)])
+    with pytest.raises(OverloadedError, match="16"):
+        await session.next_answers()
+
+
+async def test_a_closed_session_takes_no_answers() -> None:
+    session = Session(vocab_size=10, max_queued=16)
+    session.close()
+    session.send([decline(1)])
+    waiting = asyncio.create_task(session.next_answers())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_flood_is_read_no_faster_than_it_is_handled() -> None:
+    session = Session(vocab_size=10, max_queued=16)
+    for _ in range(256):
+        await session.admit()
+    waiting = asyncio.create_task(session.admit())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await asyncio.to_thread(lambda: [session.batch_done() for _ in range(128)])
+    await waiting
