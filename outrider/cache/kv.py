@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take memory only when a slot is first written: torch.zeros writes them all at once.
+
+    They must be zeros: what a mask hides is multiplied by 0, and 0 times a stray NaN is NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 class KVCache:
-    """k and v of every layer: [num_layers, num_slots, num_kv_heads, head_dim]. Who owns which slot is kept elsewhere."""
+    """k and v of every layer: [num_layers, num_slots, num_kv_heads, head_dim]. Who owns a slot is kept elsewhere."""
 
     def __init__(
         self,
@@ -19,8 +32,7 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
         self.k_layers = self.k.unbind(0)
         self.v_layers = self.v.unbind(0)
         self.num_slots = num_slots

@@ -1,0 +1,183 @@
+"""The main job on one machine: gateway, verify and draft as processes, against plain decoding and transformers.
+
+python benchmarks/services.py --out benchmarks/results/services_cpu.json
+
+For every prompt, one after the other: transformers.generate, our plain decoding (speculation off) and our speculative
+decoding, the last two through the gateway's gRPC door and in alternating order. Greedy, end of sequence obeyed, the
+radix cache off, so that no run profits from another one's prefill. Each prompt is drafted for once, so the n-gram
+drafter never sees a prompt's own answer. Times run from the request to the last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import psutil
+import torch
+import transformers
+from report import Row, cpu_name, write_report
+
+from outrider.cli.cluster import Cluster
+from outrider.config.verify import VerifyOptions
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+
+PROMPTS = Path(__file__).parent / "prompts" / "cpu.jsonl"
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer."""
+
+    tokens: int
+    seconds: float
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def request(prompt: str, max_tokens: int, speculate: bool) -> gateway_pb2.GatewayServiceGenerateRequest:
+    """A greedy user turn."""
+    return gateway_pb2.GatewayServiceGenerateRequest(
+        chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
+        sampling=common_pb2.SamplingParams(temperature=0),
+        max_tokens=max_tokens,
+        speculation=gateway_pb2.SPECULATION_ON if speculate else gateway_pb2.SPECULATION_OFF,
+    )
+
+
+async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
+    """One answer from the gateway."""
+    start, usage = time.perf_counter(), None
+    async for response in stub.Generate(request(prompt, max_tokens, speculate)):
+        usage = response.usage if response.HasField("usage") else usage
+    seconds = time.perf_counter() - start
+    if usage is None:
+        raise RuntimeError("the stream ended without usage")
+    return Run(usage.completion_tokens, seconds, usage.num_rounds, usage.num_draft_tokens, usage.num_accepted_tokens)
+
+
+def theirs(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> Run:
+    """One answer from transformers.generate."""
+    messages = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return Run(output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - start)
+
+
+async def measure(
+    cluster: Cluster, prompts: list[dict[str, str]], max_tokens: int, dtype: str
+) -> dict[str, list[tuple[str, Run, Run, Run]]]:
+    """Per kind of prompt: its name and the runs of transformers, plain and speculative decoding."""
+    path = resolve_model(DEFAULT_MODEL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    channel = open_channel(cluster.gateway_address)
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    warm = "Say hello to everyone in the room."
+    theirs(model, tokenizer, warm, 16)
+    for speculate in (False, True):
+        await ours(stub, warm, 16, speculate)
+    kinds: dict[str, list[tuple[str, Run, Run, Run]]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        baseline = theirs(model, tokenizer, prompt["prompt"], max_tokens)
+        runs = {}
+        for speculate in (index % 2 == 0, index % 2 == 1):
+            runs[speculate] = await ours(stub, prompt["prompt"], max_tokens, speculate)
+        kinds[prompt["kind"]].append((prompt["name"], baseline, runs[False], runs[True]))
+        print_line(f"{prompt['kind']}/{prompt['name']}", baseline, runs[False], runs[True])
+    await channel.close()
+    return kinds
+
+
+def rate(runs: list[Run]) -> float:
+    """Tokens per second over all of `runs`."""
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def print_line(name: str, baseline: Run, plain: Run, drafted: Run) -> None:
+    """One line of the table on the terminal."""
+    accept = drafted.tokens / max(drafted.rounds, 1)
+    print(
+        f"{name:24} transformers {rate([baseline]):6.1f}  plain {rate([plain]):6.1f}  ngram {rate([drafted]):6.1f} "
+        f"tokens/s  {rate([drafted]) / rate([plain]):5.2f}x  accept length {accept:4.2f}",
+        flush=True,
+    )
+
+
+def rows_of(kind: str, runs: list[tuple[str, Run, Run, Run]], dtype: str) -> list[Row]:
+    """Result rows of one kind of prompt, and of each prompt's speed-up."""
+    baseline, plain, drafted = ([run[place] for run in runs] for place in (1, 2, 3))
+    case = f"smollm2-135m {{}} split b1 {SHORT[dtype]} greedy {kind}"
+    per_prompt = {name: rate([fast]) / rate([slow]) for name, _, slow, fast in runs}
+    rounds = sum(run.rounds for run in drafted)
+    return [
+        Row(case.format("transformers").replace(" split", ""), "tokens_per_second", rate(baseline), "tokens/s"),
+        Row(case.format("plain"), "tokens_per_second", rate(plain), "tokens/s"),
+        Row(case.format("plain"), "speedup_over_transformers", rate(plain) / rate(baseline), "ratio"),
+        Row(case.format("ngram"), "tokens_per_second", rate(drafted), "tokens/s"),
+        Row(case.format("ngram"), "speedup_over_plain", rate(drafted) / rate(plain), "ratio"),
+        Row(case.format("ngram"), "speedup_over_plain_lowest_prompt", min(per_prompt.values()), "ratio"),
+        Row(case.format("ngram"), "speedup_over_plain_median_prompt", statistics.median(per_prompt.values()), "ratio"),
+        Row(case.format("ngram"), "speedup_over_transformers", rate(drafted) / rate(baseline), "ratio"),
+        Row(case.format("ngram"), "accept_length", sum(run.tokens for run in drafted) / rounds, "tokens"),
+        Row(case.format("ngram"), "draft_tokens_per_round", sum(run.drafted for run in drafted) / rounds, "tokens"),
+    ]
+
+
+def memory_rows(cluster: Cluster) -> list[Row]:
+    """Peak resident memory of each service."""
+    rows = []
+    for name in cluster.services:
+        status = Path(f"/proc/{cluster.children[name].pid}/status").read_text()
+        peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        seconds = sum(psutil.Process(cluster.children[name].pid).cpu_times()[:2])
+        rows.append(Row(f"{name} service", "peak_memory_mib", peak / 1024, "MiB"))
+        rows.append(Row(f"{name} service", "cpu_seconds", seconds, "s"))
+    return rows
+
+
+async def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--kind", help="only prompts of this kind")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    arguments = parser.parse_args()
+    prompts = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    prompts = [prompt for prompt in prompts if arguments.kind in (None, prompt["kind"])]
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with Cluster(verify=VerifyOptions(dtype=arguments.dtype, disable_radix_cache=True)) as cluster:
+        channel = open_channel(cluster.verify_address)
+        info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
+        await channel.close()
+        kinds = await measure(cluster, prompts, arguments.max_tokens, info.dtype)
+        memory = memory_rows(cluster)
+    copying = [run for kind, runs in kinds.items() if kind != "creative" for run in runs]
+    groups = {**kinds, "copying": copying} if copying else dict(kinds)
+    rows = [row for kind, runs in groups.items() for row in rows_of(kind, runs, info.dtype)] + memory
+    for row in rows:
+        print(f"{row.case:60} {row.metric:34} {row.value:8.2f} {row.unit}")
+    if arguments.out:
+        write_report(arguments.out, "services", cpu_name(), rows)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

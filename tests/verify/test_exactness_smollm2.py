@@ -1,0 +1,86 @@
+"""The real model in float32: the same tokens whatever the draft, the batch and the memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Answer, make_engine, run_all
+from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from tokenizers import Tokenizer
+
+from outrider.models.base import CausalLM
+from outrider.models.loader import load_model
+from outrider.sampling.params import SamplingParams
+from verify_service.engine import Engine
+
+VOCAB = 49152
+PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "cpu.jsonl"
+NUM_TOKENS = 32
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=2, presence_penalty=0.5, frequency_penalty=0.3),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=3, repetition_penalty=1.15),
+]
+
+Job = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def model(model_path: Path) -> Iterator[CausalLM]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield load_model(model_path, torch.float32)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def jobs(model_path: Path) -> list[Job]:
+    """24 prompts of up to 120 tokens, each with one kind of sampling."""
+    tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    made = []
+    for index, line in enumerate(PROMPTS.read_text().splitlines()):
+        turn = f"<|im_start|>user\n{json.loads(line)['prompt']}"
+        made.append((tokenizer.encode(turn).ids[:120], KINDS[index % len(KINDS)]))
+    return made
+
+
+def run(engine: Engine, jobs: list[Job], width: int, speculate: bool = True) -> list[Answer]:
+    try:
+        engine.start()
+        return run_all(engine, jobs, width, max_tokens=NUM_TOKENS, speculate=speculate)
+    finally:
+        engine.stop()
+        engine.memory.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM, jobs: list[Job]) -> list[Answer]:
+    return run(make_engine(model, 512), jobs, width=1, speculate=False)
+
+
+def guesser(name: str, jobs: list[Job], truth: list[Answer]) -> Guess:
+    texts = {tuple(prompt): prompt + answer.token_ids for (prompt, _), answer in zip(jobs, truth, strict=True)}
+    return {"oracle": oracle(texts, VOCAB), "wrong": wrong(texts, VOCAB), "random": noise(3, VOCAB)}[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("name", ["oracle", "wrong", "random"])
+def test_tokens_of_24_prompts_are_those_of_plain_decoding(
+    model: CausalLM, jobs: list[Job], truth: list[Answer], name: str, width: int
+) -> None:
+    engine = make_engine(model, 48 if width == 1 else 80, chunk_size=64)
+    draft = LocalDraft(engine, VOCAB, guesser(name, jobs, truth))
+    engine.draft_connected(draft)
+    answers = run(engine, jobs, width)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    if width == 4:
+        assert engine.scheduler.num_preemptions > 0
+    if name == "oracle":
+        assert sum(answer.num_accepted for answer in answers) > 0.6 * len(jobs) * NUM_TOKENS
