@@ -48,7 +48,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Slow pairs are stretched, fast ones kept; between them, how often a pair turns in the old context sets the mix."""
+    """Slow pairs are stretched, fast ones kept; between, the number of turns in the old context sets the mix."""
     turns = rope.original_max_positions * plain / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)

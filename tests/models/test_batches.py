@@ -143,7 +143,7 @@ def test_requests_in_one_batch_equal_requests_alone(model: CausalLM, shapes: lis
 )
 def test_segments_that_do_not_fit_are_refused(model: CausalLM, segments: list[Segment]) -> None:
     batch = ForwardBatch(token_ids(4), torch.arange(4), segments)
-    with pytest.raises(ValueError, match="segment|mask"):
+    with pytest.raises(ValueError, match=r"segment|mask"):
         model.forward(batch, model.new_kv(8), TorchAttention())
 
 

@@ -1,0 +1,132 @@
+"""Chat templates of model folders, rendered in a sandbox: a template is data, never code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.errors import ConfigError
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_RENDERED_CHARACTERS = 1 << 24
+
+
+class ChatTemplateError(Exception):
+    """The conversation does not suit the template; the message says why."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks the answers for training and means nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja2's sandbox, which also refuses powers and long repetitions: each could eat all memory in one step."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Numbers may be multiplied, short sequences repeated."""
+        if operator == "**":
+            raise SecurityError("the operator ** is not allowed in a chat template")
+        for sequence, count in ((left, right), (right, left)):
+            if isinstance(sequence, str | list | tuple) and isinstance(count, int) and len(sequence) * count > 10_000:
+                raise SecurityError("a repetition in the chat template is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class ChatTemplate:
+    """Renders conversations as the model saw them in training."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens` maps names such as `bos_token` to their text. Raises ConfigError."""
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"the chat template has {len(source)} characters, over the limit of {MAX_TEMPLATE_BYTES}")
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False
+        )
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.filters["tojson"] = _tojson
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is not valid: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """The template of a model folder; None where it has none. Raises ConfigError."""
+        config = _read_config(folder / "tokenizer_config.json")
+        path = folder / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+        if not isinstance(source, str):
+            return None
+        return cls(source, _special_tokens(config))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text that ends where the answer begins. Raises ChatTemplateError."""
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(
+                messages=[dict(m) for m in messages], add_generation_prompt=True, tools=None, **self._special_tokens
+            ):
+                length += len(piece)
+                if length > MAX_RENDERED_CHARACTERS:
+                    raise ChatTemplateError(
+                        f"the rendered conversation is longer than {MAX_RENDERED_CHARACTERS} characters"
+                    )
+                pieces.append(piece)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise ChatTemplateError(str(error)) from None
+        return "".join(pieces)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise ChatTemplateError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+    # As model authors' templates expect: plain JSON, nothing escaped for HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,78 @@
+"""How much work this gateway takes on at once, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
+
+_RETRY_AFTER = 1.0
+
+
+class Ticket:
+    """A request inside the gate; holds one place until it knows how many answers it needs."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.num_answers = 1
+
+    def reserve(self, num_answers: int) -> None:
+        """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
+        if num_answers > self._gate.max_answers:
+            raise InvalidRequestError(
+                "n",
+                f"{num_answers} answers are more than the limit of {self._gate.max_answers}",
+                "ask for fewer answers or send fewer prompts at once",
+            )
+        self._gate.take(num_answers - self.num_answers)
+        self.num_answers = num_answers
+
+
+class Gate:
+    """Counts answers in the making. Used from one event loop."""
+
+    def __init__(self, max_answers: int) -> None:
+        self.max_answers = max_answers
+        self.num_answers = 0
+        self.num_requests = 0
+        self.draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def enter(self) -> Iterator[Ticket]:
+        """Lets a request in. Raises UnavailableError while draining, OverloadedError when full."""
+        if self.draining:
+            raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
+        self.take(1)
+        ticket = Ticket(self)
+        self.num_requests += 1
+        self._empty.clear()
+        try:
+            yield ticket
+        finally:
+            self.num_requests -= 1
+            self.num_answers -= ticket.num_answers
+            if self.num_requests == 0:
+                self._empty.set()
+
+    def take(self, num_answers: int) -> None:
+        """Takes places. Raises OverloadedError when there are not enough."""
+        if self.num_answers + num_answers > self.max_answers:
+            raise OverloadedError(
+                f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
+                retry_after=_RETRY_AFTER,
+            )
+        self.num_answers += num_answers
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuses new requests and waits for those inside, at most `seconds`. Returns whether all finished."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,132 @@
+"""Puts a gateway together and runs it until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from gateway.catalogue import Catalogue
+from gateway.gate import Gate
+from gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from gateway.replica import Replica
+from gateway.rest.app import RestApp
+from gateway.rest.server import HttpServer
+from gateway.router import Router as VerifyRouter
+from gateway.service import Gateway
+from gateway.servicer import SERVICE_NAME, GatewayServicer
+from outrider.config.base import parse_options
+from outrider.config.gateway import GatewayOptions
+from outrider.logs import get_logger, hide_secret
+from outrider.rpc.lifecycle import run_service, write_ready_file
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.transport import check_token
+from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
+
+_logger = get_logger(__name__)
+
+_WATCH_SECONDS = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the gateway with options from the command line. Returns the exit code."""
+    # One prompt is tokenized at a time; a pool of threads would take cores from the model.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options = parse_options(GatewayOptions, argv, prog="python -m gateway")
+    return run_service(serve, options)
+
+
+async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
+    """Serves both doors until `stop`, then drains. Raises ConfigError."""
+    options.check()
+    api_key = options.read_api_key()
+    check_token(api_key, "--api-key")
+    hide_secret(api_key)
+    gateway = build_gateway(options)
+    grpc_server = GrpcServer(
+        address=options.address,
+        service_names=[SERVICE_NAME],
+        max_message_bytes=options.max_body_bytes,
+        auth_token=api_key,
+    )
+    add_GatewayServiceServicer_to_server(GatewayServicer(gateway), grpc_server.grpc)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(gateway.router.close)
+        http = [HttpServer(RestApp(gateway, options, api_key=api_key), options.rest_address, option="--rest-address")]
+        if options.metrics_address:
+            http.append(HttpServer(_metrics_app(gateway), options.metrics_address, option="--metrics-address"))
+        for server in http:
+            stack.push_async_callback(server.stop, 1.0)
+        address = await grpc_server.start()
+        stack.push_async_callback(grpc_server.stop, 1.0)
+        for server in http:
+            await server.start()
+        gateway.router.start()
+        _logger.info("REST on http://%s, waiting for verify at %s", http[0].address, ", ".join(options.verify))
+        watch = asyncio.create_task(
+            _watch(gateway, grpc_server, options, address, [server.address for server in http]), name="watch"
+        )
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait((watch, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                await watch
+        finally:
+            for task in (watch, stopped):
+                task.cancel()
+            await asyncio.gather(watch, stopped, return_exceptions=True)
+        await _drain(gateway, grpc_server, options.drain_seconds)
+
+
+def build_gateway(options: GatewayOptions) -> Gateway:
+    """The parts of a gateway, not started. Called inside the event loop. Raises ConfigError."""
+    catalogue = Catalogue(options.tokenizer)
+    replicas = [
+        Replica(
+            address,
+            auth_token=options.verify_auth_token,
+            probe_seconds=options.probe_seconds,
+            max_message_bytes=options.max_body_bytes,
+        )
+        for address in options.verify
+    ]
+    router = VerifyRouter(replicas, affinity_tokens=options.affinity_tokens, accept=catalogue.accept)
+    return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics())
+
+
+async def _watch(
+    gateway: Gateway, server: GrpcServer, options: GatewayOptions, address: str, http_addresses: Sequence[str]
+) -> None:
+    """Lets health follow readiness, and writes the ready file at the first time."""
+    serving = announced = False
+    while True:
+        if gateway.ready != serving:
+            serving = gateway.ready
+            server.set_serving(serving)
+        if serving and not announced:
+            announced = True
+            rest_address, metrics_address = http_addresses[0], http_addresses[-1]
+            write_ready_file(
+                options.ready_file, address=address, rest_address=rest_address, metrics_address=metrics_address
+            )
+        await asyncio.sleep(_WATCH_SECONDS)
+
+
+async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
+    """Refuses new requests on doors that stay open, until the running ones are done or out of time."""
+    server.set_serving(False)
+    _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
+    if not await gateway.gate.drain(seconds):
+        _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
+
+
+def _metrics_app(gateway: Gateway) -> Router:
+    async def page(request: Request) -> Response:
+        return Response(await gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    return Router([Route("/metrics", page)])

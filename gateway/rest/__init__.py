@@ -1,0 +1,1 @@
+"""The REST door: OpenAI's routes and shapes over the gateway's own types."""

@@ -1,0 +1,119 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gateway.admission import ServedModel, admit
+from gateway.events import Delta
+from gateway.request import Job
+from gateway.rest.body import read_json
+from gateway.rest.errors import error_body
+from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
+from gateway.rest.shapes import ChatShape, CompletionShape, Shape
+from gateway.rest.stream import DONE, ClientStalled, EventStream, event, run_while_connected, send_json
+from gateway.service import Gateway
+from gateway.validation import validate
+from outrider.config.gateway import GatewayOptions
+from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.logs import get_logger
+
+_logger = get_logger(__name__)
+
+DOOR = "rest"
+
+
+class GenerationRoute(ABC):
+    """An ASGI application for one route."""
+
+    def __init__(self, gateway: Gateway, options: GatewayOptions) -> None:
+        self._gateway = gateway
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. Raises OutriderError where nothing was sent yet."""
+        with self._gateway.enter(DOOR) as ticket:
+            body = await read_json(
+                Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
+            )
+            model = self._gateway.model
+            jobs, shape, stream = await self._prepare(body, model)
+            ticket.reserve(sum(job.n for job in jobs))
+            deltas = self._gateway.engine.generate(jobs, model)
+            answer = self._stream if stream else self._whole
+            await run_while_connected(receive, answer(deltas, shape, send))
+
+    @abstractmethod
+    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+        """Jobs, the shape of the response, and whether it is streamed. Raises OutriderError."""
+
+    async def _whole(self, deltas: AsyncGenerator[Delta, None], shape: Shape, send: Send) -> None:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                shape.collect(delta)
+        await send_json(send, shape.whole().json_bytes())
+
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], shape: Shape, send: Send) -> None:
+        stream = EventStream(send, stall_seconds=self._options.stall_seconds)
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    await stream.write(b"".join(event(body.json_bytes()) for body in shape.chunks(delta)))
+        except ClientStalled:
+            raise
+        except Exception as error:
+            if not stream.begun:
+                raise
+            await stream.end(event(error_body(self._told(error)).json_bytes()))
+        else:
+            await stream.end(DONE)
+
+    def _told(self, error: Exception) -> OutriderError:
+        """What the reader of a broken stream is told; counts it."""
+        if not isinstance(error, OutriderError):
+            error_id = secrets.token_hex(4)
+            _logger.error("a stream failed, error id %s", error_id, exc_info=error)
+            error = InternalError(f"internal error, id {error_id}")
+        else:
+            _logger.warning("a stream failed: %s: %s", error.code, error.message)
+        self._gateway.count_error(DOOR, error)
+        return error
+
+
+class ChatRoute(GenerationRoute):
+    """POST /v1/chat/completions."""
+
+    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+        parsed = validate(ChatCompletionRequest, body)
+        job = await admit(parsed.request(), model, _request_id(ChatShape), parsed.field_names)
+        return [job], ChatShape(model, [job], parsed.stream_options), bool(parsed.stream)
+
+
+class CompletionRoute(GenerationRoute):
+    """POST /v1/completions."""
+
+    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+        parsed = validate(CompletionRequest, body)
+        requests = parsed.requests()
+        limit = self._options.max_prompts
+        if len(requests) > limit:
+            raise InvalidRequestError(
+                "prompt", f"{len(requests)} prompts are over the limit of {limit}", f"send at most {limit}"
+            )
+        request_id = _request_id(CompletionShape)
+        jobs = []
+        for index, (request, names) in enumerate(requests):
+            jobs.append(await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names))
+        return jobs, CompletionShape(model, jobs, parsed.stream_options), bool(parsed.stream)
+
+
+def _request_id(shape: type[Shape]) -> str:
+    return f"{shape.prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,79 @@
+"""The HTTP server under the REST door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from outrider.errors import ConfigError
+from outrider.rpc.transport import split_host_port
+
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class HttpServer:
+    """One listening address. `app` is an ASGI application."""
+
+    def __init__(self, app: Any, address: str, *, option: str) -> None:
+        """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError."""
+        host, port = split_host_port(address, option)
+        self._socket = bind(host.strip("[]"), port, address, option)
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._server = _Server(
+            uvicorn.Config(
+                app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False, loop="none"
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accepts connections."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http {self.address}")
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.005)
+        if self._task.done():
+            await self._task
+
+    async def stop(self, grace: float) -> None:
+        """Accepts no more; requests still running get `grace` seconds, then they are cancelled."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
+        self._server.should_exit = True
+        if self._task is None:
+            self._socket.close()
+        else:
+            await self._task
+
+
+def bind(host: str, port: int, address: str, option: str) -> socket.socket:
+    """A listening socket; `address` and `option` name it in errors. Raises ConfigError."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # With the protocol named, asyncio turns Nagle's algorithm off; otherwise each answer would wait 40 ms for an
+        # acknowledgement between its head and its body.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise ConfigError(f"{option}: {address}: {error.strerror or error}; use an address of this machine") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{option}: cannot bind {address}: {error.strerror or error}; choose another port (0 takes a free one)"
+        ) from None
+    return listener

@@ -1,0 +1,120 @@
+"""From pydantic's findings to one error that names the field, the limit and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from outrider.errors import InvalidRequestError
+
+M = TypeVar("M", bound=BaseModel)
+
+_KINDS: Mapping[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+_WANTED: Mapping[str, str] = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "a boolean",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def validate(model: type[M], data: Any) -> M:
+    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False)[0], model) from None
+
+
+def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
+    """One finding in our words. `model` is what unknown fields are compared with."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    field = field_path(error["loc"])
+    if kind == "extra_forbidden":
+        return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")
+    if kind == "missing":
+        return InvalidRequestError(field, "missing", "this field is required", code="missing_required_parameter")
+    if kind in _WANTED:
+        got = _KINDS.get(type(value), type(value).__name__)
+        return InvalidRequestError(
+            field, f"expected {_WANTED[kind]}, got {got}", f"send {_WANTED[kind]}", code="invalid_type"
+        )
+    if kind.startswith(("greater_than", "less_than")):
+        return _out_of_range(field, value, context)
+    if kind == "finite_number":
+        return InvalidRequestError(field, "is not a finite number", "send a finite number")
+    if kind in ("too_long", "string_too_long"):
+        limit, unit = context["max_length"], "characters" if isinstance(value, str) else "entries"
+        return InvalidRequestError(
+            field, f"{_length(value)} {unit}, over the limit of {limit}", f"send at most {limit}"
+        )
+    if kind in ("too_short", "string_too_short"):
+        unit = "character" if isinstance(value, str) else "entry"
+        return InvalidRequestError(field, "is empty", f"send at least one {unit}")
+    if kind == "literal_error":
+        return InvalidRequestError(field, f"{_short(value)} is not supported", f"send {context['expected']}")
+    if kind == "unsupported":
+        return InvalidRequestError(field, context["problem"], context["fix"], code="unsupported_parameter")
+    problem, _, fix = error["msg"].partition("; ")
+    return InvalidRequestError(str(context.get("field", field)), problem, fix)
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """A place as a client writes it: `messages[0].content`. Parts that start with @ or [ are pydantic's own."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not part.startswith(("@", "[")):
+            path += f".{part[:64]}" if path else part[:64]
+    return path
+
+
+def _out_of_range(field: str, value: Any, context: Mapping[str, Any]) -> InvalidRequestError:
+    words = {
+        "ge": ("below the limit of", "at least"),
+        "gt": ("not above", "more than"),
+        "le": ("above the limit of", "at most"),
+        "lt": ("not below", "less than"),
+    }
+    bound = next(name for name in words if name in context)
+    side, fix = words[bound]
+    limit = context[bound]
+    limit = int(limit) if float(limit).is_integer() else limit
+    return InvalidRequestError(field, f"{_short(value)} is {side} {limit}", f"send {fix} {limit}")
+
+
+def _suggestion(field: str, model: type[BaseModel]) -> str:
+    close = difflib.get_close_matches(field.rpartition(".")[2], list(model.model_fields), n=1)
+    return f"remove it, or did you mean {close[0]}?" if close else "remove it"
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | dict) else 0
+
+
+def _short(value: Any) -> str:
+    # A long input must neither fill the log nor be sent back.
+    if isinstance(value, int) and abs(value) > 10**20:
+        return "the number"
+    if isinstance(value, str):
+        return repr(value[:40])
+    return repr(value) if isinstance(value, int | float) else "the value"

@@ -1,0 +1,82 @@
+"""A whole gateway before a scripted verify service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from scripted_verify import ScriptedVerify, VerifyHost
+
+from gateway.main import serve
+from outrider.config.gateway import GatewayOptions
+from outrider.rpc.channel import open_channel
+from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
+
+
+@dataclass
+class World:
+    """A running gateway and what stands around it."""
+
+    verify: ScriptedVerify
+    host: VerifyHost
+    rest: str
+    address: str
+    http: httpx.AsyncClient
+    stub: Any
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+    stack: AsyncExitStack
+
+    def openai(self, **options: Any) -> openai.AsyncOpenAI:
+        options = {"api_key": "none", "max_retries": 0} | options
+        client = openai.AsyncOpenAI(base_url=f"{self.rest}/v1", **options)
+        self.stack.push_async_callback(client.close)
+        return client
+
+
+@asynccontextmanager
+async def open_world(verify: ScriptedVerify, folder: Path, **changes: Any) -> AsyncIterator[World]:
+    """Runs the real `serve` on free ports until the block ends."""
+    host = VerifyHost(verify, folder / "verify.sock")
+    ready_file = folder / "ready.json"
+    options = GatewayOptions(
+        address="127.0.0.1:0",
+        rest_address="127.0.0.1:0",
+        verify=(host.address,),
+        ready_file=str(ready_file),
+        drain_seconds=5.0,
+        probe_seconds=0.1,
+    )
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        await host.start()
+        stack.push_async_callback(host.stop)
+        task = asyncio.create_task(serve(replace(options, **changes), stop))
+        stack.push_async_callback(_stop, task, stop)
+        await until(lambda: ready_file.exists() or task.done())
+        if task.done():
+            await task
+        bound = json.loads(ready_file.read_text())
+        rest = f"http://{bound['rest_address']}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=rest, timeout=20))
+        token = changes.get("api_key", "")
+        channel = await stack.enter_async_context(open_channel(bound["address"], auth_token=token))
+        yield World(verify, host, rest, bound["address"], http, GatewayServiceStub(channel), stop, task, stack)
+
+
+async def _stop(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stop.set()
+    await task
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition; the test's own time limit ends it."""
+    while not condition():
+        await asyncio.sleep(0.005)

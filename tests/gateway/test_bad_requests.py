@@ -1,0 +1,185 @@
+"""What is wrong gets an error that names field, limit and fix, in OpenAI's shape; nothing else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from gateway_world import World, open_world
+from scripted_verify import CONTEXT, ScriptedVerify
+
+from outrider.errors import OverloadedError
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HELLO = [{"role": "user", "content": "x"}]
+
+FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (TEXT, {"prompt": "x", "temperature": 2.5}, "temperature", "invalid_value", "2"),
+    (TEXT, {"prompt": "x", "temperature": "0.5"}, "temperature", "invalid_type", "a number"),
+    (TEXT, {"prompt": "x", "temperature": True}, "temperature", "invalid_type", "a number"),
+    (TEXT, {"prompt": "x", "top_p": 0}, "top_p", "invalid_value", "0"),
+    (TEXT, {"prompt": "x", "top_k": -2}, "top_k", "invalid_value", "-1"),
+    (TEXT, {"prompt": "x", "min_p": 1.5}, "min_p", "invalid_value", "1"),
+    (TEXT, {"prompt": "x", "presence_penalty": 3}, "presence_penalty", "invalid_value", "2"),
+    (TEXT, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value", "0"),
+    (TEXT, {"prompt": "x", "n": 17}, "n", "invalid_value", "16"),
+    (TEXT, {"prompt": "x", "n": True}, "n", "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "n": 1.0}, "n", "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value", "1"),
+    (TEXT, {"prompt": "x", "max_tokens": 10**400}, "max_tokens", "invalid_value", "less than"),
+    (TEXT, {"prompt": "x", "seed": 2**64}, "seed", "invalid_value", "less than"),
+    (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "invalid_value", "16"),
+    (TEXT, {"prompt": "x", "stop": ""}, "stop[0]", "invalid_value", "at least one"),
+    (TEXT, {"prompt": "x", "stop": "s" * 257}, "stop[0]", "invalid_value", "256"),
+    (TEXT, {"prompt": "x", "stop_token_ids": [99999]}, "stop_token_ids[0]", "invalid_value", "vocabulary"),
+    (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias[99999]", "invalid_value", "vocabulary"),
+    (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]", "invalid_value", "100"),
+    (TEXT, {"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias.one", "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value", "1024"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value", "20"),
+    (TEXT, {"prompt": "x", "logprobs": True}, "logprobs", "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "speculation": "maybe"}, "speculation", "invalid_value", "'on' or 'off'"),
+    (TEXT, {"prompt": "x", "echo": True}, "echo", "unsupported_parameter", "false"),
+    (TEXT, {"prompt": "x", "best_of": 4}, "best_of", "unsupported_parameter", "1"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter", "leave it out"),
+    (TEXT, {"prompt": "x", "tempertaure": 1}, "tempertaure", "unknown_parameter", "did you mean temperature"),
+    (TEXT, {}, "prompt", "missing_required_parameter", "required"),
+    (TEXT, {"prompt": ""}, "prompt", "invalid_value", "at least one"),
+    (TEXT, {"prompt": []}, "prompt", "invalid_value", "at least one"),
+    (TEXT, {"prompt": ["a", ""]}, "prompt[1]", "invalid_value", "at least one"),
+    (TEXT, {"prompt": [1, -1]}, "prompt[1]", "invalid_value", "0"),
+    (TEXT, {"prompt": [1, 99999]}, "prompt[1]", "invalid_value", "vocabulary"),
+    (TEXT, {"prompt": [[1], [2, 99999]]}, "prompt[1][1]", "invalid_value", "vocabulary"),
+    (TEXT, {"prompt": [1, "x"]}, "prompt[1]", "invalid_type", "an integer"),
+    (TEXT, {"prompt": ["x"] * 129}, "prompt", "invalid_value", "128"),
+    (TEXT, {"prompt": [5] * CONTEXT}, "prompt", "context_length_exceeded", str(CONTEXT - 1)),
+    (TEXT, {"prompt": "word " * 100_000}, "prompt", "context_length_exceeded", str(CONTEXT)),
+    (TEXT, {"prompt": [5] * 10, "max_tokens": CONTEXT}, "max_tokens", "context_length_exceeded", str(CONTEXT - 10)),
+    (TEXT, {"prompt": "x", "model": "gpt-9"}, "model", "model_not_found", "tiny"),
+    (CHAT, {"messages": []}, "messages", "invalid_value", "at least one"),
+    (CHAT, {"messages": "hello"}, "messages", "invalid_type", "a list"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter", "required"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type", "a string"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value", "'user'"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "invalid_value",
+        "'text'",
+    ),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, "tools", "unsupported_parameter", "[]"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format.type",
+     "unsupported_parameter", "text"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),
+    (CHAT, {"messages": HELLO, "stream_options": {}}, "stream_options", "invalid_value", "stream"),
+    (CHAT, {"messages": HELLO, "store": True}, "store", "unsupported_parameter", "false"),
+    (CHAT, {"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value", "one of"),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 999}, "max_completion_tokens", "context_length_exceeded", "2"),
+]  # fmt: skip
+
+
+async def test_every_wrong_field_is_named_with_limit_and_fix(world: World) -> None:
+    for path, body, field, code, words in FIELDS:
+        response = await world.http.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (
+            404 if code == "model_not_found" else 400,
+            field,
+            code,
+        ), error
+        assert error["message"].startswith(f"{field}: ") and words in error["message"], error
+        assert len(error["message"]) < 500 and error["type"] == "invalid_request_error"
+    assert world.verify.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "not an object"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": Infinity}', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid JSON"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not valid JSON"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 6000 + b"}", "not valid JSON"),
+        (b'{"prompt": "x"} trailing', "not valid JSON"),
+    ],
+)
+async def test_a_body_that_is_not_strict_json_is_refused(world: World, content: bytes, words: str) -> None:
+    response = await world.http.post(TEXT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+async def test_http_mistakes_have_the_same_shape(world: World, verify: ScriptedVerify) -> None:
+    json_type = {"content-type": "application/json"}
+    checks: list[tuple[str, str, dict[str, str], bytes, int, str]] = [
+        ("GET", "/v1/nothing", {}, b"", 404, "path_not_found"),
+        ("GET", TEXT, {}, b"", 405, "method_not_allowed"),
+        ("POST", "/health", json_type, b"{}", 405, "method_not_allowed"),
+        ("POST", TEXT, {"content-type": "text/plain"}, b"{}", 415, "unsupported_content_type"),
+        ("POST", TEXT, {}, b"{}", 415, "unsupported_content_type"),
+        ("POST", TEXT, json_type | {"content-encoding": "gzip"}, b"{}", 415, "unsupported_content_encoding"),
+    ]
+    for method, path, headers, content, status, code in checks:
+        response = await world.http.request(method, path, headers=headers, content=content)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert (await world.http.get(TEXT)).headers["allow"] == "POST"
+
+
+async def test_a_body_over_the_limit_gets_413(verify: ScriptedVerify, tmp_path: Any) -> None:
+    async with open_world(verify, tmp_path, max_body_bytes=2048) as world:
+        for content in (json.dumps({"prompt": "x" * 4000}).encode(), b"x" * 200_000):
+            response = await world.http.post(TEXT, content=content, headers={"content-type": "application/json"})
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+            assert "2048" in response.json()["error"]["message"]
+
+
+async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> None:
+    async with open_world(verify, tmp_path, body_seconds=0.1) as world:
+        reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
+        head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+        writer.write(head.encode() + b"{")
+        answer = await reader.read()  # to the end: the connection is closed
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 408") and b"request_timeout" in answer
+
+
+async def test_harmless_fields_are_taken(world: World) -> None:
+    world.verify.say("ok")
+    body = {
+        "messages": HELLO,
+        "user": "me",
+        "store": False,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "service_tier": "auto",
+        "top_k": -1,
+        "logit_bias": None,
+        "stop": None,
+        "seed": None,
+        "temperature": None,
+        "n": None,
+        "stream": None,
+        "logprobs": False,
+    }
+    response = await world.http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_full_verify_service_is_429_with_retry_after(world: World) -> None:
+    world.verify.failures = [OverloadedError("the queue holds 64 requests", retry_after=3)]
+    response = await world.http.post(TEXT, json={"prompt": "x"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert response.json()["error"]["type"] == "overloaded_error"

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+
+from gateway.tokenizer import Tokenizer
+
+KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    return Tokenizer(KINDS[kind]())
+
+
+def pieces(subject: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = subject.detokenizer()
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_pieces_of_random_tokens_add_up_to_the_whole(kind: str, data: st.DataObject) -> None:
+    subject = tokenizer(kind)
+    # Ids past the end have no token: a padded vocabulary has such.
+    token_ids = data.draw(st.lists(st.integers(0, subject.size + 3), max_size=40))
+    assert "".join(pieces(subject, token_ids)) == subject.decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60))
+def test_no_piece_of_a_text_holds_half_a_character(kind: str, text: str) -> None:
+    subject = tokenizer(kind)
+    token_ids = subject.encode(text.replace("\ufffd", ""), add_special_tokens=False)
+    found = pieces(subject, token_ids)
+    assert "".join(found) == subject.decode(token_ids)
+    assert not any("\ufffd" in piece for piece in found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=30))
+def test_any_bytes_decode_as_the_library_decodes_them(data: bytes) -> None:
+    subject = tokenizer("byte level")
+    by_bytes = {subject.token_bytes(token_id): token_id for token_id in range(subject.size)}
+    token_ids = [by_bytes[bytes([byte])] for byte in data]
+    assert "".join(pieces(subject, token_ids)) == subject.decode(token_ids) == data.decode("utf-8", "replace")
+
+
+def test_a_character_comes_whole_with_its_last_byte() -> None:
+    subject = tokenizer("byte level")
+    by_bytes = {subject.token_bytes(token_id): token_id for token_id in range(subject.size)}
+    assert pieces(subject, [by_bytes[bytes([byte])] for byte in "🦜".encode()]) == ["", "", "", "🦜", ""]
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement() -> None:
+    subject = tokenizer("byte level")
+    by_bytes = {subject.token_bytes(token_id): token_id for token_id in range(subject.size)}
+    assert pieces(subject, [by_bytes[b"\xf0"], by_bytes[b"\x9f"]]) == ["", "", "\ufffd"]
+
+
+def test_special_tokens_are_not_text_and_added_ones_are() -> None:
+    subject = tokenizer("byte level")
+    token_ids = subject.encode("a<|im_end|><tool é>b", add_special_tokens=False)
+    assert "".join(pieces(subject, token_ids)) == "a<tool é>b"

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from gateway_world import World
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_verify import MODEL
+
+VLLM = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:time_per_output_token_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
+}
+
+
+async def page(world: World) -> str:
+    response = await world.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return response.text
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_tell_what_happened(world: World) -> None:
+    verify = world.verify
+    verify.round_size = 4
+    token_ids = verify.say("The capital of France is Paris")
+    for stream in (False, True):
+        await world.http.post("/v1/completions", json={"prompt": "x y z", "stream": stream})
+    await world.http.post("/v1/completions", json={"prompt": "x", "n": 99})
+    text = await page(world)
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert {name: kinds.get(name) for name in VLLM} == VLLM
+    found = values(text)
+    generated = 2 * (len(token_ids) + 1)
+    num_rounds = 2 * -(-(len(token_ids) + 1) // 4)
+    assert found["vllm:generation_tokens_total", ()] == generated
+    assert found["vllm:request_success_total", (("finished_reason", "stop"),)] == 2
+    assert found["vllm:time_to_first_token_seconds_count", ()] == 2
+    assert found["vllm:inter_token_latency_seconds_count", ()] == generated - 2
+    assert found["vllm:spec_decode_num_drafts_total", ()] == num_rounds
+    assert found["vllm:spec_decode_num_draft_tokens_total", ()] == 4 * num_rounds
+    accepted = found["vllm:spec_decode_num_accepted_tokens_total", ()]
+    assert accepted == generated - num_rounds
+    positions = [v for (name, _), v in found.items() if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert sum(positions) == accepted and positions == sorted(positions, reverse=True)
+    assert found["outrider_gateway_accept_length_sum", ()] == generated
+    assert found["outrider_gateway_accept_length_count", ()] == num_rounds
+    assert found["outrider_gateway_errors_total", (("code", "invalid_value"), ("door", "rest"))] == 1
+    assert found["vllm:num_requests_waiting", ()] == 3
+    assert found["vllm:kv_cache_usage_perc", ()] == 0.25
+    assert found["outrider_gateway_tokens_per_second", ()] == 12.5
+    state = ("outrider_gateway_verify_state", (("replica", world.host.address), ("state", "ready")))
+    assert found[state] == 1
+    assert f'model_name="{MODEL}"' in text
+
+
+async def test_a_scrape_does_not_wait_for_a_dead_verify_service(world: World) -> None:
+    await world.host.stop()
+    assert "vllm:num_requests_running" in await page(world)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+async def test_promtool_finds_only_the_colons(world: World) -> None:
+    world.verify.say("ok")
+    await world.http.post("/v1/completions", json={"prompt": "x"})
+    result = subprocess.run(["promtool", "check", "metrics"], input=await page(world), text=True, capture_output=True)
+    complaints = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+    assert all(line.startswith("vllm:") and "should not contain ':'" in line for line in complaints), complaints

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from gateway_world import World, until
+from scripted_verify import MODEL
+
+from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError, OutriderError, UnavailableError
+from outrider.rpc.status import error_from_rpc
+from outrider.v1 import common_pb2, gateway_pb2
+
+Request = gateway_pb2.GatewayServiceGenerateRequest
+
+
+async def collect(world: World, request: Any) -> list[Any]:
+    try:
+        return [message async for message in world.stub.Generate(request)]
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
+
+
+async def test_text_tokens_origins_and_usage_come_together(world: World) -> None:
+    token_ids = world.verify.say("Grüße, 🙂 Paris")
+    messages = await collect(world, Request(prompt="x", sampling=common_pb2.SamplingParams(num_logprobs=1)))
+    assert "".join(m.text for m in messages) == "Grüße, 🙂 Paris"
+    assert [t for m in messages for t in m.token_ids] == [*token_ids, 2]
+    for message in messages:
+        assert len(message.origins) == len(message.text_lengths) == len(message.logprobs) == len(message.token_ids)
+    assert sum(n for m in messages for n in m.text_lengths) == len("Grüße, 🙂 Paris".encode())
+    assert [m.finish_reason for m in messages] == [0] * (len(messages) - 1) + [common_pb2.FINISH_REASON_STOP]
+    assert [m.HasField("usage") for m in messages] == [False] * (len(messages) - 1) + [True]
+    usage = messages[-1].usage
+    assert (usage.completion_tokens, usage.cached_prompt_tokens) == (len(token_ids) + 1, 3)
+    assert usage.num_rounds == len(messages) and usage.num_draft_tokens == 4 * len(messages)
+
+
+async def test_chat_token_ids_and_n_are_taken(world: World) -> None:
+    verify = world.verify
+    verify.scripts = {0: [*verify.say("zero"), 2], 1: [*verify.say("one"), 2]}
+    chat = gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content="Hi")])
+    messages = await collect(world, Request(chat=chat, n=2, model=MODEL))
+    texts = {i: "".join(m.text for m in messages if m.choice_index == i) for i in range(2)}
+    assert texts == {0: "zero", 1: "one"}
+    assert [m.HasField("usage") for m in messages].count(True) == 1
+    await collect(world, Request(prompt_token_ids=gateway_pb2.TokenIds(ids=[7, 8]), ignore_eos=True, max_tokens=1))
+    assert list(verify.requests[-1].prompt_token_ids) == [7, 8]
+    assert verify.requests[-1].ignore_eos and verify.requests[-1].max_tokens == 1
+
+
+async def test_models_are_listed(world: World) -> None:
+    response = await world.stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
+    assert [(m.id, m.context_length) for m in response.models] == [(MODEL, 256)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "field"),
+    [
+        (Request(), InvalidRequestError, "input"),
+        (Request(prompt=""), InvalidRequestError, "prompt"),
+        (Request(prompt="x", n=0), InvalidRequestError, "n"),
+        (Request(prompt="x", n=10**6), InvalidRequestError, "n"),
+        (Request(prompt="x", max_tokens=0), InvalidRequestError, "max_tokens"),
+        (Request(prompt="x", sampling={"temperature": -1}), InvalidRequestError, "sampling.temperature"),
+        (Request(prompt="x", sampling={"top_p": float("nan")}), InvalidRequestError, "sampling.top_p"),
+        (Request(prompt="x", sampling={"logit_bias": {99999: 1}}), InvalidRequestError, "sampling.logit_bias[99999]"),
+        (Request(prompt="x", stop=[""]), InvalidRequestError, "stop[0]"),
+        (Request(prompt="x", speculation=7), InvalidRequestError, "speculation"),
+        (Request(prompt="x", model="other"), NotFoundError, "model"),
+        (Request(prompt="x", max_tokens=1000), ContextLengthError, "max_tokens"),
+        (Request(prompt_token_ids={"ids": [1, 99999]}), InvalidRequestError, "prompt_token_ids[1]"),
+        (Request(chat={"messages": []}), InvalidRequestError, "chat.messages"),
+        (Request(chat={"messages": [{"role": "tool", "content": "x"}]}), InvalidRequestError, "chat.messages[0].role"),
+    ],
+)
+async def test_every_wrong_field_is_named(world: World, request_: Any, kind: type[OutriderError], field: str) -> None:
+    with pytest.raises(kind) as caught:
+        await collect(world, request_)
+    assert caught.value.field == field  # type: ignore[attr-defined]
+
+
+async def test_an_answer_without_its_end_is_unavailable(world: World) -> None:
+    world.verify.say("one two three", eos=False)
+    world.verify.ends_silently = True
+    with pytest.raises(UnavailableError, match="without finishing"):
+        await collect(world, Request(prompt="x"))
+
+
+async def test_cancelling_the_call_cancels_every_answer_at_once(world: World) -> None:
+    verify = world.verify
+    verify.say("one two three four")
+    verify.gate = asyncio.Event()
+    call = world.stub.Generate(Request(prompt="x", n=3))
+    await call.read()
+    await until(lambda: verify.num_open == 3)
+    call.cancel()
+    await until(lambda: verify.num_open == 0)
+    assert verify.num_cancelled == 3
