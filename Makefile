@@ -1,0 +1,45 @@
+# Everything starts here: `make demo` and `make test` need Python 3.11 or newer and nothing else.
+# Variables: PYTHON=/path/to/python3.12  TORCH_INDEX=URL  ARGS="options passed on"
+SHELL := bash
+.DEFAULT_GOAL := help
+export PYTHON TORCH_INDEX
+bin := .venv/bin
+
+.PHONY: help demo test up chat setup setup-dev check format stubs clean
+
+help: ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; \
+	  do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+demo: setup ## Set up, start all three services, stream an answer, stop them.
+	@$(bin)/outrider demo $(ARGS)
+
+test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some.
+	@$(bin)/outrider models pull
+	$(bin)/python -m pytest $(ARGS)
+
+up: setup ## Run all three services until Ctrl-C.
+	@$(bin)/outrider up $(ARGS)
+
+chat: setup ## Talk to the model in the terminal.
+	@$(bin)/outrider chat $(ARGS)
+
+setup: ## Create .venv with what running needs.
+	@scripts/setup
+
+setup-dev: ## Create .venv with what tests and checks need, too.
+	@scripts/setup dev
+
+check: setup-dev ## Lint, format, types, import rules, stubs: what CI checks beside the tests.
+	@scripts/check
+
+format: setup-dev ## Sort imports and format the code.
+	@$(bin)/ruff check --fix --quiet .
+	@$(bin)/ruff format .
+
+stubs: setup-dev ## Generate outrider/v1 from protos/ anew.
+	@scripts/gen_stubs
+
+clean: ## Remove .venv and every cache in this folder; downloaded models stay.
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

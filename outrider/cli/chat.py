@@ -1,0 +1,158 @@
+"""`outrider chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+import grpc
+from rich.console import Console
+from rich.text import Text
+
+from outrider.cli.answer import Answer, legend, show_answer
+from outrider.cli.client import Message, Sampling, generate, list_models
+from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.services import make_cluster
+from outrider.cli.terminal import StartDisplay, make_console
+from outrider.errors import OutriderError
+from outrider.rpc.channel import open_channel
+
+HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--connect", metavar="ADDRESS", help="gRPC address of a running gateway; by default, start one."
+    )
+    parser.add_argument("--system", default="", help="System message.")
+    parser.add_argument("--max-tokens", type=int, default=512, help="Most tokens of an answer. Default: 512.")
+    parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens.")
+    parser.add_argument("--top-p", type=float, help="Keep the most likely tokens up to this probability.")
+    parser.add_argument("--seed", type=int, help="Makes sampling repeatable.")
+    parser.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
+    add_service_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the user has had enough."""
+    console = make_console(color=not arguments.no_color)
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        speculation=not arguments.plain,
+    )
+    with _gateway(arguments, console) as (address, api_key), asyncio.Runner() as runner:
+        chat = Conversation(console, runner, runner.run(_open(address, api_key)), arguments.system, sampling)
+        try:
+            chat.greet()
+            for question in questions(console):
+                if question == "/quit":
+                    break
+                chat.take(question)
+        finally:
+            chat.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
+    """Address and API key of the gateway to talk to, which lives as long as the block if it is our own."""
+    if arguments.connect:
+        yield arguments.connect, os.environ.get("OUTRIDER_API_KEY", "")
+        return
+    display = StartDisplay(console)
+    cluster = make_cluster(
+        parse_service_options(arguments),
+        fixed_ports=False,
+        supervise=True,
+        on_line=display,
+        on_event=lambda text: console.print(f"outrider: {text}"),
+    )
+    with display.started(cluster):
+        yield cluster.gateway_address, cluster.api_key
+
+
+def questions(console: Console) -> Iterator[str]:
+    """What the user types, line by line, until the end of input. Ctrl-C at the prompt empties the line."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() its editing and history)
+    prompt = "\nyou> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print(f"\n{HELP}")
+            continue
+        if line:
+            yield line
+
+
+class Conversation:
+    """The messages so far, and the connection that answers them."""
+
+    def __init__(
+        self, console: Console, runner: asyncio.Runner, channel: grpc.aio.Channel, system: str, sampling: Sampling
+    ) -> None:
+        self._console = console
+        self._runner = runner
+        self._sampling = sampling
+        self._first = [Message("system", system)] if system else []
+        self.messages = list(self._first)
+        self._channel = channel
+
+    def greet(self) -> None:
+        """Say who answers and what the colours mean. Raises OutriderError when nobody does."""
+        models = self._runner.run(list_models(self._channel))
+        self._console.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
+        if self._console.color_system and not self._console.no_color:
+            self._console.print(legend())
+
+    def take(self, line: str) -> None:
+        """Carry out a command or have a question answered. What fails is not remembered."""
+        if line == "/reset":
+            self.messages = list(self._first)
+            self._console.print("forgotten")
+        elif line.startswith("/"):
+            self._console.print(HELP)
+        else:
+            self._ask(Message("user", line))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._runner.run(self._channel.close())
+
+    def _ask(self, question: Message) -> None:
+        stream = generate(self._channel, [*self.messages, question], self._sampling)
+        try:
+            answer = self._runner.run(show_answer(stream, self._console))
+        except KeyboardInterrupt:
+            self._console.print("\n(cut short; not remembered)")
+        except OutriderError as error:
+            self._console.print(f"\nerror: {error.message}")
+        else:
+            self.messages += [question, Message("assistant", answer.text)]
+            self._console.print(Text(summary(answer), "dim"))
+
+
+def summary(answer: Answer) -> str:
+    """An answer's figures in one line."""
+    usage = answer.usage
+    return (
+        f"{usage.completion_tokens} tokens, {answer.tokens_per_second:.1f} a second, "
+        f"accept length {usage.accept_length:.2f}, {usage.num_accepted_tokens} of {usage.num_draft_tokens} "
+        "draft tokens accepted"
+    )
+
+
+async def _open(address: str, api_key: str) -> grpc.aio.Channel:
+    return open_channel(address, auth_token=api_key, option="--connect")

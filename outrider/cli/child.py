@@ -1,0 +1,192 @@
+"""One service as a child process: its start, its log lines, its signals and its certain end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from outrider.errors import OutriderError
+
+# Log lines kept for the message about a failed start.
+NUM_TAIL_LINES = 40
+POLL_SECONDS = 0.05
+
+LineSink = Callable[[str, str], None]
+
+
+class ServiceFailedError(OutriderError):
+    """A service ended or did not get ready in time. The message holds its last log lines."""
+
+    code = "service_failed"
+
+
+class Child:
+    """A service that runs as `python -m MODULE`, in a process group of its own so that Ctrl-C reaches only us.
+
+    Call `start` from a thread that lives as long as the child: on Linux its end kills the child (see launcher).
+    `on_line(name, line)` gets every line that the child writes, from a thread of its own.
+    """
+
+    def __init__(self, name: str, module: str, ready_file: Path, on_line: LineSink) -> None:
+        self.name = name
+        self.module = module
+        self.ready_file = ready_file
+        self._on_line = on_line
+        self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._reaping = threading.Lock()
+        self.started_at = 0.0
+        self.addresses: dict[str, str] = {}
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present or last process; 0 before the first start."""
+        return self._process.pid if self._process else 0
+
+    def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the process. It is not ready yet: see `wait_ready`."""
+        self.ready_file.unlink(missing_ok=True)
+        self._tail.clear()
+        self.addresses = {}
+        command = [sys.executable, "-m", "outrider.cli.launcher", str(os.getpid()), self.module, *arguments]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        self.started_at = time.monotonic()
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name=f"{self.name}-log", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout: float, cancelled: threading.Event) -> None:
+        """Wait until the service has written its ready file; sets `addresses`. `timeout` is in seconds.
+
+        Raises ServiceFailedError when it ends before, is not ready in time, or `cancelled` is set.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._read_ready_file():
+            code = self.poll()
+            if code is not None:
+                raise ServiceFailedError(f"{self.name} ended at its start ({exit_text(code)}).{self.tail_text()}")
+            if time.monotonic() > deadline:
+                raise ServiceFailedError(f"{self.name} was not ready after {timeout:.0f} s.{self.tail_text()}")
+            if cancelled.wait(POLL_SECONDS):
+                raise ServiceFailedError(f"the start of {self.name} was cancelled")
+
+    def poll(self) -> int | None:
+        """Exit code of the ended process (negative: the signal that ended it), or None while it runs."""
+        process = self._process
+        if process is None:
+            return None
+        with self._reaping:
+            if process.returncode is None and _has_ended(process.pid):
+                # Before the leader is reaped, so that the group's number cannot belong to anybody else.
+                _signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+                if process.stdin is not None:
+                    process.stdin.close()
+        return process.returncode
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives; a paused one does."""
+        return self._process is not None and self.poll() is None
+
+    def terminate(self) -> None:
+        """Ask the service to drain and end."""
+        self._signal(signal.SIGTERM, group=False)
+
+    def kill(self, timeout: float = 10.0) -> None:
+        """End the process and all it has started at once, and wait for that."""
+        self._signal(signal.SIGKILL, group=True)
+        self.wait(timeout)
+
+    def pause(self) -> None:
+        """Stop the process and all it has started, as a hung machine would (SIGSTOP)."""
+        self._signal(signal.SIGSTOP, group=True)
+
+    def resume(self) -> None:
+        """Let a paused process go on."""
+        self._signal(signal.SIGCONT, group=True)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the end; return whether it came. All log lines are delivered then."""
+        deadline = time.monotonic() + timeout
+        wakeup = threading.Event()
+        while self.running:
+            if time.monotonic() > deadline:
+                return False
+            wakeup.wait(POLL_SECONDS)
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(timeout=2)
+        return True
+
+    def tail_text(self) -> str:
+        """The last log lines, indented below a heading; empty when there are none."""
+        if self._reader is not None and not self.running:
+            self._reader.join(timeout=2)
+        return "".join(["\nIts last lines:", *(f"\n    {line}" for line in self._tail)]) if self._tail else ""
+
+    def _read_ready_file(self) -> bool:
+        try:
+            ready = json.loads(self.ready_file.read_text("utf-8"))
+        except FileNotFoundError:
+            return False
+        self.addresses = {key: value for key, value in ready.items() if isinstance(value, str)}
+        return True
+
+    def _signal(self, number: signal.Signals, *, group: bool) -> None:
+        process = self._process
+        with self._reaping:
+            if process is None or process.returncode is not None:
+                return
+            if group:
+                _signal_group(process.pid, number)
+            else:
+                os.kill(process.pid, number)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        if process.stdout is None:
+            return
+        with process.stdout as lines:
+            for raw in lines:
+                line = raw.rstrip("\n")
+                self._tail.append(line)
+                self._on_line(self.name, line)
+
+
+def exit_text(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        # Gone, or (macOS) nothing but a zombie is left of it.
+        return

@@ -1,0 +1,131 @@
+"""The gateway's gRPC door as the command line uses it: dataclasses in, dataclasses out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+
+from outrider.rpc.status import error_from_rpc
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+
+class Origin(Enum):
+    """Where a committed token came from."""
+
+    ACCEPTED = "draft token, accepted"
+    BONUS = "bonus token"
+    PLAIN = "plain token"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and how many; None leaves it to the server."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    speculation: bool = True
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer used, in tokens and verify rounds."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed in a round: the accepted draft tokens and one of the target's. 0 without rounds."""
+        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 0.0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One message of the stream: some final text, and the tokens committed since the last one.
+
+    `tokens` holds each token's origin and its length in bytes within the answer. The text may lag behind them.
+    """
+
+    text: str
+    tokens: Sequence[tuple[Origin, int]]
+    finish_reason: str = ""
+    usage: Usage | None = None
+
+
+_ORIGINS = {
+    common_pb2.TOKEN_ORIGIN_ACCEPTED: Origin.ACCEPTED,
+    common_pb2.TOKEN_ORIGIN_BONUS: Origin.BONUS,
+}
+_FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampling: Sampling) -> AsyncIterator[Chunk]:
+    """Stream one answer to a conversation. Closing the iterator cancels the call. Raises OutriderError."""
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    call = stub.Generate(_encode(messages, sampling))
+    try:
+        async for response in call:
+            yield _decode(response)
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, "the gateway") from error
+    finally:
+        call.cancel()
+
+
+async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
+    """Name and context length in tokens of each model that the gateway serves. Raises OutriderError."""
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    try:
+        response = await stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error, "the gateway") from error
+    return [(model.id, model.context_length) for model in response.models]
+
+
+def _encode(messages: Sequence[Message], sampling: Sampling) -> gateway_pb2.GatewayServiceGenerateRequest:
+    chat = [gateway_pb2.ChatMessage(role=message.role, content=message.content) for message in messages]
+    return gateway_pb2.GatewayServiceGenerateRequest(
+        chat=gateway_pb2.ChatMessages(messages=chat),
+        sampling=common_pb2.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed),
+        max_tokens=sampling.max_tokens,
+        speculation=gateway_pb2.SPECULATION_UNSPECIFIED if sampling.speculation else gateway_pb2.SPECULATION_OFF,
+    )
+
+
+def _decode(response: gateway_pb2.GatewayServiceGenerateResponse) -> Chunk:
+    usage = response.usage
+    return Chunk(
+        text=response.text,
+        tokens=[
+            (_ORIGINS.get(origin, Origin.PLAIN), num_bytes)
+            for origin, num_bytes in zip(response.origins, response.text_lengths, strict=False)
+        ],
+        finish_reason=_FINISH_REASONS.get(response.finish_reason, ""),
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            num_rounds=usage.num_rounds,
+            num_draft_tokens=usage.num_draft_tokens,
+            num_accepted_tokens=usage.num_accepted_tokens,
+        )
+        if response.HasField("usage")
+        else None,
+    )

@@ -1,0 +1,247 @@
+"""All three services on this machine, as child processes of this one.
+
+    with Cluster(verify=VerifyOptions(dtype="float32")) as cluster:
+        channel = open_channel(cluster.gateway_address)
+        cluster.draft.kill()
+        cluster.restart("draft")
+
+Leaving the `with` ends every process; so does the death of this one, however it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from outrider.cli.child import Child, LineSink, ServiceFailedError, exit_text
+from outrider.cli.wiring import MODULES, OPTION_TYPES, SERVICES, Wiring, bind_again, link, service_env
+from outrider.config.base import options_to_argv, options_to_env
+from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
+from outrider.config.service import ServiceOptions
+from outrider.config.verify import VerifyOptions
+
+START_SECONDS = 600.0
+# Time beyond drain_seconds until a service that was asked to end is killed.
+GRACE_SECONDS = 5.0
+WATCH_SECONDS = 0.1
+FIRST_RESTART_SECONDS = 0.5
+LAST_RESTART_SECONDS = 10.0
+# A service that ran this long before it ended is started again without further delay.
+SETTLED_SECONDS = 30.0
+
+
+class Cluster:
+    """Draft, verify and gateway, wired to each other. Starts when entered, and is ready then.
+
+    Options left at their defaults get free ports and unix sockets (see Wiring; `fixed_ports` keeps the default
+    ports). `services` leaves some out. With `supervise`, a service that dies is started again, later and later;
+    without, it stays dead until `restart`. `on_line(name, line)` gets the services' log lines and `on_event(text)`
+    what befalls them, both from threads of their own. `modules` and `env` replace what is run and its environment.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway: GatewayOptions | None = None,
+        verify: VerifyOptions | None = None,
+        draft: DraftOptions | None = None,
+        services: Sequence[str] = SERVICES,
+        fixed_ports: bool = False,
+        supervise: bool = False,
+        on_line: LineSink | None = None,
+        on_event: Callable[[str], None] | None = None,
+        modules: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        given = {"gateway": gateway, "verify": verify, "draft": draft}
+        self._given = {name: given[name] or OPTION_TYPES[name]() for name in SERVICES if name in services}
+        self._fixed_ports = fixed_ports
+        self._supervise = supervise
+        self._on_line = on_line or (lambda name, line: None)
+        self._on_event = on_event or (lambda text: None)
+        self._modules = {**MODULES, **(modules or {})}
+        self._env = dict(os.environ if env is None else env)
+        self._start_seconds = start_seconds
+
+        self._closing = threading.Event()
+        # Every child is started from this thread: on Linux the kernel ties a child to the thread that started it.
+        self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
+        self._watchers: list[threading.Thread] = []
+        self._locks = {name: threading.Lock() for name in self._given}
+        self._options: dict[str, ServiceOptions] = {}
+        self._folder: Path | None = None
+        self._endings: dict[str, str] | None = None
+        self.children: dict[str, Child] = {}
+
+    def __enter__(self) -> Cluster:
+        """Start all services and wait until they serve. Raises ServiceFailedError, after ending what had begun."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def services(self) -> list[str]:
+        """Names of the services, in the order in which they start."""
+        return list(self._given)
+
+    @property
+    def gateway(self) -> Child:
+        """The gateway's process."""
+        return self.children["gateway"]
+
+    @property
+    def verify(self) -> Child:
+        """The verify service's process."""
+        return self.children["verify"]
+
+    @property
+    def draft(self) -> Child:
+        """The draft service's process."""
+        return self.children["draft"]
+
+    @property
+    def gateway_address(self) -> str:
+        """Of the gateway's gRPC door, for open_channel."""
+        return self.address("gateway")
+
+    @property
+    def verify_address(self) -> str:
+        """Of the verify service's gRPC door."""
+        return self.address("verify")
+
+    @property
+    def draft_address(self) -> str:
+        """Of the draft service's gRPC door."""
+        return self.address("draft")
+
+    @property
+    def rest_url(self) -> str:
+        """Of the gateway's REST door, without a trailing slash."""
+        return f"http://{self.address('gateway', 'rest_address')}"
+
+    @property
+    def api_key(self) -> str:
+        """Bearer token that the gateway asks of clients; empty when it asks none."""
+        options = self._given["gateway"]
+        return options.read_api_key() if isinstance(options, GatewayOptions) else ""
+
+    def address(self, name: str, field: str = "address") -> str:
+        """What a service has bound: its `address`, `metrics_address` or `rest_address`; empty when it has none."""
+        return str(getattr(self._options[name], field))
+
+    def metrics_url(self, name: str) -> str:
+        """Of a service's Prometheus page; empty when it is off."""
+        address = self.address(name, "rest_address" if name == "gateway" else "metrics_address")
+        return f"http://{address}/metrics" if address else ""
+
+    def restart(self, name: str) -> None:
+        """Start a service anew on the addresses that it had, ending it first if it runs; returns when it serves."""
+        with self._locks[name]:
+            child = self.children[name]
+            if child.running:
+                self._end([child])
+            self._launch(name)
+            child.wait_ready(self._start_seconds, self._closing)
+
+    def close(self) -> dict[str, str]:
+        """End all services, those in front first; return how each one ended. Interrupted, it kills them."""
+        if self._endings is not None:
+            return self._endings
+        self._closing.set()
+        self._endings = endings = {}
+        try:
+            for watcher in self._watchers:
+                watcher.join()
+            self._spawner.submit(lambda: None).result()
+            for group in (["gateway"], ["verify"], ["draft"]):
+                self._end([self.children[name] for name in group if name in self.children])
+        except KeyboardInterrupt:
+            self._on_event("interrupted again: killing what is left")
+            raise
+        finally:
+            for name, child in self.children.items():
+                child.kill()
+                code = child.poll()
+                endings[name] = "not started" if code is None else "ended" if code == 0 else exit_text(code)
+            self._spawner.shutdown()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return endings
+
+    def _start(self) -> None:
+        # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
+        self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        wiring = Wiring(self._folder, self._fixed_ports)
+        placed = {name: wiring.place(name, options) for name, options in self._given.items()}
+        self._options = link(placed)
+        for name in self._given:
+            self.children[name] = Child(name, self._modules[name], wiring.ready_file(name), self._on_line)
+        # The gateway asks verify for its model, so it comes last.
+        self._start_together([name for name in self._given if name != "gateway"])
+        self._start_together([name for name in self._given if name == "gateway"])
+        if self._supervise:
+            for name in self._given:
+                watcher = threading.Thread(target=self._watch, args=(name,), name=f"{name}-watch", daemon=True)
+                watcher.start()
+                self._watchers.append(watcher)
+
+    def _start_together(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._launch(name)
+        for name in names:
+            child = self.children[name]
+            child.wait_ready(self._start_seconds, self._closing)
+            self._options[name] = bind_again(self._options[name], child.addresses)
+
+    def _launch(self, name: str) -> None:
+        options = self._options[name]
+        env = {**service_env(name, self._env), **options_to_env(options)}
+        self._spawner.submit(self.children[name].start, options_to_argv(options), env).result()
+
+    def _end(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.terminate()
+            child.resume()
+        for child in children:
+            if not child.wait(self._options[child.name].drain_seconds + GRACE_SECONDS):
+                self._on_event(f"{child.name} did not end when asked to; killing it")
+                child.kill()
+
+    def _watch(self, name: str) -> None:
+        delay = FIRST_RESTART_SECONDS
+        while not self._closing.wait(WATCH_SECONDS):
+            with self._locks[name]:
+                code = self.children[name].poll()
+            if code is None:
+                continue
+            if time.monotonic() - self.children[name].started_at > SETTLED_SECONDS:
+                delay = FIRST_RESTART_SECONDS
+            self._on_event(f"{name} ended ({exit_text(code)}); starting it again in {delay:g} s")
+            if self._closing.wait(delay):
+                return
+            if self.children[name].running:
+                continue
+            delay = min(2 * delay, LAST_RESTART_SECONDS)
+            try:
+                self.restart(name)
+                self._on_event(f"{name} serves again")
+            except ServiceFailedError as error:
+                if not self._closing.is_set():
+                    self._on_event(error.message)

@@ -1,0 +1,110 @@
+"""`outrider demo`: start everything, stream an answer, show the figures, stop everything."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from itertools import takewhile
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.answer import Answer, legend, show_answer
+from outrider.cli.client import Message, Sampling, generate
+from outrider.cli.cluster import Cluster
+from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.services import make_cluster
+from outrider.cli.terminal import StartDisplay, make_console
+from outrider.rpc.channel import open_channel
+
+# An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
+PROMPT = """Write this shopping list again, in the same order:
+
+1. Two bottles of milk
+2. Half a pound of butter
+3. A dozen eggs from the farm
+4. Three pounds of potatoes
+5. A jar of strawberry jam
+6. One loaf of dark bread
+7. A bag of green apples"""
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--prompt", default=PROMPT, help="What to ask.")
+    parser.add_argument("--max-tokens", type=int, default=160, help="Most tokens of the answer. Default: 160.")
+    add_service_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demonstration; 0 when all three services ended cleanly."""
+    console = make_console(color=not arguments.no_color)
+    display = StartDisplay(console)
+    cluster = make_cluster(
+        parse_service_options(arguments),
+        fixed_ports=False,
+        supervise=False,
+        on_line=display,
+        on_event=lambda text: console.print(f"outrider: {text}"),
+    )
+    with display.started(cluster):
+        for name in cluster.services:
+            console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)
+        asyncio.run(_show(console, cluster, arguments.prompt, arguments.max_tokens))
+        console.print("\nstopping")
+        endings = cluster.close()
+    for name, ending in endings.items():
+        console.print(f"  {name:<8} {ending}")
+    return 0 if set(endings.values()) == {"ended"} else 1
+
+
+async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int) -> None:
+    async with open_channel(cluster.gateway_address, auth_token=cluster.api_key) as channel:
+        messages = [Message("user", prompt)]
+        sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+        console.print("\nThe prompt:\n")
+        console.print(prompt)
+        console.print("\nThe answer, over gRPC, token by token:\n")
+        with_drafts = await show_answer(generate(channel, messages, sampling), console)
+        if console.color_system and not console.no_color:
+            console.print()
+            console.print(legend())
+        console.print("\nThe same again without speculation, for comparison ...")
+        plain_sampling = Sampling(temperature=0.0, max_tokens=max_tokens, speculation=False)
+        plain = await show_answer(generate(channel, messages, plain_sampling), None)
+    console.print()
+    console.print(figures(with_drafts, plain))
+    console.print(compare(with_drafts.text, plain.text))
+
+
+def figures(with_drafts: Answer, plain: Answer) -> Table:
+    """Both answers side by side."""
+    table = Table("", "with speculation", "without")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows: tuple[tuple[str, Callable[[Answer], str]], ...] = (
+        ("tokens", lambda a: f"{a.usage.completion_tokens}"),
+        ("tokens per second", lambda a: f"{a.tokens_per_second:.1f}"),
+        ("prompt tokens", lambda a: f"{a.usage.prompt_tokens}"),
+        ("of these from the cache", lambda a: f"{a.usage.cached_prompt_tokens}"),
+        ("time to first token", lambda a: f"{1000 * a.seconds_to_first_token:.0f} ms"),
+        ("rounds", lambda a: f"{a.usage.num_rounds}"),
+        ("accept length", lambda a: f"{a.usage.accept_length:.2f}"),
+        ("draft tokens verified", lambda a: f"{a.usage.num_draft_tokens}"),
+        ("draft tokens accepted", lambda a: f"{a.usage.num_accepted_tokens}"),
+    )
+    for label, cell in rows:
+        table.add_row(label, cell(with_drafts), cell(plain))
+    return table
+
+
+def compare(first: str, second: str) -> str:
+    """Whether the two texts are equal, and what it means if they are not."""
+    if first == second:
+        return "Both texts are the same, character by character."
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return (
+        f"The texts part after {same} characters: in bfloat16 forwards of different widths round differently. "
+        "With --dtype float32 they are the same."
+    )

@@ -1,0 +1,96 @@
+"""The command `outrider`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType, ModuleType
+from typing import NoReturn
+
+from outrider import __version__
+from outrider.errors import ConfigError, OutriderError
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+COMMANDS = {
+    "up": "Start draft, verify and gateway, and run them until Ctrl-C.",
+    "chat": "Talk to the model in the terminal.",
+    "demo": "Start everything, stream one answer with its figures, stop everything.",
+    "models": "Fetch models, and list those that are here.",
+    "version": "Print the version.",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2."""
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
+        if message.startswith("unrecognized") and unknown:
+            known = [flag for action in self._every_action() for flag in action.option_strings]
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            message = f"unknown option {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
+        self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see --help\n")
+
+    def _every_action(self) -> list[argparse.Action]:
+        """Options of this parser and of the commands below it."""
+        actions = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                actions += [inner for parser in action.choices.values() for inner in parser._actions]
+        return actions
+
+
+def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
+    """The parser of the command line, with the options of these commands."""
+    parser = Parser(prog="outrider", description="Speculative decoding as three services.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, text in COMMANDS.items():
+        # The services' options are too many for a line that lists them all.
+        usage = f"outrider {name} [options]" if name in ("up", "chat", "demo") else None
+        subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
+        subparser.add_argument("--no-color", action="store_true", help="Print without colours (as NO_COLOR=1 does).")
+        if name in commands and name != "version":
+            _module(name).add_parser(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Only the command's own module is loaded: it is the first word that is no option.
+    wanted = next((word for word in words if not word.startswith("-")), "")
+    arguments = make_parser([wanted]).parse_args(words)
+    if arguments.command == "version":
+        print(f"outrider {__version__}")
+        return 0
+    # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        return int(_module(arguments.command).run(arguments))
+    except ConfigError as error:
+        print(f"outrider: error: {error.message}", file=sys.stderr)
+        return EXIT_CONFIG
+    except OutriderError as error:
+        print(f"outrider: error: {error.message}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        print("outrider: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"outrider.cli.{command}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

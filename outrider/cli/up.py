@@ -1,0 +1,55 @@
+"""`outrider up`: all three services until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+from rich.console import Console
+
+from outrider.cli.cluster import Cluster
+from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.services import make_cluster
+from outrider.cli.terminal import log_printer, make_console
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--ephemeral", action="store_true", help="Take free ports instead of the default ones.")
+    add_service_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the services, print where they are, and stay until interrupted."""
+    console = make_console(color=not arguments.no_color)
+    cluster = make_cluster(
+        parse_service_options(arguments),
+        fixed_ports=not arguments.ephemeral,
+        supervise=True,
+        on_line=log_printer(console),
+        on_event=lambda text: console.print(f"outrider: {text}"),
+    )
+    with cluster:
+        _print_addresses(console, cluster)
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            console.print("outrider: stopping; Ctrl-C again kills")
+        endings = cluster.close()
+    console.print("outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
+    return 0
+
+
+def _print_addresses(console: Console, cluster: Cluster) -> None:
+    rows = [
+        ("REST", f"{cluster.rest_url}/v1"),
+        ("gRPC", cluster.gateway_address),
+        ("verify", cluster.verify_address),
+        ("draft", cluster.draft_address),
+        *((f"metrics of {name}", cluster.metrics_url(name)) for name in cluster.services),
+    ]
+    console.print("\nOutrider is up. Ctrl-C stops it.")
+    for name, where in rows:
+        if where:
+            console.print(f"  {name:<19} {where}", soft_wrap=True)
+    console.print()

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.cli.answer import Painter, printable, show_answer
+from outrider.cli.client import Chunk, Origin, Usage
+from outrider.cli.terminal import make_console
+
+origins = st.sampled_from(list(Origin))
+
+
+@given(
+    text=st.text(alphabet="aé漢🦊", max_size=30),
+    cuts=st.lists(st.integers(1, 6), max_size=60),
+    lag=st.integers(0, 8),
+    data=st.data(),
+)
+def test_each_character_has_the_colour_of_the_token_that_holds_its_first_byte(
+    text: str, cuts: list[int], lag: int, data: st.DataObject
+) -> None:
+    owner: list[Origin] = []
+    tokens = []
+    while len(owner) < len(text.encode()):
+        token = (data.draw(origins), cuts.pop() if cuts else 1)
+        tokens.append(token)
+        owner += [token[0]] * token[1]
+    expected = [owner[len(text[:i].encode())] for i in range(len(text))]
+    painter = Painter()
+    runs = []
+    # Tokens come one by one; text lags behind, and comes in whole characters.
+    shown = 0
+    for count in range(len(tokens)):
+        known = sum(length for _, length in tokens[: count + 1])
+        final = max(0, len(text.encode()[:known].decode(errors="ignore")) - lag)
+        runs += painter.feed(Chunk(text[shown:final], [tokens[count]]))
+        shown = max(shown, final)
+    runs += painter.feed(Chunk(text[shown:], []))
+    assert "".join(part for part, _ in runs) == text
+    assert [origin for part, origin in runs for _ in part] == expected
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[31m\x9b\x07\r\tb\nc é") == "a\ufffd[31m\ufffd\ufffd\ufffd\tb\nc é"
+
+
+def test_a_pipe_gets_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    console = make_console()
+    console.print("x", style="green")
+    assert capsys.readouterr().out == "x\n"
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_no_color_is_obeyed_on_a_terminal(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR" if flag else "UNRELATED", "1")
+    make_console(color=flag).print("x", style="green")
+    make_console(color=True).print("y", style="green")
+    output = terminal.getvalue()
+    assert output.splitlines()[0] == "x"
+    assert ("\x1b" in output) is not flag
+
+
+async def test_an_answer_is_measured_and_returned_whole() -> None:
+    async def chunks():
+        yield Chunk("Hel", [(Origin.PLAIN, 3)])
+        yield Chunk("lo", [(Origin.ACCEPTED, 1), (Origin.BONUS, 1)])
+        yield Chunk("", [], "stop", Usage(5, 0, 3, 1, 4, 1))
+
+    answer = await show_answer(chunks(), None)
+    assert (answer.text, answer.finish_reason) == ("Hello", "stop")
+    assert answer.usage.accept_length == 2.0
+    assert 0 < answer.seconds_to_first_token <= answer.seconds

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class EchoGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers with the number of messages and the last one, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[gateway_pb2.GatewayServiceGenerateRequest] = []
+
+    async def ListModels(self, request, context):
+        return gateway_pb2.GatewayServiceListModelsResponse(models=[gateway_pb2.Model(id="echo", context_length=9)])
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        messages = request.chat.messages
+        if messages[-1].content == "fail":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "verify is away")
+        answer = f"{len(messages)} {messages[-1].content}"
+        for word, origin in ((answer[:2], common_pb2.TOKEN_ORIGIN_PLAIN), (answer[2:], 1)):
+            yield gateway_pb2.GatewayServiceGenerateResponse(
+                text=word, token_ids=[1], origins=[origin], text_lengths=[len(word)]
+            )
+        usage = common_pb2.Usage(completion_tokens=2, num_rounds=1, num_draft_tokens=3, num_accepted_tokens=1)
+        yield gateway_pb2.GatewayServiceGenerateResponse(finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[tuple[EchoGateway, str]]:
+    servicer = EchoGateway()
+    server = grpc.aio.server()
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def chat(address: str, typed: str, *options: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "outrider.cli", "chat", "--connect", address, *options,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT, env={**os.environ, "TERM": "xterm-256color"},
+    )  # fmt: skip
+    out, err = await process.communicate(typed.encode())
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_conversation_is_remembered_until_reset(gateway: tuple[EchoGateway, str]) -> None:
+    servicer, address = gateway
+    code, out, _ = await chat(address, "one\n\ntwo\n/reset\nthree\n/quit\nfour\n", "--system", "be brief")
+    assert code == 0
+    assert "2 one\n" in out and "4 two\n" in out and "2 three\n" in out and "four" not in out
+    roles = [message.role for message in servicer.requests[1].chat.messages]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert servicer.requests[1].chat.messages[2].content == "2 one"
+    assert "2 tokens" in out and "accept length 2.00, 1 of 3 draft tokens accepted" in out
+
+
+async def test_a_pipe_gets_text_without_escape_codes(gateway: tuple[EchoGateway, str]) -> None:
+    _, out, err = await chat(gateway[1], "one\n")
+    assert "1 one" in out
+    assert "\x1b" not in out + err
+
+
+async def test_options_reach_the_request(gateway: tuple[EchoGateway, str]) -> None:
+    servicer, address = gateway
+    await chat(address, "x\n", "--temperature=0.5", "--seed=7", "--max-tokens=9", "--plain")
+    request = servicer.requests[0]
+    assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.5, 7, 9)
+    assert not request.sampling.HasField("top_p")
+    assert request.speculation == gateway_pb2.SPECULATION_OFF
+
+
+async def test_a_failed_answer_is_told_and_not_remembered(gateway: tuple[EchoGateway, str]) -> None:
+    code, out, _ = await chat(gateway[1], "fail\nnext\n")
+    assert code == 0
+    assert "error: " in out and "verify is away" in out
+    assert "1 next" in out
+
+
+async def test_nobody_there_is_one_clear_line() -> None:
+    code, _, err = await chat("127.0.0.1:1", "x\n")
+    assert code == 1
+    assert err.startswith("outrider: error: ") and "Traceback" not in err

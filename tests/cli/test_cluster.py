@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from fake_cluster import FAKES, FakeCluster, is_alive, wait_until
+
+from outrider.cli import cluster as cluster_module
+from outrider.cli.child import ServiceFailedError
+from outrider.config.draft import DraftOptions
+
+
+def pids(cluster: FakeCluster) -> list[int]:
+    return [child.pid for child in cluster.children.values()]
+
+
+def test_entering_starts_three_processes_and_leaving_ends_them() -> None:
+    cluster = FakeCluster()
+    with cluster:
+        started = pids(cluster)
+        assert len(set(started)) == 3 and all(map(is_alive, started))
+        assert cluster.gateway_address == "127.0.0.1:4711"
+        assert cluster.rest_url == "http://127.0.0.1:4711"
+        assert cluster.metrics_url("verify") == "http://127.0.0.1:4711/metrics"
+        assert cluster.verify_address.startswith("unix:/") and cluster.draft_address != cluster.verify_address
+        folder = Path(cluster.draft_address.removeprefix("unix:")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not any(map(is_alive, started))
+    assert not folder.exists()
+    assert cluster.close() == {"draft": "ended", "verify": "ended", "gateway": "ended"}
+
+
+def test_services_are_told_of_their_peers_and_only_verify_gets_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with FakeCluster() as cluster:
+        assert f"--draft={cluster.draft_address}" in ready_arguments(cluster, "verify")
+        assert f"--verify={cluster.verify_address}" in ready_arguments(cluster, "gateway")
+        assert "--threads=7" in ready_arguments(cluster, "verify")
+        wait_until(lambda: len(cluster.lines) == 3)
+    lines = dict(reversed(cluster.lines))
+    assert "threads 7" in lines["verify"]
+    assert "threads 1," in lines["draft"] and "threads 1," in lines["gateway"]
+    assert ("gateway", "bye") in cluster.lines
+
+
+def ready_arguments(cluster: FakeCluster, name: str) -> str:
+    return cluster.children[name].ready_file.read_text()
+
+
+def test_a_cluster_without_a_draft_tells_verify_of_none() -> None:
+    with FakeCluster(services=("verify", "gateway")) as cluster:
+        assert '"--draft="' in ready_arguments(cluster, "verify")
+        assert list(cluster.children) == ["verify", "gateway"]
+
+
+def test_a_service_that_fails_to_start_is_quoted_and_nothing_stays() -> None:
+    cluster = FakeCluster({"verify": "broken"})
+    with pytest.raises(ServiceFailedError, match=r"(?s)verify ended.*exit code 3.*the flux is not compensated"):
+        cluster.__enter__()
+    assert not any(map(is_alive, pids(cluster)))
+    assert cluster.close()["verify"] == "exit code 3"
+
+
+def test_a_service_that_never_gets_ready_is_given_up() -> None:
+    cluster = FakeCluster({"draft": "mute"}, start_seconds=1)
+    with pytest.raises(ServiceFailedError, match="draft was not ready after 1 s"):
+        cluster.__enter__()
+    assert not any(map(is_alive, pids(cluster)))
+
+
+def test_a_service_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "GRACE_SECONDS", 0.1)
+    with FakeCluster({"draft": "stubborn"}, draft=DraftOptions(drain_seconds=0)) as cluster:
+        pid = cluster.draft.pid
+    assert not is_alive(pid)
+    assert cluster.close()["draft"] == "SIGKILL"
+    assert any("draft did not end" in event for event in cluster.events)
+
+
+def test_a_killed_service_stays_dead_until_it_is_restarted_on_its_address() -> None:
+    with FakeCluster() as cluster:
+        address, pid = cluster.draft_address, cluster.draft.pid
+        cluster.draft.kill()
+        assert not cluster.draft.running and cluster.draft.poll() == -signal.SIGKILL
+        cluster.restart("draft")
+        assert cluster.draft.running and cluster.draft.pid != pid
+        assert cluster.draft_address == address
+        cluster.restart("gateway")
+        assert "--rest-address=127.0.0.1:4711" in ready_arguments(cluster, "gateway")
+
+
+def test_a_supervised_service_comes_back_by_itself() -> None:
+    with FakeCluster(supervise=True) as cluster:
+        pid = cluster.draft.pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: "draft serves again" in cluster.events)
+        assert cluster.draft.running and cluster.draft.pid != pid
+        assert cluster.verify.running and cluster.gateway.running
+    assert any("draft ended (SIGKILL)" in event for event in cluster.events)
+
+
+def test_a_paused_service_is_alive_and_can_still_be_ended() -> None:
+    with FakeCluster() as cluster:
+        cluster.verify.pause()
+        assert cluster.verify.running
+        pid = cluster.verify.pid
+    assert not is_alive(pid)
+
+
+def test_what_a_service_has_started_ends_with_it() -> None:
+    with FakeCluster({"verify": "family", "draft": "family"}) as cluster:
+        wait_until(lambda: len(grandchildren(cluster)) == 2)
+        killed, ended = (grandchildren(cluster)[name] for name in ("verify", "draft"))
+        cluster.verify.kill()
+        wait_until(lambda: not is_alive(killed))
+        assert is_alive(ended)
+    wait_until(lambda: not is_alive(ended))
+
+
+def grandchildren(cluster: FakeCluster) -> dict[str, int]:
+    return {name: int(line.split()[1]) for name, line in cluster.lines if line.startswith("grandchild")}
+
+
+def test_no_service_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = """
+        import sys, threading
+        from fake_cluster import FakeCluster
+        with FakeCluster({"draft": "stubborn"}) as cluster:
+            cluster.verify.pause()
+            print(*[child.pid for child in cluster.children.values()], flush=True)
+            threading.Event().wait()
+    """
+    path = os.pathsep.join([str(FAKES.parent), str(FAKES.parents[2])])
+    # Nobody is left to remove the folder with the sockets: let it be one that pytest removes.
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(word) for word in parent.stdout.readline().split()]
+        assert len(children) == 3 and all(map(is_alive, children))
+        parent.kill()
+    wait_until(lambda: not any(map(is_alive, children)))

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from outrider.cli.main import COMMANDS, make_parser
+from outrider.cli.options import parse_service_options, service_flags
+from outrider.cli.wiring import Wiring, bind_again, link
+from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return make_parser().parse_args(["up", *words])
+
+
+def test_every_option_of_a_service_goes_through_under_one_name() -> None:
+    flags = [flag for flag in service_flags() if flag.field not in ("log_level", "drain_seconds")]
+    assert len({flag.flag for flag in flags}) == len(flags)
+    for flag in flags:
+        assert parse(f"{flag.flag}=1")
+
+
+def test_names_that_several_services_have_take_the_service_in_front() -> None:
+    given = parse("--match-type", "PROB", "--verify-threads=3", "--log-level", "DEBUG", "--no-speculation")
+    options = parse_service_options(given, env={})
+    assert options["draft"] == DraftOptions(match_type="PROB", log_level="DEBUG")
+    assert options["verify"] == VerifyOptions(threads=3, log_level="DEBUG", no_speculation=True)
+    assert options["gateway"] == GatewayOptions(log_level="DEBUG")
+
+
+def test_a_mistake_is_named_as_the_user_spelled_it() -> None:
+    with pytest.raises(ConfigError, match=r"^--verify-threads: '-3' is below"):
+        parse_service_options(parse("--verify-threads=-3"), env={})
+    with pytest.raises(ConfigError, match=r"^--match-type: 'DFS' is not one of BFS, PROB"):
+        parse_service_options(parse("--match-type=DFS"), env={})
+
+
+def test_the_environment_sets_only_what_is_meant_for_one_service_or_for_all() -> None:
+    env = {"OUTRIDER_ADDRESS": "1.2.3.4:1", "OUTRIDER_MATCH_TYPE": "PROB", "OUTRIDER_LOG_LEVEL": "ERROR"}
+    options = parse_service_options(parse(), env=env)
+    assert options["draft"] == DraftOptions(match_type="PROB", log_level="ERROR")
+    assert options["gateway"] == GatewayOptions(log_level="ERROR")
+
+
+@pytest.mark.parametrize("command", ["up", "chat", "demo"])
+def test_an_unknown_option_is_one_line_with_a_suggestion(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        make_parser().parse_args([command, "--mach-type=BFS"])
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["outrider: error: unknown option --mach-type; did you mean --match-type?; see --help"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        make_parser().parse_args([command, "--help"])
+    assert stopped.value.code == 0
+    assert COMMANDS[command] in " ".join(capsys.readouterr().out.split())
+
+
+def test_links_and_given_addresses_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("w")
+    wiring = Wiring(folder, fixed_ports=True)
+    given = {"verify": VerifyOptions(address="0.0.0.0:7000", draft=("far:1",)), "gateway": GatewayOptions()}
+    linked = link({name: wiring.place(name, options) for name, options in given.items()})
+    assert linked["verify"].address == "0.0.0.0:7000"
+    assert getattr(linked["verify"], "draft") == ("far:1",)  # noqa: B009
+    assert getattr(linked["gateway"], "verify") == ("0.0.0.0:7000",)  # noqa: B009
+    assert linked["gateway"].address == GatewayOptions().address
+
+
+def test_a_restart_binds_what_was_bound() -> None:
+    options = GatewayOptions(address="127.0.0.1:0", rest_address="127.0.0.1:0")
+    again = bind_again(options, {"address": "127.0.0.1:5", "rest_address": "127.0.0.1:6", "metrics_address": ""})
+    assert (again.address, getattr(again, "rest_address")) == ("127.0.0.1:5", "127.0.0.1:6")  # noqa: B009

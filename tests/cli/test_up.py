@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_cluster import FAKES, is_alive, wait_until
+
+
+class Up:
+    """`outrider up` with fake services, as its own process in a session of its own, as from a terminal."""
+
+    def __init__(self, folder: Path, model: Path, **environment: str) -> None:
+        for module in ("draft_service", "verify_service", "gateway"):
+            (folder / f"{module}.py").write_text("import sys, fake_service\nsys.exit(fake_service.main())\n")
+        self.log = folder / "log"
+        path = os.pathsep.join([str(folder), str(FAKES), str(FAKES.parents[2])])
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "outrider.cli", "up", "--ephemeral", f"--model={model}", "--drain-seconds=1"],
+                env={**os.environ, **environment, "PYTHONPATH": path},
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def processes(self, name: str) -> list[int]:
+        return [int(number) for number in re.findall(rf"hello from {name}, .*process (\d+)", self.text)]
+
+    def wait_for(self, words: str) -> None:
+        wait_until(lambda: words in self.text or self.process.poll() is not None)
+        assert words in self.text, self.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything_cleanly(number: signal.Signals, tmp_path: Path, model_path: Path) -> None:
+    up = Up(tmp_path, model_path)
+    up.wait_for("Outrider is up")
+    up.wait_for("verify  | hello from verify")
+    assert "REST                http://127.0.0.1:4711/v1" in up.text
+    assert "gRPC                127.0.0.1:4711" in up.text
+    up.process.send_signal(number)
+    assert up.process.wait(20) == 0
+    assert "outrider: draft ended, verify ended, gateway ended" in up.text
+    assert "\x1b" not in up.text
+
+
+def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) -> None:
+    up = Up(tmp_path, model_path)
+    up.wait_for("Outrider is up")
+    up.wait_for("hello from verify")
+    os.kill(up.processes("verify")[0], signal.SIGKILL)
+    up.wait_for("outrider: verify ended (SIGKILL); starting it again in 0.5 s")
+    up.wait_for("outrider: verify serves again")
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(20) == 0
+    assert len(up.processes("verify")) == 2
+    assert not any(map(is_alive, up.processes("verify")))
+
+
+def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path: Path, model_path: Path) -> None:
+    up = Up(tmp_path, model_path, FAKE_VERIFY="broken")
+    assert up.process.wait(20) == 1
+    assert "outrider: error: verify ended at its start (exit code 3)." in up.text
+    assert "    the flux is not compensated" in up.text and "Traceback" not in up.text
+    assert not any(map(is_alive, up.processes("draft")))

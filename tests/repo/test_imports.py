@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TORCH_FREE = [
+    "gateway",
+    "draft_service",
+    "outrider.cli",
+    "outrider.config",
+    "outrider.errors",
+    "outrider.logs",
+    "outrider.rpc",
+    "outrider.sampling.noise",
+    "outrider.sampling.params",
+    "outrider.tree",
+]
+
+# Imports each module named and all modules below them, then prints which of the heavy ones came along.
+PROBE = """
+import importlib, pkgutil, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    for inner in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        if not inner.name.endswith("__main__"):
+            importlib.import_module(inner.name)
+print(*sorted({"torch", "transformers", "triton"} & set(sys.modules)))
+"""
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_imports_without_torch(name: str) -> None:
+    assert run(sys.executable, "-c", PROBE, name).split() == []
+
+
+def test_importing_outrider_imports_neither_torch_nor_grpc() -> None:
+    loaded = run(sys.executable, "-c", "import sys, outrider, outrider.errors; print(*sys.modules)").split()
+    assert not {"torch", "grpc", "numpy"} & set(loaded)
+
+
+def test_the_arrows_hold() -> None:
+    assert "0 broken" in run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
+
+
+def test_transformers_gets_along_with_our_package_named_kernels() -> None:
+    # transformers asks for the version of a package called `kernels` and fails to import if there is none.
+    program = (
+        "import kernels; assert kernels.__version__ and kernels.__file__.startswith(sys.argv[1]); "
+        "from transformers import AutoModelForCausalLM, LlamaConfig; "
+        "AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, "
+        "num_hidden_layers=1, num_attention_heads=1)); print('fine')"
+    )
+    assert "fine" in run(sys.executable, "-c", f"import sys; {program}", str(ROOT))
