@@ -13,19 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import psutil
-import torch
-import transformers
 from report import Row, cpu_name, write_report
 
 from outrider.cli.cluster import Cluster
@@ -70,38 +67,48 @@ async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
     return Run(usage.completion_tokens, seconds, usage.num_rounds, usage.num_draft_tokens, usage.num_accepted_tokens)
 
 
-def theirs(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> Run:
-    """One answer from transformers.generate."""
-    messages = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-    return Run(output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - start)
+class Transformers:
+    """transformers.generate in a process of its own, with OpenMP as it comes."""
+
+    def __init__(self, dtype: str) -> None:
+        worker = Path(__file__).parent / "transformers_worker.py"
+        command = [sys.executable, str(worker), str(resolve_model(DEFAULT_MODEL)), dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def generate(self, prompt: str, max_tokens: int) -> Run:
+        """One answer."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the worker has no pipes")
+        self._process.stdin.write(json.dumps({"prompt": prompt, "max_tokens": max_tokens}) + "\n")
+        self._process.stdin.flush()
+        return Run(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 async def measure(
     cluster: Cluster, prompts: list[dict[str, str]], max_tokens: int, dtype: str
 ) -> dict[str, list[tuple[str, Run, Run, Run]]]:
     """Per kind of prompt: its name and the runs of transformers, plain and speculative decoding."""
-    path = resolve_model(DEFAULT_MODEL)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    reference = Transformers(dtype)
     channel = open_channel(cluster.gateway_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     warm = "Say hello to everyone in the room."
-    theirs(model, tokenizer, warm, 16)
+    reference.generate(warm, 16)
     for speculate in (False, True):
         await ours(stub, warm, 16, speculate)
     kinds: dict[str, list[tuple[str, Run, Run, Run]]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        baseline = theirs(model, tokenizer, prompt["prompt"], max_tokens)
+        baseline = reference.generate(prompt["prompt"], max_tokens)
         runs = {}
         for speculate in (index % 2 == 0, index % 2 == 1):
             runs[speculate] = await ours(stub, prompt["prompt"], max_tokens, speculate)
         kinds[prompt["kind"]].append((prompt["name"], baseline, runs[False], runs[True]))
         print_line(f"{prompt['kind']}/{prompt['name']}", baseline, runs[False], runs[True])
     await channel.close()
+    reference.close()
     return kinds
 
 
@@ -163,7 +170,6 @@ async def main() -> None:
     arguments = parser.parse_args()
     prompts = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     prompts = [prompt for prompt in prompts if arguments.kind in (None, prompt["kind"])]
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     with Cluster(verify=VerifyOptions(dtype=arguments.dtype, disable_radix_cache=True)) as cluster:
         channel = open_channel(cluster.verify_address)
         info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
@@ -176,7 +182,7 @@ async def main() -> None:
     for row in rows:
         print(f"{row.case:60} {row.metric:34} {row.value:8.2f} {row.unit}")
     if arguments.out:
-        write_report(arguments.out, "services", cpu_name(), rows)
+        write_report(arguments.out, "services", cpu_name(), rows, ("torch", "transformers", "grpcio"))
 
 
 if __name__ == "__main__":

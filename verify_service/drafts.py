@@ -32,7 +32,7 @@ REOPEN_SECONDS = 1.0
 
 
 class DraftPort(Protocol):
-    """A session with one draft service. Methods are called on the engine thread and must not block."""
+    """A session with one draft service. Methods must not block; `send` is called on the engine thread alone."""
 
     address: str
 
@@ -177,14 +177,24 @@ class Drafts:
                     self.dropped["unexpected"] += 1
 
     def flush(self) -> None:
-        """Hand all queued messages to their sessions, and reset a session that answers nothing any more."""
+        """Hand all queued messages to their sessions."""
         for peer in list(self.peers.values()):
             if peer.outbox:
                 peer.port.send(peer.outbox)
                 peer.outbox = []
+
+    def attend(self) -> None:
+        """Reset sessions that answer nothing any more, and find drafts for requests that have none.
+
+        Call it when all that arrived was taken: during a round answers lie unread, and peers seem slow or lost.
+        """
+        for peer in list(self.peers.values()):
             if peer.health.lost:
                 peer.health.restart()
                 peer.port.reset()
+        for link in self._links.values():
+            if link.peer is None:
+                self._assign(link)
 
     def _assign(self, link: Link) -> None:
         """Open the request with the healthy peer that has the fewest."""

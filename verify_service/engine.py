@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
-from outrider.tree.messages import DraftMessage
+from outrider.tree.messages import DraftMessage, Grow
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import DraftPort, Drafts
 from verify_service.hold import HoldPolicy
@@ -26,6 +26,9 @@ log = get_logger(__name__)
 
 _IDLE_SECONDS = 0.25
 """How often an engine without requests looks after its peers."""
+
+_MAX_UNREAD = 65536
+"""Nodes of one draft, and 16 for each message, that may lie unread in the inbox: about 0.1 s of work."""
 
 
 class Executor(Protocol):
@@ -75,7 +78,8 @@ class Engine:
         self._wake = threading.Condition()
         self._stopping = False
         self._num_submitted = 0
-        self._num_unfinished = 0
+        self._unfinished: set[Request] = set()
+        self._unread: Counter[DraftPort] = Counter()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -92,23 +96,23 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs. A thread that died takes the service with it."""
-        return self._thread.is_alive()
+        """Whether the thread runs rounds. A thread that died takes the service with it."""
+        return self._thread.is_alive() and not self._stopping
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
         with self._wake:
             if self._stopping:
                 raise UnavailableError("the verify service is stopping")
-            if self._num_unfinished >= self.limits.max_running + self.limits.max_waiting:
+            if len(self._unfinished) >= self.limits.max_running + self.limits.max_waiting:
                 raise OverloadedError(
                     f"{self.limits.max_waiting} requests are waiting already, the most allowed; try again later"
                 )
-            self._num_unfinished += 1
+            self._unfinished.add(request)
             self._num_submitted += 1
             request.arrival = self._num_submitted
             request.arrived_at = time.monotonic()
-        self._post(lambda: self.scheduler.add(request))
+            self._post(lambda: self.scheduler.add(request))
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
@@ -123,10 +127,26 @@ class Engine:
         self._post(lambda: self.drafts.disconnected(port))
 
     def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
-        """A draft service sent messages."""
+        """A draft service sent messages. One that sends more than it has credit for loses its session."""
         # They may lie in the inbox for a whole round, which is no fault of the draft.
         arrived_at = time.monotonic()
-        self._post(lambda: self.drafts.receive(port, messages, arrived_at))
+        weight = sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
+
+        def receive() -> None:
+            with self._wake:
+                self._unread[port] -= weight
+                if not self._unread[port]:
+                    del self._unread[port]
+            self.drafts.receive(port, messages, arrived_at)
+
+        with self._wake:
+            flooded = self._unread[port] + weight > _MAX_UNREAD
+            if not flooded:
+                self._unread[port] += weight
+                self._post(receive)
+        if flooded:
+            log.warning("draft %s floods the engine; its session is reset", port.address)
+            port.reset()
 
     def ask(self, question: Callable[[], None]) -> None:
         """Run something on the engine thread between two rounds."""
@@ -141,6 +161,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._take_inbox(wait=None if self._busy else _IDLE_SECONDS)
+                self.drafts.attend()
                 if self._busy:
                     self._step()
                 self.drafts.flush()
@@ -159,10 +180,10 @@ class Engine:
         with self._wake:
             if wait is not None and not self._inbox and not self._stopping:
                 self._wake.wait(wait)
-            actions, self._inbox = self._inbox, deque()
-        for action in actions:
-            action()
-        return bool(actions)
+            count = len(self._inbox)
+        for _ in range(count):
+            self._inbox.popleft()()
+        return bool(count)
 
     def _step(self) -> None:
         entries = self.scheduler.plan()
@@ -187,7 +208,8 @@ class Engine:
         """Wait for drafts as long as that pays; returns the seconds spent."""
         start = time.monotonic()
         self.drafts.flush()
-        links = [link for entry in entries if entry.samples and (link := self.drafts.link(entry.request)) is not None]
+        useful = [entry.request for entry in entries if entry.samples and entry.request.draft_room]
+        links = [link for request in useful if (link := self.drafts.link(request)) is not None]
         if not links:
             return 0.0
         num_extend = sum(entry.num_extend for entry in entries)
@@ -237,16 +259,23 @@ class Engine:
         if request.finished:
             return
         request.finished = True
-        self.scheduler.remove(request)
-        with self._wake:
-            self._num_unfinished -= 1
-        if update is not None:
-            request.sink(update)
+        try:
+            self.scheduler.remove(request)
+        finally:
+            with self._wake:
+                self._unfinished.discard(request)
+            if update is not None:
+                request.sink(update)
 
     def _abandon(self, error: OutriderError) -> None:
-        self._stopping = True
-        while self._inbox:
-            self._inbox.popleft()()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(request, Update(error=error))
+        with self._wake:
+            # From here on `submit` refuses, so that nobody comes behind those who are told.
+            self._stopping = True
+            self._inbox.clear()
+            unfinished = sorted(self._unfinished, key=lambda request: request.arrival)
+        for request in unfinished:
+            try:
+                self._end(request, Update(error=error))
+            except Exception:
+                log.exception("request %s could not be ended cleanly", request.request_id)
         self.drafts.flush()

@@ -27,22 +27,29 @@ class PeerHealth:
         self.late = 0.006
         """About the 95th percentile of answers."""
         self._unanswered: dict[int, tuple[int, float]] = {}
+        self._newest: dict[int, tuple[int, float]] = {}
 
     def sent(self, number: int, length: int) -> None:
         """A request was opened or committed up to `length`; the oldest unanswered one counts."""
-        if number not in self._unanswered:
-            self._unanswered[number] = (length, self._clock())
+        self._newest[number] = (length, self._clock())
+        self._unanswered.setdefault(number, self._newest[number])
 
     def answered(self, number: int, acked_len: int, at: float) -> None:
         """An answer of time `at` says that the draft has applied commits up to `acked_len`."""
         length, since = self._unanswered.get(number, (0, 0.0))
-        if length and acked_len >= length:
-            del self._unanswered[number]
-            self._note(max(at - since, 0.0))
+        if not length or acked_len < length:
+            return
+        self._note(max(at - since, 0.0))
+        # What was sent while this one was under way is still to be answered, or nobody would miss its answer.
+        if self._newest[number][0] > acked_len:
+            self._unanswered[number] = self._newest[number]
+        else:
+            self.forget(number)
 
     def forget(self, number: int) -> None:
         """No answer is expected any more."""
         self._unanswered.pop(number, None)
+        self._newest.pop(number, None)
 
     def waited(self, number: int) -> float:
         """Seconds since the oldest unanswered commit of a request; 0 when all are answered."""
@@ -60,9 +67,9 @@ class PeerHealth:
         return self._oldest() > _LOST_SECONDS
 
     def _oldest(self) -> float:
-        if not self._unanswered:
-            return 0.0
-        return self._clock() - min(since for _, since in self._unanswered.values())
+        # Copied at once: scrapes and load reports ask from threads of their own.
+        unanswered = list(self._unanswered.values())
+        return self._clock() - min(since for _, since in unanswered) if unanswered else 0.0
 
     def _note(self, seconds: float) -> None:
         self.typical += _LEARN * (seconds - self.typical)

@@ -27,7 +27,7 @@ class HoldPolicy:
         `links` are those of the round's requests, `probs` the path probabilities of the nodes at hand, descending.
         """
         awaited = [link for link in links if link.awaited and link.peer is not None and link.peer.health.good]
-        if not awaited or not self._max_seconds:
+        if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
         expected, seconds = self._budget.rate(num_extend, num_roots, probs)
         gain = sum(link.gain for link in awaited)

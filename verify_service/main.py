@@ -126,6 +126,11 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     room = memory.num_pages * memory.page_size - options.max_draft_tokens - memory.page_size
     most = min(model.config.max_positions, room)
+    if most < 2:
+        raise ConfigError(
+            f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
+            f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
+        )
     if options.context_length > most:
         raise ConfigError(
             f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "

@@ -95,6 +95,11 @@ class Request:
         """Committed tokens past the prompt."""
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def draft_room(self) -> int:
+        """Draft tokens that a round may accept; the last place is the bonus token's."""
+        return self.max_tokens - self.num_output_tokens - 1
+
     def cut(self, token_ids: Sequence[int]) -> tuple[list[int], Finish | None]:
         """The tokens of a round that may be committed, and why the answer ends with them if it does."""
         room = self.max_tokens - self.num_output_tokens

@@ -71,9 +71,8 @@ class Scheduler:
         num_roots = sum(entry.samples for entry in entries)
         picks = self._budget.choose(num_extend, num_roots, [path_scores(link.mirror) for _, link in chosen])
         for (entry, link), pick in zip(chosen, picks, strict=True):
-            room = entry.request.max_tokens - entry.request.num_output_tokens - 1
             rows = pick + 1
-            rows = rows[link.mirror.depth[rows] <= room]
+            rows = rows[link.mirror.depth[rows] <= entry.request.draft_room]
             length = entry.request.cached_len + entry.num_extend + len(rows)
             # Nodes are worth no preemption: without pages the round goes without them.
             if len(rows) and self._memory.reserve(entry.request, length):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -23,6 +24,8 @@ HELLO_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 30.0
 MAX_QUEUED_MESSAGES = 4096
+MAX_EVENTS_AT_ONCE = 256
+"""A longer batch is decoded in parts, so that the streams of clients go on meanwhile."""
 
 SpeculateCall = grpc.aio.StreamStreamCall[
     draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
@@ -90,11 +93,16 @@ class DraftSession:
         """Pass on what comes in until the stream ends."""
         # read(), because grpc.aio refuses to iterate a call that the handshake has read from.
         while (batch := await self._call.read()) is not grpc.aio.EOF:
-            try:
-                response = cast(draft_pb2.DraftServiceSpeculateResponse, batch)
-                events.draft_received(self, decode_draft(response))
-            except InvalidRequestError as error:
-                log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
+            # grpc hands out None for bytes that are no message.
+            if batch is None:
+                log.warning("draft %s sent bytes that are no message, dropped", self.address)
+                continue
+            for part in _parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
+                try:
+                    events.draft_received(self, decode_draft(part))
+                except InvalidRequestError as error:
+                    log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
+                await asyncio.sleep(0)
 
     def _put(self, message: VerifyMessage) -> None:
         if isinstance(message, Commit):
@@ -106,6 +114,14 @@ class DraftSession:
                 return
             self._last_commit[message.request] = len(self._queue)
         self._queue.append(message)
+
+
+def _parts(batch: draft_pb2.DraftServiceSpeculateResponse) -> Iterator[draft_pb2.DraftServiceSpeculateResponse]:
+    if len(batch.events) <= MAX_EVENTS_AT_ONCE:
+        yield batch
+        return
+    for start in range(0, len(batch.events), MAX_EVENTS_AT_ONCE):
+        yield draft_pb2.DraftServiceSpeculateResponse(events=batch.events[start : start + MAX_EVENTS_AT_ONCE])
 
 
 class DraftDialer:
@@ -124,6 +140,11 @@ class DraftDialer:
             try:
                 await self._converse()
                 self.state, pause = "connecting", RETRY_SECONDS
+            except asyncio.CancelledError:
+                # A call that the other side or `reset` cancelled looks the same; only the task knows.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                self.state, pause = "connecting", RETRY_SECONDS
             except ConfigError as error:
                 log.error("draft %s is refused: %s", self.address, error.message)
                 self.state, pause = "refused", REFUSED_SECONDS
@@ -132,6 +153,10 @@ class DraftDialer:
                 if self.state != "connecting":
                     log.warning("draft %s is away: %s", self.address, reason)
                 self.state, pause = "connecting", RETRY_SECONDS
+            except Exception:
+                # Without this task speculation would never come back.
+                log.exception("the session with draft %s failed", self.address)
+                self.state, pause = "connecting", REFUSED_SECONDS
             await asyncio.sleep(pause)
 
     async def _converse(self) -> None:
@@ -144,11 +169,10 @@ class DraftDialer:
             log.info("draft %s is connected", self.address)
             self._events.draft_connected(session)
             writer = asyncio.create_task(session.write())
+            # A session that can only read would go silent, and all of its requests with it.
+            writer.add_done_callback(lambda _: call.cancel())
             try:
                 await session.read(self._events)
-            except asyncio.CancelledError:
-                if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
@@ -162,6 +186,8 @@ class DraftDialer:
         batch = await call.read()
         if batch is grpc.aio.EOF:
             raise ConfigError("it ended the stream without a hello")
+        if batch is None:
+            raise ConfigError("its hello is no message")
         try:
             messages = decode_draft(cast(draft_pb2.DraftServiceSpeculateResponse, batch))
         except InvalidRequestError as error:

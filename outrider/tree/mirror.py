@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from outrider.tree.messages import Float32s, Grow, Int32s, UInt8s
 
+_MAX_ID = 2**32 - 1
+"""Node ids travel as uint32."""
+
 Calibrate = Callable[[Float32s, UInt8s], NDArray[np.float64]]
 """Edge scores and sources, shape [N], to calibrated edge log-probabilities, shape [N], at most 0."""
 
@@ -114,7 +117,8 @@ class TreeMirror:
 
     def _accepts(self, grow: Grow, count: int) -> bool:
         sizes = {len(grow.parents), len(grow.scores), len(grow.sources), count}
-        if len(sizes) > 1 or grow.first_id < 1 or grow.epoch < 1:
+        # An id past the last would be told back in a commit that no message can carry.
+        if len(sizes) > 1 or grow.first_id < 1 or grow.epoch < 1 or grow.first_id + count - 1 > _MAX_ID:
             return self._drop("malformed", max(count, 1))
         if grow.epoch < self.epoch:
             return self._drop("stale_epoch", count)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network import CREDIT, VOCAB, Pair
 
+from outrider.rpc.codec import decode_verify, encode_verify
 from outrider.tree.messages import Grow
 
 tokens = st.integers(0, VOCAB - 1)
@@ -176,6 +177,21 @@ def test_a_hostile_draft_is_dropped_and_counted_and_what_enters_is_legal(trace: 
         assert mirror.num_rows <= 4 * CREDIT + 1
         assert ((mirror.token[live] >= 0) & (mirror.token[live] < VOCAB)).all()
         assert np.isfinite(mirror.path_score[live]).all()
+
+
+def test_ids_that_no_commit_could_carry_back_are_malformed() -> None:
+    pair = Pair()
+    last = 2**32 - 1
+    for first_id, entered in ((last, 0), (last - 1, 2)):
+        grow = Grow(
+            1, 1, 1, 1, first_id, np.zeros(2, np.uint32), np.arange(2, dtype=np.int32), np.zeros(2, np.float32),
+            np.zeros(2, np.uint8),
+        )  # fmt: skip
+        assert pair.mirror.insert(grow) == entered
+    assert pair.mirror.dropped["malformed"] == 2
+    pair.commit([1])
+    _, message = pair.to_draft[-1]
+    assert decode_verify(encode_verify([message]))
 
 
 def test_an_array_of_the_wrong_length_is_malformed() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from harness import Answer, make_request
@@ -10,6 +13,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Open, Pause, Resume, VerifyMessage
 from verify_service.budget import WIDTHS, Budget, CostModel
 from verify_service.drafts import Drafts
+from verify_service.health import PeerHealth
 from verify_service.hold import HoldPolicy
 from verify_service.request import Request
 
@@ -138,10 +142,10 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert peer.health.good
     clock.now += 0.2
     assert not peer.health.good
-    drafts.flush()
+    drafts.attend()
     assert port.num_resets == 0
     clock.now += 2
-    drafts.flush()
+    drafts.attend()
     assert port.num_resets == 1
 
 
@@ -177,3 +181,76 @@ def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts
     drafts.receive(port, [tree(link.number, 1, 2, [3, 4, 5])], clock.now)
     assert link.mirror.num_nodes == 3 and not link.awaited
     assert hold_policy().seconds([link], 1, 1, np.exp(link.mirror.path_score[1:4])) == 0
+
+
+def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None and link.awaited
+    policy = HoldPolicy(Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0), max_seconds=0.02)
+    assert policy.seconds([link], 1, 1, np.empty(0)) == 0
+
+
+def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    clock.now += 0.01
+    one.tokens.append(3)
+    drafts.committed(one, 1, 16)
+    drafts.receive(port, [tree(link.number, 1, 2, [4])], clock.now)  # of the opening, not of the commit
+    clock.now += 0.01
+    assert link.awaited and drafts.peers[port].health.waited(link.number) == pytest.approx(0.01)
+    assert hold_policy().seconds([link], 1, 1, np.empty(0)) == 0, "the commit is late already"
+    clock.now += 2
+    drafts.attend()
+    assert port.num_resets == 1
+
+
+def test_a_request_finds_a_draft_while_rounds_are_longer_than_a_healthy_answer(drafts: Drafts, clock: Clock) -> None:
+    port, one, two = Recorder(), request([1, 2]), request([3, 4])
+    drafts.connected(port)
+    for it in (one, two):
+        drafts.admit(it)
+    first, second = drafts.link(one), drafts.link(two)
+    assert first is not None and second is not None
+    epoch = 1
+    drafts.receive(port, [tree(first.number, epoch, 2, [4]), Decline(second.number, DeclineReason.OVERLOADED, True)], 0)
+    for _ in range(30):
+        drafts.attend()
+        drafts.flush()
+        answered_at = clock.now + 0.002
+        length = one.committed_len
+        clock.now += 0.1  # the round, whose end finds the answer unread
+        for it in (one, two):
+            it.tokens.append(9)
+            drafts.committed(it, 1, 16)
+        epoch += 1
+        drafts.receive(port, [tree(first.number, epoch, length, [4])], answered_at)
+    assert second.peer is not None
+
+
+def test_health_may_be_asked_for_from_any_thread() -> None:
+    health = PeerHealth(lambda: 1.0)
+    done = threading.Event()
+
+    def serve() -> None:
+        for number in range(40_000):
+            health.sent(number % 97, number)
+            health.forget(number * 31 % 97)
+        done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        while not done.is_set():
+            assert health.good
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)

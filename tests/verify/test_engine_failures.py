@@ -1,0 +1,161 @@
+"""Whatever fails, floods or is slow around the engine: every request is told its end, and no draft stops the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from harness import PAGE_SIZE, Answer, make_request
+from local_draft import LocalDraft
+
+from outrider.errors import InternalError, OutriderError
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Grow, VerifyMessage
+from verify_service.budget import WIDTHS, CostModel
+from verify_service.engine import Engine, EngineLimits
+from verify_service.memory import Memory
+from verify_service.metrics import VerifyMetrics
+from verify_service.round import Entry, Result
+
+VOCAB = 61
+
+
+class Scripted:
+    """An executor that says token 7 to everything."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
+
+    def run(self, entries: Sequence[Entry]) -> list[Result]:
+        self._before()
+        return [Result([7]) if entry.samples else Result() for entry in entries]
+
+
+def scripted_engine(executor: Scripted, **limits: float) -> Engine:
+    cost = CostModel([1e-3] * len(WIDTHS))
+    return Engine(
+        executor,
+        Memory(64, PAGE_SIZE),
+        cost,
+        EngineLimits(VOCAB, 200, **limits),  # type: ignore[arg-type]
+        VerifyMetrics(),
+    )
+
+
+def submit(engine: Engine, max_tokens: int = 8) -> Answer:
+    answer = Answer()
+    engine.submit(make_request(answer, [1, 2, 3], SamplingParams(temperature=0.0), VOCAB, max_tokens))
+    return answer
+
+
+def fail() -> None:
+    raise RuntimeError("out of order")
+
+
+def test_an_engine_that_fails_tells_requests_that_it_has_not_looked_at() -> None:
+    engine = scripted_engine(Scripted())
+    engine.ask(fail)
+    behind = submit(engine)
+    engine.ask(fail)
+    last = submit(engine)
+    engine.start()
+    for answer in (behind, last):
+        assert answer.done.wait(10)
+        assert isinstance(answer.updates[-1].error, InternalError)
+
+
+def test_an_engine_that_fails_while_it_ends_a_request_tells_it_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted_engine(Scripted(fail))
+    monkeypatch.setattr(engine.memory, "release", lambda request: fail())
+    answers = [submit(engine) for _ in range(3)]
+    engine.start()
+    for answer in answers:
+        assert answer.done.wait(10)
+        assert isinstance(answer.updates[-1].error, InternalError)
+
+
+def test_a_request_submitted_to_an_engine_that_is_failing_is_refused_or_told() -> None:
+    for _ in range(40):
+        engine = scripted_engine(Scripted())
+        engine.start()
+        taken: list[Answer] = []
+        engine.ask(fail)
+        try:
+            while True:
+                taken.append(submit(engine))
+        except OutriderError:
+            pass
+        assert all(answer.done.wait(10) for answer in taken)
+
+
+class Silent:
+    """A port that answers nothing by itself."""
+
+    address = "silent"
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        return
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def test_a_draft_that_floods_loses_its_session_and_the_inbox_stays_bounded() -> None:
+    engine = scripted_engine(Scripted())
+    port = Silent()
+    nodes = np.zeros(4096, np.uint32)
+    flood = Grow(1, 1, 1, 1, 1, nodes, nodes.astype(np.int32), nodes.astype(np.float32), nodes.astype(np.uint8))
+    for _ in range(100):
+        engine.draft_received(port, [flood])
+    assert port.num_resets > 0
+    assert len(engine._inbox) < 20
+    answer = submit(engine)
+    engine.start()
+    assert answer.done.wait(10) and len(answer.token_ids) == 8
+    before = port.num_resets
+    engine.draft_received(port, [flood])
+    assert port.num_resets == before, "what was read makes room"
+    engine.stop()
+
+
+def test_a_draft_that_answers_during_a_long_round_is_not_lost() -> None:
+    now = time.monotonic()
+
+    def three_seconds() -> None:
+        nonlocal now
+        now += 3.0
+
+    engine = scripted_engine(Scripted(three_seconds))
+    engine.drafts._clock = lambda: now
+    port = LocalDraft(engine, VOCAB, lambda author: None)
+    engine.draft_connected(port)
+    answer = submit(engine)
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    assert port.num_resets == 0
+
+
+def test_a_round_is_not_held_for_a_request_that_can_accept_nothing_more() -> None:
+    engine = scripted_engine(Scripted(), max_hold_seconds=30.0)
+    asked = threading.Event()
+    engine._hold.seconds = lambda *arguments: float(asked.set() or 0.0)  # type: ignore[method-assign, func-returns-value]
+    engine.draft_connected(Silent())
+    answer = submit(engine, max_tokens=1)
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    assert not asked.is_set()
+
+
+def test_reading_the_rate_takes_nothing_from_the_engine() -> None:
+    metrics = VerifyMetrics()
+    metrics._recent.extend([(time.monotonic() - 60.0, 5), (time.monotonic(), 10)])
+    assert metrics.tokens_per_second == 2.0
+    assert len(metrics._recent) == 2
