@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         on_event=lambda text: console.print(f"outrider: {text}"),
     )
     with cluster:
-        _print_addresses(console, cluster)
         try:
+            _print_addresses(console, cluster)
             threading.Event().wait()
         except KeyboardInterrupt:
             console.print("outrider: stopping; Ctrl-C again kills")

@@ -150,7 +150,7 @@ async def test_a_session_that_is_reset_is_dialled_again(tmp_path: Path) -> None:
 async def test_a_batch_of_very_many_events_is_taken_in_parts(tmp_path: Path) -> None:
     async def behave(context: Context, number: int) -> None:
         await greet(context)
-        batch = draft_pb2.DraftServiceSpeculateResponse(events=encode_draft([Grow(5, 1, 1, 1, 1)]).events * 1000)
+        batch = draft_pb2.DraftServiceSpeculateResponse(events=[encode_draft([Grow(5, 1, 1, 1, 1)]).events[0]] * 1000)
         await context.write(batch.SerializeToString())
         await stay(context)
 

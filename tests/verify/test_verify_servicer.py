@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -158,14 +159,15 @@ async def test_cancelling_frees_pages_at_once(model: CausalLM, tmp_path: Path) -
 
 async def test_a_full_queue_refuses_and_the_others_finish(model: CausalLM, tmp_path: Path) -> None:
     async with open_door(model, tmp_path, max_running=1, max_waiting=1) as door:
-        calls = [door.stub.Generate(message(max_tokens=150)) for _ in range(2)]
-        assert await calls[0].read() is not grpc.aio.EOF
-        error = await door.refused(message())
-        assert isinstance(error, OverloadedError)
-        calls[1].cancel()
-        while (response := await calls[0].read()) is not grpc.aio.EOF:
-            last = response
-        assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+        may_run = threading.Event()
+        door.engine.ask(lambda: may_run.wait(20) and None)  # lest one finish before all have come
+        calls = [asyncio.create_task(door.generate(message(max_tokens=20))) for _ in range(3)]
+        done, served = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        may_run.set()
+        (refused,) = (call.exception() for call in done)
+        assert isinstance(refused, grpc.aio.AioRpcError) and isinstance(error_from_rpc(refused), OverloadedError)
+        for responses in await asyncio.gather(*served):
+            assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
 async def test_a_draining_service_refuses_and_finishes_what_runs(model: CausalLM, tmp_path: Path) -> None:
