@@ -54,6 +54,8 @@ class Link:
     paused: bool = False
     opened_at: float = float("-inf")
     retry_at: float = 0.0
+    refused_by: set[DraftPort] = field(default_factory=set)
+    """Sessions whose draft will not take the request, however often it is asked."""
     credit: int = 0
     gain: float = 1.0
     """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
@@ -67,6 +69,8 @@ class Peer:
 
     port: DraftPort
     health: PeerHealth
+    calibrator: Calibrator
+    """Of this draft's sources; what another draft's scores are worth says nothing about it."""
     links: dict[int, Link] = field(default_factory=dict)
     outbox: list[VerifyMessage] = field(default_factory=list)
 
@@ -78,11 +82,11 @@ class Drafts:
     """
 
     def __init__(self, vocab_size: int, max_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.calibrator = Calibrator()
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.peers: dict[DraftPort, Peer] = {}
         self._links: dict[Request, Link] = {}
+        self._calibrators: dict[str, Calibrator] = {}
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._clock = clock
@@ -95,7 +99,7 @@ class Drafts:
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
         if request.speculate:
-            mirror = TreeMirror(request.tokens, self._vocab_size, self._max_nodes, self.calibrator)
+            mirror = TreeMirror(request.tokens, self._vocab_size, self._max_nodes)
             self._links[request] = Link(request, mirror, credit=self._max_nodes // 4)
             self._assign(self._links[request])
 
@@ -143,12 +147,12 @@ class Drafts:
         """The request ended."""
         link = self._links.pop(request, None)
         if link is not None:
-            self._learn(link)
             self._detach(link, tell=True)
 
     def connected(self, port: DraftPort) -> None:
         """A session began; requests without a draft get this one."""
-        self.peers[port] = Peer(port, PeerHealth(self._clock))
+        calibrator = self._calibrators.setdefault(port.address, Calibrator())
+        self.peers[port] = Peer(port, PeerHealth(self._clock), calibrator)
         for link in self._links.values():
             if link.peer is None:
                 self._assign(link)
@@ -156,10 +160,10 @@ class Drafts:
     def disconnected(self, port: DraftPort) -> None:
         """A session ended, and with it the epochs of its trees."""
         peer = self.peers.pop(port, None)
+        for link in self._links.values():
+            link.refused_by.discard(port)
         for link in list(peer.links.values()) if peer else []:
-            link.peer = None
-            link.awaited = False
-            link.mirror.forget()
+            self._detach(link, tell=False)
             self._assign(link)
 
     def receive(self, port: DraftPort, messages: Iterable[DraftMessage], arrived_at: float) -> None:
@@ -198,10 +202,10 @@ class Drafts:
 
     def _assign(self, link: Link) -> None:
         """Open the request with the healthy peer that has the fewest."""
-        healthy = [peer for peer in self.peers.values() if peer.health.good]
-        if not healthy or self._clock() < link.retry_at:
-            return
-        self._open(link, min(healthy, key=lambda peer: len(peer.links)))
+        if self._clock() >= link.retry_at:
+            fit = [peer for port, peer in self.peers.items() if peer.health.good and port not in link.refused_by]
+            if fit:
+                self._open(link, min(fit, key=lambda peer: len(peer.links)))
 
     def _open(self, link: Link, peer: Peer) -> None:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
@@ -210,6 +214,7 @@ class Drafts:
         link.opened_at = self._clock()
         link.awaited = True
         link.mirror.forget()
+        link.mirror.calibrate = peer.calibrator
         peer.links[link.number] = link
         request = link.request
         peer.health.sent(link.number, request.committed_len)
@@ -219,6 +224,7 @@ class Drafts:
             peer.outbox.append(Pause(link.number))
 
     def _detach(self, link: Link, tell: bool) -> None:
+        self._learn(link)
         if link.peer is not None:
             link.peer.links.pop(link.number, None)
             link.peer.health.forget(link.number)
@@ -252,19 +258,19 @@ class Drafts:
         if link is None:
             return
         self._detach(link, tell=decline.reason is DeclineReason.GAP)
-        if not decline.retryable:
-            link.retry_at = float("inf")
-            return
-        told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
-        if not told_anew or self._clock() - link.opened_at < REOPEN_SECONDS:
-            link.retry_at = self._clock() + REOPEN_SECONDS
+        if not decline.retryable or decline.reason is DeclineReason.DRAINING:
+            link.refused_by.add(peer.port)
+        else:
+            told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
+            if not told_anew or self._clock() - link.opened_at < REOPEN_SECONDS:
+                link.retry_at = self._clock() + REOPEN_SECONDS
         self._assign(link)
 
     def _learn(self, link: Link) -> None:
         mirror = link.mirror
-        if mirror.observations:
-            self.calibrator.observe(mirror.observations)
-            mirror.observations.clear()
+        if mirror.observations and link.peer is not None:
+            link.peer.calibrator.observe(mirror.observations)
+        mirror.observations.clear()
         if mirror.dropped:
             self.dropped.update(mirror.dropped)
             mirror.dropped.clear()

@@ -41,8 +41,8 @@ class Executor(Protocol):
 class Observer(Protocol):
     """Is told of every round, on the engine thread."""
 
-    def round(self, entries: Sequence[Entry], results: Sequence[Result], seconds: float, held: float) -> None:
-        """A round took `seconds`, after holding for `held` seconds."""
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], seconds: float, held: float) -> None:
+        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,8 @@ class Engine:
         seconds = time.monotonic() - start
         if sum(entry.num_extend for entry in entries) == len(entries):
             self.budget.cost.observe(sum(entry.num_tokens for entry in entries), seconds)
-        for entry, result in zip(entries, results, strict=True):
-            if not entry.request.finished:
-                self._commit(entry, result)
-        self._observer.round(entries, results, seconds, held)
+        updates = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
+        self._observer.round(entries, updates, seconds, held)
 
     def _hold_round(self, entries: Sequence[Entry]) -> float:
         """Wait for drafts as long as that pays; returns the seconds spent."""
@@ -222,14 +220,16 @@ class Engine:
             self._take_inbox(wait=seconds)
         return time.monotonic() - start
 
-    def _commit(self, entry: Entry, result: Result) -> None:
+    def _commit(self, entry: Entry, result: Result) -> Update:
+        """Commit what may be committed of a result; returns what the request was told."""
         request = entry.request
         if result.error is not None:
-            self._end(request, Update(error=result.error))
-            return
+            failed = Update(error=result.error)
+            self._end(request, failed)
+            return failed
         if not entry.samples:
             request.cached_len += entry.num_extend
-            return
+            return Update()
         tokens, finish = request.cut(result.token_ids)
         request.cached_len += entry.num_extend + len(tokens) - 1
         request.tokens.extend(tokens)
@@ -249,6 +249,7 @@ class Engine:
             request.sink(update)
         else:
             self._end(request, update)
+        return update
 
     def _credit(self) -> int:
         """Live nodes that a request's draft may hold: four times its share of a round."""

@@ -11,7 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from verify_service.engine import Engine
-from verify_service.round import Entry, Result
+from verify_service.request import Update
+from verify_service.round import Entry
 from verify_service.session import DraftDialer
 
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -48,26 +49,27 @@ class VerifyMetrics:
         self._num_rejected = 0
         self._recent: deque[tuple[float, int]] = deque()
 
-    def round(self, entries: Sequence[Entry], results: Sequence[Result], seconds: float, held: float) -> None:
-        """A round took `seconds`, after holding for `held` seconds."""
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], seconds: float, held: float) -> None:
+        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
         self._rounds.inc()
         self._round_seconds.observe(seconds)
         self._hold_seconds.inc(held)
         nodes = sum(len(entry.nodes) for entry in entries)
+        accepted = sum(update.num_accepted_tokens for update in updates)
+        committed = sum(len(update.token_ids) for update in updates)
         self._round_nodes.observe(nodes)
         self._draft_tokens.inc(nodes)
-        self._num_rejected += nodes - sum(result.num_accepted for result in results)
-        self._prefilled.inc(sum(entry.num_extend for entry in entries if entry.num_extend > 1))
-        self._failed.inc(sum(result.error is not None for result in results))
-        committed = 0
-        for result in results:
-            if result.token_ids:
-                committed += len(result.token_ids)
-                self._accept_length.observe(len(result.token_ids))
-                self._accepted.inc(result.num_accepted)
-                for position in range(result.num_accepted):
-                    self._accepted_at.labels(position).inc()
+        self._accepted.inc(accepted)
         self._committed.inc(committed)
+        self._num_rejected += nodes - accepted
+        self._prefilled.inc(sum(entry.num_extend for entry in entries if entry.num_extend > 1))
+        for update in updates:
+            if update.error is not None:
+                self._failed.inc()
+            elif update.token_ids:
+                self._accept_length.observe(len(update.token_ids))
+            for position in range(update.num_accepted_tokens):
+                self._accepted_at.labels(position).inc()
         self._recent.append((time.monotonic(), committed))
         self._forget_old()
 

@@ -48,7 +48,7 @@ class TreeMirror:
         self.observations: list[Observation] = []
         self._vocab_size = vocab_size
         self._capacity = max_nodes + 1
-        self._calibrate = calibrate
+        self.calibrate = calibrate
         self.ids = np.zeros(self._capacity, np.int64)
         self.parent = np.zeros(self._capacity, np.int32)
         self.token = np.zeros(self._capacity, np.int32)
@@ -97,7 +97,7 @@ class TreeMirror:
             return 0
         before = self.num_rows
         legal = self._legal(grow, count)
-        edges = self._calibrate(np.where(legal, grow.scores, np.float32(0)), grow.sources)
+        edges = self.calibrate(np.where(legal, grow.scores, np.float32(0)), grow.sources)
         for index, (parent_id, token) in enumerate(zip(grow.parents.tolist(), grow.token_ids.tolist(), strict=True)):
             if legal[index]:
                 self._append(grow, index, parent_id, token, edges[index])

@@ -29,9 +29,8 @@ class Clock:
 class Recorder:
     """A port that notes what it is given."""
 
-    address = "recorder"
-
-    def __init__(self) -> None:
+    def __init__(self, address: str = "recorder") -> None:
+        self.address = address
         self.sent: list[VerifyMessage] = []
         self.num_resets = 0
 
@@ -120,6 +119,34 @@ def test_a_gap_is_answered_by_opening_under_a_new_number_and_a_liar_is_left_alon
     one.tokens.append(3)
     drafts.committed(one, 1, 16)
     assert [type(message) for message in port.take(drafts)] == [Open]
+
+
+def test_a_draft_that_drains_or_refuses_for_good_gives_way_to_another(drafts: Drafts, clock: Clock) -> None:
+    ports, one = [Recorder(), Recorder()], request([1, 2])
+    drafts.connected(ports[0])
+    drafts.admit(one)
+    (opened,) = ports[0].take(drafts)
+    drafts.connected(ports[1])
+    drafts.receive(ports[0], [Decline(opened.request, DeclineReason.DRAINING, True)], clock.now)  # type: ignore[union-attr]
+    assert ports[0].take(drafts) == []
+    assert [type(message) for message in ports[1].take(drafts)] == [Open]
+
+
+def test_one_drafts_bad_guesses_do_not_discount_another_ones(drafts: Drafts, clock: Clock) -> None:
+    ports, requests = [Recorder("one"), Recorder("two")], [request([1]), request([2])]
+    for port, one in zip(ports, requests, strict=True):
+        drafts.connected(port)
+        drafts.admit(one)
+    links = [link for one in requests if (link := drafts.link(one)) is not None]
+    for _ in range(200):
+        link, one = links[0], requests[0]
+        drafts.receive(ports[0], [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
+        one.tokens.append(6)
+        drafts.committed(one, 1, 16)
+    for port, link, one in zip(ports, links, requests, strict=True):
+        drafts.receive(port, [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
+    bad, fresh = (link.mirror.path_score[1] for link in links)
+    assert bad < -2 and fresh > -0.1
 
 
 def test_a_final_decline_means_plain_decoding(drafts: Drafts, clock: Clock) -> None:
