@@ -241,7 +241,7 @@ class Engine:
             logprobs=result.logprobs[: len(tokens)],
             num_draft_tokens=len(entry.nodes),
             num_accepted_tokens=min(result.num_accepted, len(tokens)),
-            num_cached_prompt_tokens=request.num_cached_prompt_tokens,
+            num_cached_prompt_tokens=request.num_cached_prompt_tokens or 0,
             finish=finish,
         )
         if finish is None:

@@ -79,7 +79,8 @@ class Request:
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
     cached_len: int = 0
-    num_cached_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int | None = None
+    """Prompt tokens that the radix cache had when the request was first admitted; None before that."""
     pages: list[int] = field(default_factory=list)
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """KV slot of each logical position that the pages cover, int64 [len(pages) * page_size]."""

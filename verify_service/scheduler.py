@@ -85,9 +85,8 @@ class Scheduler:
             if not self._memory.fits(request.committed_len + self._memory.page_size) and self.running:
                 return
             self.waiting.popleft()
-            resumed = request.num_output_tokens > 0 or request.num_cached_prompt_tokens > 0
             self._memory.attach(request)
-            if not resumed:
+            if request.num_cached_prompt_tokens is None:
                 request.num_cached_prompt_tokens = request.cached_len
             self.running.append(request)
             self.running.sort(key=lambda running: running.arrival)
