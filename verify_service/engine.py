@@ -13,12 +13,13 @@ import numpy as np
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
+from outrider.tokens import TokenOrigin
 from outrider.tree.messages import DraftMessage, Grow
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import DraftPort, Drafts
 from verify_service.hold import HoldPolicy
 from verify_service.memory import Memory
-from verify_service.request import Origin, Request, Update
+from verify_service.request import Request, Update
 from verify_service.round import Entry, Result
 from verify_service.scheduler import Scheduler, path_scores
 
@@ -234,10 +235,10 @@ class Engine:
         request.cached_len += entry.num_extend + len(tokens) - 1
         request.tokens.extend(tokens)
         request.sampler.commit(tokens)
-        own = Origin.BONUS if len(entry.nodes) else Origin.PLAIN
+        own = TokenOrigin.BONUS if len(entry.nodes) else TokenOrigin.PLAIN
         update = Update(
             token_ids=tokens,
-            origins=[Origin.ACCEPTED if i < result.num_accepted else own for i in range(len(tokens))],
+            origins=[TokenOrigin.ACCEPTED if i < result.num_accepted else own for i in range(len(tokens))],
             logprobs=result.logprobs[: len(tokens)],
             num_draft_tokens=len(entry.nodes),
             num_accepted_tokens=min(result.num_accepted, len(tokens)),

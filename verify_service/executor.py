@@ -11,7 +11,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import OutriderError
 from outrider.models.base import CausalLM
-from verify_service.request import Logprobs
+from outrider.tokens import TokenLogprobs
 from verify_service.round import Entry, Result
 
 
@@ -105,7 +105,7 @@ class TorchExecutor:
             (parent, token): i for i, (parent, token) in enumerate(zip(nodes.parents, nodes.token_ids, strict=True))
         }
         tokens: list[int] = []
-        logprobs: list[Logprobs] = []
+        logprobs: list[TokenLogprobs] = []
         accepted: list[int] = []
         node: int | None = -1
         try:
@@ -113,7 +113,7 @@ class TorchExecutor:
                 row = logits[node + 1]
                 token = request.sampler.sample(row, tokens, request.committed_len + len(tokens))
                 if request.sampling.num_logprobs is not None:
-                    logprobs.append(Logprobs(*request.sampler.logprobs(row, token, request.sampling.num_logprobs)))
+                    logprobs.append(TokenLogprobs(*request.sampler.logprobs(row, token, request.sampling.num_logprobs)))
                 tokens.append(token)
                 node = below.get((node, token))
                 if node is not None:

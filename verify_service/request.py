@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
 from outrider.errors import OutriderError
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-
-
-class Origin(Enum):
-    """Where a committed token came from; numbers as in common.proto."""
-
-    ACCEPTED = 1
-    BONUS = 2
-    PLAIN = 3
-
-
-class Finish(Enum):
-    """Why an answer ended; numbers as in common.proto."""
-
-    STOP = 1
-    LENGTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Natural-log probabilities of one committed token under the raw distribution."""
-
-    logprob: float
-    top: Sequence[tuple[int, float]]
+from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +18,12 @@ class Update:
     """What one round did for a request, or its end."""
 
     token_ids: Sequence[int] = ()
-    origins: Sequence[Origin] = ()
-    logprobs: Sequence[Logprobs] = ()
+    origins: Sequence[TokenOrigin] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     error: OutriderError | None = None
 
     @property
@@ -101,10 +78,10 @@ class Request:
         """Draft tokens that a round may accept; the last place is the bonus token's."""
         return self.max_tokens - self.num_output_tokens - 1
 
-    def cut(self, token_ids: Sequence[int]) -> tuple[list[int], Finish | None]:
+    def cut(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens of a round that may be committed, and why the answer ends with them if it does."""
         room = self.max_tokens - self.num_output_tokens
         for index, token in enumerate(token_ids[:room]):
             if token in self.stop_ids:
-                return list(token_ids[: index + 1]), Finish.STOP
-        return list(token_ids[:room]), Finish.LENGTH if len(token_ids) >= room else None
+                return list(token_ids[: index + 1]), FinishReason.STOP
+        return list(token_ids[:room]), FinishReason.LENGTH if len(token_ids) >= room else None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
-from verify_service.request import Logprobs, Request
+from outrider.tokens import TokenLogprobs
+from verify_service.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Result:
     """What the target says to an entry: the accepted draft tokens and the bonus token, or nothing after a chunk."""
 
     token_ids: Sequence[int] = ()
-    logprobs: Sequence[Logprobs] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     error: OutriderError | None = None
     """This request alone failed."""
 
