@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 
 import grpc
@@ -22,6 +23,9 @@ from outrider.tree.messages import PROTOCOL_VERSION, Decline, DeclineReason, Hel
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 _logger = get_logger(__name__)
+
+_MAX_EVENTS_AT_ONCE = 256
+"""Events of a message that are decoded in one go; a message may hold millions."""
 
 _Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
 
@@ -46,19 +50,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
         session = self._begin(hello)
-        reader = writer = None
+        tasks: list[asyncio.Task[None]] = []
         try:
             await context.write(encode_draft([self._hello()]))
-            reader = asyncio.create_task(self._read(session, rest, context))
-            writer = asyncio.create_task(_write(session, context))
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            work = (self._read(session, rest, context), _write(session, context), session.overflow())
+            tasks = [asyncio.create_task(one) for one in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             session.close()
             self._sessions.discard(session)
             self._engine.detach(session)
-            await _end(reader, writer)
+            await _end(tasks)
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
 
     async def GetInfo(
@@ -116,13 +120,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await self._hand_over(session, batch)
 
     async def _hand_over(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
-        try:
-            messages = decode_verify(batch)
-        except InvalidRequestError:
-            messages = self._decode_each(session, batch)
-        if messages:
-            await session.admit()
-            self._engine.submit(session, messages)
+        for start in range(0, len(batch.events), _MAX_EVENTS_AT_ONCE):
+            part = draft_pb2.DraftServiceSpeculateRequest(events=batch.events[start : start + _MAX_EVENTS_AT_ONCE])
+            try:
+                messages = decode_verify(part)
+            except InvalidRequestError:
+                messages = self._decode_each(session, part)
+            if messages:
+                await session.admit()
+                self._engine.submit(session, messages)
+            await asyncio.sleep(0)  # other sessions have their turn
 
     def _decode_each(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
         """Decode what can be, and decline the requests of the other events."""
@@ -154,12 +161,12 @@ def _request_of(event: draft_pb2.VerifyEvent) -> int:
 
 async def _write(session: Session, context: _Context) -> None:
     while True:
-        await context.write(encode_draft(await session.next_answers()))
+        if answers := await session.next_answers():
+            await context.write(encode_draft(answers))
 
 
-async def _end(*tasks: asyncio.Task[None] | None) -> None:
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in tasks:
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from outrider.errors import OverloadedError
 from outrider.tree.messages import DraftMessage
@@ -29,6 +30,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._outbound: deque[DraftMessage] = deque()
+        self._overflow = asyncio.Event()
         self._overflowed = False
         self._closed = False
         self._wake_sent = False
@@ -49,27 +51,35 @@ class Session:
             if self._closed:
                 return
             self._outbound.extend(messages)
-            if len(self._outbound) > self._max_queued:
+            overflows = len(self._outbound) > self._max_queued and not self._overflowed
+            if self._overflowed or overflows:
                 self._outbound.clear()
                 self._overflowed = True
             wake, self._wake_sent = not self._wake_sent, True
+        if overflows:
+            self._call_loop(self._overflow.set)
         if wake:
             self._call_loop(self._has_outbound.set)
 
     async def next_answers(self) -> list[DraftMessage]:
-        """Wait for answers and take all of them. Raises OverloadedError once the queue has overflowed."""
+        """Wait for answers and take all of them; none once the queue has overflowed."""
         await self._has_outbound.wait()
         self._has_outbound.clear()
         with self._lock:
             self._wake_sent = False
             answers = list(self._outbound)
             self._outbound.clear()
-            overflowed = self._overflowed
-        if overflowed:
-            raise OverloadedError(
-                f"more than {self._max_queued} answers wait to be read; read the stream faster", code="slow_reader"
-            )
         return answers
+
+    async def overflow(self) -> NoReturn:
+        """Wait until too many answers wait to be read. Raises OverloadedError.
+
+        Apart from `next_answers`, because a writer whose peer reads nothing comes back from no write.
+        """
+        await self._overflow.wait()
+        raise OverloadedError(
+            f"more than {self._max_queued} answers wait to be read; read the stream faster", code="slow_reader"
+        )
 
     async def admit(self) -> None:
         """Wait until the engine has caught up; before each batch that is handed to it."""

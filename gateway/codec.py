@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from gateway.admission import ServedModel
 from gateway.events import Delta, TokenLogprobs, Usage
+from gateway.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from gateway.request import GenerateRequest
 from gateway.validation import validate
 from outrider.errors import InvalidRequestError
@@ -29,8 +31,8 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
     """The request, validated like a REST one. Raises InvalidRequestError."""
     fields: dict[str, Any] = {
         "model": message.model or None,
-        "stop": list(message.stop) or None,
-        "stop_token_ids": list(message.stop_token_ids) or None,
+        "stop": _bounded(message.stop, MAX_STOP_STRINGS, "stop") or None,
+        "stop_token_ids": _bounded(message.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids") or None,
         "ignore_eos": message.ignore_eos,
         "sampling": _sampling(message.sampling),
     }
@@ -43,9 +45,10 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
         case "prompt":
             fields["prompt"] = message.prompt
         case "prompt_token_ids":
-            fields["prompt_token_ids"] = list(message.prompt_token_ids.ids)
+            fields["prompt_token_ids"] = _bounded(message.prompt_token_ids.ids, MAX_PROMPT_TOKENS, "prompt_token_ids")
         case "chat":
-            fields["chat"] = {"messages": [{"role": m.role, "content": m.content} for m in message.chat.messages]}
+            messages = _bounded(message.chat.messages, MAX_MESSAGES, "chat.messages")
+            fields["chat"] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
         case _:
             raise InvalidRequestError(
                 "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
@@ -56,8 +59,20 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
 def _sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING if message.HasField(name)}
     if message.logit_bias:
+        _check_length(len(message.logit_bias), MAX_LOGIT_BIAS, "sampling.logit_bias")
         fields["logit_bias"] = dict(message.logit_bias)
     return fields
+
+
+def _bounded(values: Sequence[Any], limit: int, field: str) -> list[Any]:
+    # A message of 8 MB holds millions of empty entries: they are counted before a Python object is made of each.
+    _check_length(len(values), limit, field)
+    return list(values)
+
+
+def _check_length(length: int, limit: int, field: str) -> None:
+    if length > limit:
+        raise InvalidRequestError(field, f"{length} entries, over the limit of {limit}", f"send at most {limit}")
 
 
 def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGenerateResponse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 16
@@ -16,12 +16,26 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_LOGIT_BIAS = 1024
+MAX_PROMPT_TOKENS = 1 << 20
+"""More than any context; longer lists are refused before they take the event loop's time."""
 
 
 class StrictModel(BaseModel):
     """Base of everything that a client may send."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, data: Any) -> Any:
+        # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
+        if not isinstance(data, dict):
+            return data
+        unknown = next((name for name in data if name not in cls.model_fields), None)
+        if unknown is None:
+            return data
+        return {name: data[name] for name in cls.model_fields if name in data} | {unknown: None}
 
 
 def _encodable(text: str) -> str:
@@ -41,6 +55,12 @@ def _integer_keys(value: Any) -> Any:
     # JSON writes the keys of an object as strings.
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_LOGIT_BIAS:  # looked at first: each entry may be wrong, and every finding costs time
+        raise PydanticCustomError(
+            "logit_bias",
+            "{length} entries, over the limit of {limit}; send at most {limit}",
+            {"length": len(value), "limit": MAX_LOGIT_BIAS},
+        )
     return {
         int(k) if isinstance(k, str) and k.isascii() and k.isdigit() and len(k) < 12 else k: v for k, v in value.items()
     }
@@ -52,14 +72,16 @@ def _one_or_more(value: Any) -> Any:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIdList = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+TokenIdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
 StopStringList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 StopStrings = Annotated[
     StopStringList, BeforeValidator(_one_or_more, json_schema_input_type=StopString | StopStringList)
 ]
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_integer_keys), Field(max_length=1024)
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_integer_keys),
+    Field(max_length=MAX_LOGIT_BIAS),
 ]
 
 

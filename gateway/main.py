@@ -25,7 +25,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.transport import check_token
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -54,7 +54,9 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         max_message_bytes=options.max_body_bytes,
         auth_token=api_key,
     )
-    add_GatewayServiceServicer_to_server(GatewayServicer(gateway), grpc_server.grpc)
+    add_GatewayServiceServicer_to_server(
+        GatewayServicer(gateway, stall_seconds=options.stall_seconds), grpc_server.grpc
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.router.close)
         http = [HttpServer(RestApp(gateway, options, api_key=api_key), options.rest_address, option="--rest-address")]
@@ -91,7 +93,8 @@ def build_gateway(options: GatewayOptions) -> Gateway:
             address,
             auth_token=options.verify_auth_token,
             probe_seconds=options.probe_seconds,
-            max_message_bytes=options.max_body_bytes,
+            # The limit is for clients: token ids and log-probabilities take more bytes than text.
+            max_message_bytes=max(DEFAULT_MAX_MESSAGE_BYTES, options.max_body_bytes),
         )
         for address in options.verify
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -11,8 +11,13 @@ import grpc
 from gateway.admission import admit
 from gateway.codec import decode_request, encode_delta, encode_models
 from gateway.service import Gateway
+from outrider.errors import OverloadedError
 from outrider.v1 import gateway_pb2
 from outrider.v1.gateway_pb2_grpc import GatewayServiceServicer
+
+_Context = grpc.aio.ServicerContext[
+    gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse
+]
 
 SERVICE_NAME = "outrider.v1.GatewayService"
 
@@ -20,16 +25,16 @@ SERVICE_NAME = "outrider.v1.GatewayService"
 class GatewayServicer(GatewayServiceServicer):
     """Answers calls; errors become statuses in the server's interceptor."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, *, stall_seconds: float) -> None:
+        """`stall_seconds`: how long a client may leave its stream unread."""
         self._gateway = gateway
+        self._stall_seconds = stall_seconds
 
     async def Generate(
         self,
         request: gateway_pb2.GatewayServiceGenerateRequest,
-        context: grpc.aio.ServicerContext[
-            gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse
-        ],
-    ) -> AsyncIterator[gateway_pb2.GatewayServiceGenerateResponse]:
+        context: _Context,
+    ) -> None:
         """Streams the answers; cancelling the call ends them at once."""
         request_id = f"gen-{uuid.uuid4().hex}"
         gateway = self._gateway
@@ -39,7 +44,17 @@ class GatewayServicer(GatewayServiceServicer):
             ticket.reserve(job.n)
             async with aclosing(gateway.engine.generate([job], model)) as deltas:
                 async for delta in deltas:
-                    yield encode_delta(request_id, delta)
+                    await self._write(context, encode_delta(request_id, delta))
+
+    async def _write(self, context: _Context, message: gateway_pb2.GatewayServiceGenerateResponse) -> None:
+        # A client that reads nothing must not keep its place here and its pages in verify for good.
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await context.write(message)
+        except TimeoutError:
+            raise OverloadedError(
+                f"the stream was left unread for {self._stall_seconds:g} s; read it faster", code="slow_reader"
+            ) from None
 
     async def ListModels(
         self,

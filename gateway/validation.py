@@ -35,6 +35,9 @@ _WANTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 
+_OWN_PARTS = frozenset({"[key]", "@text", "@parts", "@texts", "@ids", "@lists"})
+"""What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
+
 
 def validate(model: type[M], data: Any) -> M:
     """`data` as `model`. Raises InvalidRequestError about the first field that is wrong."""
@@ -49,6 +52,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     field = field_path(error["loc"])
     if kind == "extra_forbidden":
+        field = field or str(error["loc"][-1])  # named like a part of pydantic's own
         return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")
     if kind == "missing":
         return InvalidRequestError(field, "missing", "this field is required", code="missing_required_parameter")
@@ -78,13 +82,14 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """A place as a client writes it: `messages[0].content`. Parts that start with @ or [ are pydantic's own."""
+    """A place as a client writes it: `messages[0].content`."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith(("@", "[")):
-            path += f".{part[:64]}" if path else part[:64]
+        elif part not in _OWN_PARTS:
+            name = part[:64] or '""'
+            path += f".{name}" if path else name
     return path
 
 

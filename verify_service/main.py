@@ -23,7 +23,8 @@ from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import resolve_model, served_name
 from outrider.rpc.lifecycle import run_service, write_ready_file
-from outrider.rpc.server import GrpcServer
+from outrider.rpc.server import GrpcServer, check_free
+from outrider.rpc.transport import unix_path
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.messages import PROTOCOL_VERSION, Hello
 from outrider.v1 import verify_pb2, verify_pb2_grpc
@@ -50,11 +51,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
-    """Load, warm up, serve, drain."""
+    """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     # Sessions are served between two steps of a busy engine thread: let them have the interpreter soon.
     sys.setswitchinterval(0.0005)
+    if unix_path(options.address) is None:
+        # Before the model is loaded, which may take minutes.
+        check_free(options.address, "--address")
     metrics = VerifyMetrics()
+    with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
+        return await _serve_model(options, stop, metrics, metrics_address)
+
+
+async def _serve_model(
+    options: VerifyOptions, stop: asyncio.Event, metrics: VerifyMetrics, metrics_address: str
+) -> int:
+    """Load, warm up, serve, drain."""
     path, model = await asyncio.to_thread(_load, options)
     memory, executor, cost = await asyncio.to_thread(_warm_up, options, model)
     limits = _limits(options, path, model, memory)
@@ -67,19 +79,18 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     server = GrpcServer(address=options.address, service_names=[SERVICE])
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
     address = await server.start()
-    with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
-        engine.start()
-        sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
-        server.set_serving(True)
-        write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-        await _until_stopped(stop, engine)
-        servicer.draining = True
-        await server.stop(options.drain_seconds if engine.alive else 0)
-        for session in sessions:
-            session.cancel()
-        await asyncio.gather(*sessions, return_exceptions=True)
-        healthy = engine.alive
-        await asyncio.to_thread(engine.stop)
+    engine.start()
+    sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
+    server.set_serving(True)
+    write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+    await _until_stopped(stop, engine)
+    servicer.draining = True
+    await server.stop(options.drain_seconds if engine.alive else 0)
+    for session in sessions:
+        session.cancel()
+    await asyncio.gather(*sessions, return_exceptions=True)
+    healthy = engine.alive
+    await asyncio.to_thread(engine.stop)
     return 0 if healthy else 1
 
 

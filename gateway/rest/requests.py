@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenId
+from gateway.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenIdList
 from gateway.request import GenerateRequest
 from gateway.rest.fields import HarmlessFields, Only, StreamOptions
 from gateway.validation import validate
@@ -135,12 +135,13 @@ def _prompt_kind(value: Any) -> str:
 
 
 _PromptText = Annotated[Text, Field(min_length=1)]
-_PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_MAX_PROMPTS = 4096
+"""The most that --max-prompts may allow."""
 Prompt = Annotated[
     Annotated[_PromptText, Tag("@text")]
-    | Annotated[list[_PromptText], Field(min_length=1, fail_fast=True), Tag("@texts")]
-    | Annotated[list[TokenId], Field(min_length=1, fail_fast=True), Tag("@ids")]
-    | Annotated[list[_PromptIds], Field(min_length=1, fail_fast=True), Tag("@lists")],
+    | Annotated[list[_PromptText], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True), Tag("@texts")]
+    | Annotated[TokenIdList, Tag("@ids")]
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=_MAX_PROMPTS, fail_fast=True), Tag("@lists")],
     Discriminator(_prompt_kind),
 ]
 

@@ -15,10 +15,17 @@ from rich.text import Text
 
 from outrider.cli.answer import Answer, legend, show_answer
 from outrider.cli.client import Message, Sampling, generate, list_models
-from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.options import (
+    MAX_SEED,
+    MAX_TOKENS_LIMIT,
+    add_service_options,
+    given_service_flags,
+    parse_service_options,
+    whole_number,
+)
 from outrider.cli.services import make_cluster
 from outrider.cli.terminal import StartDisplay, make_console
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
@@ -30,10 +37,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--connect", metavar="ADDRESS", help="gRPC address of a running gateway; by default, start one."
     )
     parser.add_argument("--system", default="", help="System message.")
-    parser.add_argument("--max-tokens", type=int, default=512, help="Most tokens of an answer. Default: 512.")
+    tokens = whole_number(1, MAX_TOKENS_LIMIT)
+    parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")
     parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens.")
     parser.add_argument("--top-p", type=float, help="Keep the most likely tokens up to this probability.")
-    parser.add_argument("--seed", type=int, help="Makes sampling repeatable.")
+    parser.add_argument("--seed", type=whole_number(0, MAX_SEED), help="Makes sampling repeatable.")
     parser.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
     add_service_options(parser)
 
@@ -65,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
     """Address and API key of the gateway to talk to, which lives as long as the block if it is our own."""
     if arguments.connect:
+        if given := given_service_flags(arguments):
+            raise ConfigError(f"{given[0]}: with --connect no service is started here; leave one of the two out")
         yield arguments.connect, os.environ.get("OUTRIDER_API_KEY", "")
         return
     display = StartDisplay(console)
@@ -73,7 +83,7 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         fixed_ports=False,
         supervise=True,
         on_line=display,
-        on_event=lambda text: console.print(f"outrider: {text}"),
+        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
     )
     with display.started(cluster):
         yield cluster.gateway_address, cluster.api_key

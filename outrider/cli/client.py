@@ -99,8 +99,13 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
     return [(model.id, model.context_length) for model in response.models]
 
 
+def valid_text(text: str) -> str:
+    """The text with a question mark for each byte of the input or the command line that was not UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def _encode(messages: Sequence[Message], sampling: Sampling) -> gateway_pb2.GatewayServiceGenerateRequest:
-    chat = [gateway_pb2.ChatMessage(role=message.role, content=message.content) for message in messages]
+    chat = [gateway_pb2.ChatMessage(role=message.role, content=valid_text(message.content)) for message in messages]
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=chat),
         sampling=common_pb2.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed),

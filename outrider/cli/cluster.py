@@ -217,6 +217,9 @@ class Cluster:
 
     def _end(self, children: Sequence[Child]) -> None:
         for child in children:
+            if not child.addresses:
+                # Still starting: nobody waits for an answer, and loading a model may take minutes.
+                child.kill()
             child.terminate()
             child.resume()
         for child in children:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.answer import Answer, legend, show_answer
-from outrider.cli.client import Message, Sampling, generate
+from outrider.cli.client import Message, Sampling, generate, valid_text
 from outrider.cli.cluster import Cluster
-from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.options import MAX_TOKENS_LIMIT, add_service_options, parse_service_options, whole_number
 from outrider.cli.services import make_cluster
 from outrider.cli.terminal import StartDisplay, make_console
 from outrider.rpc.channel import open_channel
@@ -33,7 +33,8 @@ PROMPT = """Write this shopping list again, in the same order:
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--prompt", default=PROMPT, help="What to ask.")
-    parser.add_argument("--max-tokens", type=int, default=160, help="Most tokens of the answer. Default: 160.")
+    tokens = whole_number(1, MAX_TOKENS_LIMIT)
+    parser.add_argument("--max-tokens", type=tokens, default=160, help="Most tokens of the answer. Default: 160.")
     add_service_options(parser)
 
 
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         fixed_ports=False,
         supervise=False,
         on_line=display,
-        on_event=lambda text: console.print(f"outrider: {text}"),
+        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
     )
     with display.started(cluster):
         for name in cluster.services:
@@ -64,7 +65,7 @@ async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int
         messages = [Message("user", prompt)]
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")
-        console.print(prompt)
+        console.print(valid_text(prompt))
         console.print("\nThe answer, over gRPC, token by token:\n")
         with_drafts = await show_answer(generate(channel, messages, sampling), console)
         if console.color_system and not console.no_color:

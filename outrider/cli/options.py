@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 from outrider.cli.wiring import LINKS, OPTION_TYPES, SERVICES
@@ -20,6 +20,30 @@ from outrider.errors import ConfigError
 SHARED = ("log_level", "drain_seconds")
 # What the cluster decides: where services report, and who talks to whom.
 HIDDEN = {(name, "ready_file") for name in SERVICES} | {(name, field) for name, field, _ in LINKS}
+
+
+MAX_TOKENS_LIMIT = 2**32 - 1
+MAX_SEED = 2**64 - 1
+
+
+def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
+    """A type for argparse: integers that the message's field can hold, both ends included."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = minimum - 1
+        if not minimum <= number <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
+        return number
+
+    return parse
+
+
+def given_service_flags(given: argparse.Namespace) -> list[str]:
+    """The services' options that the command line holds, as the user spells them."""
+    return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
 
 
 @dataclass(frozen=True)
@@ -58,12 +82,13 @@ def service_flags() -> list[ServiceFlag]:
 def add_service_options(parser: argparse.ArgumentParser) -> None:
     """Declare the services' options, a group for each service."""
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}
+    shared = parser.add_argument_group("all services")
     declared = set()
     for flag in service_flags():
         if flag.flag in declared:
             continue
         declared.add(flag.flag)
-        group = parser.add_argument_group("all services") if flag.field in SHARED else groups[flag.service]
+        group = shared if flag.field in SHARED else groups[flag.service]
         group.add_argument(
             flag.flag,
             dest=f"service{flag.flag}",

@@ -7,10 +7,12 @@ import threading
 
 from rich.console import Console
 
+from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import Cluster
-from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.options import add_service_options, parse_service_options, service_flags
 from outrider.cli.services import make_cluster
 from outrider.cli.terminal import log_printer, make_console
+from outrider.cli.wiring import ADDRESS_FIELDS
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +29,28 @@ def run(arguments: argparse.Namespace) -> int:
         fixed_ports=not arguments.ephemeral,
         supervise=True,
         on_line=log_printer(console),
-        on_event=lambda text: console.print(f"outrider: {text}"),
+        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
     )
-    with cluster:
-        try:
-            _print_addresses(console, cluster)
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            console.print("outrider: stopping; Ctrl-C again kills")
-        endings = cluster.close()
+    try:
+        with cluster:
+            try:
+                _print_addresses(console, cluster)
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                console.print("outrider: stopping; Ctrl-C again kills")
+            endings = cluster.close()
+    except ServiceFailedError as error:
+        raise ServiceFailedError(error.message + _port_hint(error.message)) from error
     console.print("outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
+
+
+def _port_hint(message: str) -> str:
+    """How this command takes other ports, where one that a service wanted is taken."""
+    if "cannot bind" not in message:
+        return ""
+    flags = ", ".join(flag.flag for flag in service_flags() if flag.field in ADDRESS_FIELDS)
+    return f"\nFor free ports add --ephemeral; to choose them: {flags}."
 
 
 def _print_addresses(console: Console, cluster: Cluster) -> None:

@@ -75,8 +75,13 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
 
 
 def bind_again(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOptions:
-    """The options with which a restarted service takes the addresses that it had before."""
-    changes: dict[str, Any] = {field: bound[field] for field in _addresses(options) if bound.get(field)}
+    """The options with which a restarted service takes the addresses that it had before.
+
+    A door that was off stays off, also where another one serves in its place (the gateway's REST door has /metrics).
+    """
+    changes: dict[str, Any] = {
+        field: bound[field] for field in _addresses(options) if getattr(options, field) and bound.get(field)
+    }
     return replace(options, **changes)
 
 

@@ -37,9 +37,7 @@ class GatewayOptions(ServiceOptions):
     max_prompts: int = option(128, "Prompts in one request.", minimum=1, maximum=4096)
     max_body_bytes: int = option(8388608, "Longest request body or message.", minimum=1024, maximum=1073741824)
     body_seconds: float = option(30.0, "Seconds that a client gets to send its body.", minimum=0.1, maximum=3600)
-    stall_seconds: float = option(
-        60.0, "Seconds that a REST client may leave its stream unread.", minimum=0.1, maximum=3600
-    )
+    stall_seconds: float = option(60.0, "Seconds that a client may leave its stream unread.", minimum=0.1, maximum=3600)
     affinity_tokens: int = option(
         64, "First tokens of a prompt that choose the replica, so that equal beginnings meet its cache.", minimum=1
     )

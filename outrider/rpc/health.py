@@ -48,7 +48,7 @@ class HealthServicer:
     async def Check(self, request: Any, context: Any) -> Any:
         """Answer with the present status; NOT_FOUND for a service that is not here."""
         if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r} here")
         return _Status(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:

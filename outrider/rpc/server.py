@@ -73,7 +73,7 @@ class GrpcServer:
         if path is not None:
             _clear_stale_socket(path, self._option)
         else:
-            _check_free(self.address, self._option)
+            check_free(self.address, self._option)
         try:
             port = self.grpc.add_insecure_port(self.address)
         except RuntimeError:
@@ -127,7 +127,7 @@ def _clear_stale_socket(path: Path, option: str) -> None:
     raise ConfigError(f"{option}: {path} is in use by a running process; stop it or use another path")
 
 
-def _check_free(address: str, option: str) -> None:
+def check_free(address: str, option: str) -> None:
     """ConfigError if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr."""
     host, port = split_host_port(address, option)
     reason, bindable = "", False

@@ -95,6 +95,8 @@ def check_address(address: str, option: str) -> None:
 
 def split_host_port(address: str, option: str) -> tuple[str, int]:
     """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else."""
+    if "://" in address:
+        raise ConfigError(f"{option}: {address!r} is a URL; use host:port, or unix:/path")
     host, colon, port_text = address.rpartition(":")
     if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
         raise ConfigError(

@@ -48,13 +48,13 @@ async def gateway() -> AsyncIterator[tuple[EchoGateway, str]]:
     await server.stop(0)
 
 
-async def chat(address: str, typed: str, *options: str) -> tuple[int | None, str, str]:
+async def chat(address: str, typed: str | bytes, *options: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "outrider.cli", "chat", "--connect", address, *options,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         cwd=ROOT, env={**os.environ, "TERM": "xterm-256color"},
     )  # fmt: skip
-    out, err = await process.communicate(typed.encode())
+    out, err = await process.communicate(typed.encode() if isinstance(typed, str) else typed)
     return process.returncode, out.decode(), err.decode()
 
 
@@ -95,3 +95,29 @@ async def test_nobody_there_is_one_clear_line() -> None:
     code, _, err = await chat("127.0.0.1:1", "x\n")
     assert code == 1
     assert err.startswith("outrider: error: ") and "Traceback" not in err
+
+
+async def test_bytes_that_are_no_text_are_asked_as_question_marks(
+    gateway: tuple[EchoGateway, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer, address = gateway
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:surrogateescape")
+    code, out, err = await chat(address, b"one \xff two\n")
+    assert (code, err) == (0, "") and "1 one ? two" in out
+    assert servicer.requests[0].chat.messages[0].content == "one ? two"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--seed", "-3"), ("--seed", str(2**64)), ("--max-tokens", "0"), ("--max-tokens", str(2**32))]
+)
+async def test_numbers_that_no_request_can_hold_are_refused_by_name(option: str, value: str) -> None:
+    code, _, err = await chat("127.0.0.1:1", "", f"{option}={value}")
+    assert code == 2 and f"argument {option}: '{value}' is not a whole number from" in err
+
+
+async def test_options_of_services_are_refused_where_none_is_started() -> None:
+    code, _, err = await chat("127.0.0.1:1", "", "--model=other")
+    assert (
+        code == 2
+        and err == "outrider: error: --model: with --connect no service is started here; leave one of the two out\n"
+    )

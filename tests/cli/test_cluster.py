@@ -73,6 +73,15 @@ def test_a_service_that_never_gets_ready_is_given_up() -> None:
     assert not any(map(is_alive, pids(cluster)))
 
 
+def test_a_service_that_is_still_starting_is_ended_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "GRACE_SECONDS", 600)
+    cluster = FakeCluster({"draft": "loading"}, start_seconds=1)
+    with pytest.raises(ServiceFailedError, match="draft was not ready"):
+        cluster.__enter__()
+    assert not any(map(is_alive, pids(cluster)))
+    assert cluster.close()["draft"] == "SIGKILL"
+
+
 def test_a_service_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "GRACE_SECONDS", 0.1)
     with FakeCluster({"draft": "stubborn"}, draft=DraftOptions(drain_seconds=0)) as cluster:

@@ -78,3 +78,16 @@ def test_a_restart_binds_what_was_bound() -> None:
     options = GatewayOptions(address="127.0.0.1:0", rest_address="127.0.0.1:0")
     again = bind_again(options, {"address": "127.0.0.1:5", "rest_address": "127.0.0.1:6", "metrics_address": ""})
     assert (again.address, getattr(again, "rest_address")) == ("127.0.0.1:5", "127.0.0.1:6")  # noqa: B009
+
+
+def test_a_restarted_gateway_opens_no_second_door_where_rest_serves_its_metrics() -> None:
+    options = GatewayOptions(rest_address="127.0.0.1:0", metrics_address="")
+    again = bind_again(options, {"rest_address": "127.0.0.1:6", "metrics_address": "127.0.0.1:6"})
+    assert again.metrics_address == ""
+
+
+@pytest.mark.parametrize("command", ["up", "chat", "demo"])
+def test_help_has_each_group_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([command, "--help"])
+    assert capsys.readouterr().out.count("all services:") == 1

@@ -73,3 +73,9 @@ def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path:
     assert "outrider: error: verify ended at its start (exit code 3)." in up.text
     assert "    the flux is not compensated" in up.text and "Traceback" not in up.text
     assert not any(map(is_alive, up.processes("draft")))
+
+
+def test_a_taken_port_ends_the_command_with_the_options_that_choose_others(tmp_path: Path, model_path: Path) -> None:
+    up = Up(tmp_path, model_path, FAKE_DRAFT="taken")
+    assert up.process.wait(20) == 1
+    assert "add --ephemeral" in up.text and "--draft-metrics-address" in up.text and "--rest-address" in up.text

@@ -28,7 +28,9 @@ async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
     session = Session(vocab_size=10, max_queued=16)
     session.send([decline(number) for number in range(17)])
     with pytest.raises(OverloadedError, match="16"):
-        await session.next_answers()
+        await session.overflow()
+    session.send([decline(number) for number in range(17)])
+    assert await session.next_answers() == []
 
 
 async def test_a_closed_session_takes_no_answers() -> None:

@@ -14,11 +14,12 @@ from draft_fakes import VOCAB, SignallingDrafter, commit_message, open_message
 from draft_service.drafters.base import Needs
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.main import drain
+from draft_service.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, OverloadedError
 from outrider.rpc.codec import encode_verify
 from outrider.rpc.status import error_from_rpc
-from outrider.tree.messages import Close, Decline, Grow, Hello
+from outrider.tree.messages import Close, Decline, DeclineReason, Grow, Hello
 from outrider.v1 import draft_pb2
 
 Serve = Callable[..., Awaitable[Door]]
@@ -319,3 +320,56 @@ async def test_what_happens_is_counted(serve: Serve) -> None:
     assert door.count("messages_dropped_total", reason="unknown_request") == 1
     assert door.count("nodes_grown_total", source="scripted") > 0
     assert door.count("growth_seconds_count") > 0
+
+
+async def test_a_peer_that_reads_nothing_at_all_is_let_go(serve: Serve) -> None:
+    door = await serve(max_queued=16)
+
+    class Deaf:
+        """A stream on which every write but hello's waits for good."""
+
+        def __init__(self) -> None:
+            self.batches = [encode_verify([HELLO]), encode_verify([open_message([1, 2])])]
+            self.written = 0
+
+        async def read(self) -> object:
+            return self.batches.pop(0) if self.batches else await asyncio.Event().wait()
+
+        async def write(self, message: object) -> None:
+            self.written += 1
+            if self.written > 1:
+                unread.set()
+                await asyncio.Event().wait()
+
+    unread = asyncio.Event()
+    servicer = DraftServicer(door.engine, door.drafter, DraftOptions(max_queued=16), door.metrics)
+    deaf = Deaf()
+    serving = asyncio.create_task(servicer.Speculate(None, deaf))  # type: ignore[arg-type]
+    await unread.wait()
+    for session in servicer._sessions:
+        session.send([Decline(1, DeclineReason.GAP, True)] * 17)
+    with pytest.raises(OverloadedError, match="16"):
+        await serving
+    assert servicer.num_sessions == 0
+
+
+async def test_a_message_of_countless_events_leaves_the_others_their_turn(serve: Serve) -> None:
+    door = await serve()
+    stream, other = door.stream(), door.stream()
+    await stream.hello()
+    await other.hello()
+    turns = 0
+    hand_over = door.engine.submit
+
+    def counting(session: object, messages: object) -> None:
+        nonlocal turns
+        turns += 1
+        hand_over(session, messages)  # type: ignore[arg-type]
+
+    door.engine.submit = counting  # type: ignore[method-assign]
+    pause = draft_pb2.VerifyEvent(pause=draft_pb2.Pause(request=1))
+    await stream.send(open_message([1, 2]))
+    await stream.send_raw(draft_pb2.DraftServiceSpeculateRequest(events=[pause] * 10_000))
+    await stream.send(commit_message(2, [3]))
+    await acknowledged(stream, 3)
+    assert turns > 10_000 // 256

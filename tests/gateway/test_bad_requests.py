@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from gateway_world import World, open_world
+from pydantic import BaseModel, ValidationError
 from scripted_verify import CONTEXT, ScriptedVerify
 
+from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
 from outrider.errors import OverloadedError
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "x"}]
 
 FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
@@ -45,6 +48,12 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "echo": True}, "echo", "unsupported_parameter", "false"),
     (TEXT, {"prompt": "x", "best_of": 4}, "best_of", "unsupported_parameter", "1"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter", "leave it out"),
+    (TEXT, {"prompt": "x", "@x": 1}, "@x", "unknown_parameter", "remove it"),
+    (TEXT, {"prompt": "x", "[key]": 1}, "[key]", "unknown_parameter", "remove it"),
+    (TEXT, {"prompt": "x", "": 1}, '""', "unknown_parameter", "remove it"),
+    (TEXT, {"prompt": "x", "logit_bias": {"": 1}}, 'logit_bias.""', "invalid_type", "an integer"),
+    (TEXT, {"prompt": ["x"] * 5000}, "prompt", "invalid_value", "4096"),
+    (TEXT, {"prompt": [[1]] * 5000}, "prompt", "invalid_value", "4096"),
     (TEXT, {"prompt": "x", "tempertaure": 1}, "tempertaure", "unknown_parameter", "did you mean temperature"),
     (TEXT, {}, "prompt", "missing_required_parameter", "required"),
     (TEXT, {"prompt": ""}, "prompt", "invalid_value", "at least one"),
@@ -183,3 +192,31 @@ async def test_a_full_verify_service_is_429_with_retry_after(world: World) -> No
     response = await world.http.post(TEXT, json={"prompt": "x"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert response.json()["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": "x"} | dict.fromkeys(map(str, range(5000)))),
+        (ChatCompletionRequest, {"messages": [HELLO[0] | dict.fromkeys(map(str, range(5000)))]}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {f"a{i}": "x" for i in range(5000)}}),
+        (CompletionRequest, {"prompt": [[]] * 5000}),
+        (ChatCompletionRequest, {"messages": [{}] * 5000}),
+    ],
+)
+def test_a_flood_of_mistakes_costs_no_more_than_a_few(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 4
+
+
+async def test_a_short_body_limit_does_not_bound_what_verify_is_told_or_says(
+    verify: ScriptedVerify, tmp_path: Any
+) -> None:
+    verify.say("one two three four five six")
+    verify.round_size = 8
+    verify.context_length = 4000
+    async with open_world(verify, tmp_path, max_body_bytes=1024) as world:
+        for body in ({"prompt": "x", "logprobs": 20}, {"prompt": "Ä" * 300}):
+            response = await world.http.post(TEXT, content=json.dumps(body, ensure_ascii=False).encode(), headers=JSON)
+            assert response.status_code == 200, response.text

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from gateway_world import World, until
-from scripted_verify import MODEL
+from gateway_world import World, open_world, until
+from scripted_verify import MODEL, ScriptedVerify
 
+from gateway.codec import decode_request
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError, OutriderError, UnavailableError
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2
@@ -98,3 +100,29 @@ async def test_cancelling_the_call_cancels_every_answer_at_once(world: World) ->
     call.cancel()
     await until(lambda: verify.num_open == 0)
     assert verify.num_cancelled == 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "limit"),
+    [
+        ({"prompt": "x", "stop": [""] * 5000}, "stop", "16"),
+        ({"prompt": "x", "stop_token_ids": [1] * 5000}, "stop_token_ids", "64"),
+        ({"prompt": "x", "sampling": {"logit_bias": dict.fromkeys(range(5000), 1.0)}}, "sampling.logit_bias", "1024"),
+        ({"chat": {"messages": [{}] * 5000}}, "chat.messages", "4096"),
+    ],
+)
+def test_countless_entries_are_refused_by_their_number(request_: dict[str, Any], field: str, limit: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field}: 5000 entries, over the limit of {limit}"):
+        decode_request(gateway_pb2.GatewayServiceGenerateRequest(**request_))
+
+
+async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.context_length = 1_000_000
+    verify.script = [10] * 400_000
+    verify.round_size = 500
+    async with open_world(verify, tmp_path, stall_seconds=0.2) as world:
+        call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x", sampling={"num_logprobs": 20}))
+        await call.read()
+        await until(lambda: verify.num_open == 0)
+        call.cancel()
+    assert verify.num_cancelled == 1

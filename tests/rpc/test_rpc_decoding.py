@@ -140,3 +140,31 @@ async def test_a_method_off_the_list_refuses_unknown_fields_in_a_stream(start: A
     call = running.channel.stream_stream(SPECULATE)()
     await call.write(UNKNOWN)
     assert (await refusal(call)).code == "unknown_field"
+
+
+def test_what_is_too_much_to_look_through_is_refused_all_the_same() -> None:
+    decode = strict(gateway_pb2.GatewayServiceGenerateRequest.FromString, allow_unknown=False)
+    chat = gateway_pb2.GatewayServiceGenerateRequest(chat={"messages": [{}] * 10_000}).SerializeToString()
+    unknown = b"\xa8\x06\x01"
+    for data in (unknown * 30_000, _in_chat(b"\x0a\x00" * 10_000 + b"\x0a\x03" + unknown)):
+        with pytest.raises(InvalidRequestError, match="no fields of outrider"):
+            decode(data)
+    with pytest.raises(InvalidRequestError, match="not a valid outrider"):
+        decode(_in_chat(b"\x0a\x00" * 10_000 + b"\x0a\x03\x0a\x01\xff"))
+    assert len(decode(chat).chat.messages) == 10_000
+
+
+def test_bad_text_is_named_behind_fields_of_every_wire_type() -> None:
+    decode = strict(gateway_pb2.GatewayServiceGenerateRequest.FromString, allow_unknown=False)
+    before = b"\xa8\x06\xff\x7f" + b"\xa9\x06" + bytes(8) + b"\xad\x06" + bytes(4) + b"\xaa\x06\x02ab"
+    with pytest.raises(InvalidRequestError, match=r"^chat\.messages\.content: is not valid UTF-8"):
+        decode(before + _in_chat(b"\x0a\x00" + b"\x0a\x03\x12\x01\xff"))
+
+
+def _in_chat(data: bytes) -> bytes:
+    length = bytearray()
+    number = len(data)
+    while number > 0x7F:
+        length.append(number & 0x7F | 0x80)
+        number >>= 7
+    return b"\x22" + bytes([*length, number]) + data

@@ -57,3 +57,12 @@ async def test_a_watcher_learns_of_the_stop_and_does_not_delay_it(start: Any) ->
     await running.server.stop(grace=3600)
     assert (await watch.read()).status == Status.NOT_SERVING
     assert await watch.read() is grpc.aio.EOF
+
+
+async def test_a_name_of_any_length_is_not_found(tmp_path: Path) -> None:
+    server = GrpcServer(address=f"unix:{tmp_path}/s", service_names=[NAME])
+    async with open_channel(await server.start()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).Check(Check(service="x" * 100_000))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    await server.stop(0)

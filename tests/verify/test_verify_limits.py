@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from verify_service.main import _limits
+from verify_service.main import _limits, serve
 from verify_service.memory import Memory
 
 
@@ -18,3 +20,15 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
         _limits(options, Path("unused"), model, Memory(32, 16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("door", ["address", "metrics_address"])
+async def test_a_taken_port_is_told_before_the_model_is_loaded(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify_service.main._load", lambda options: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = VerifyOptions(
+            **{"address": "127.0.0.1:0", "metrics_address": "", door: f"127.0.0.1:{taken.getsockname()[1]}"}
+        )
+        option = "--" + door.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"{option}: cannot bind"):
+            await serve(options, asyncio.Event())

@@ -1,7 +1,7 @@
 """Stands in for a service: reports its addresses, says a few lines, ends on SIGTERM, or misbehaves as told.
 
-The environment variable FAKE_<NAME> chooses: broken, mute, stubborn, family; anything else behaves well. NAME is that
-of the socket or ready file.
+The environment variable FAKE_<NAME> chooses: broken, taken, mute, loading, stubborn, family; anything else behaves
+well. NAME is that of the socket or ready file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ def main() -> int:
     ready_file = Path(options["ready-file"])
     mode = os.environ.get(f"FAKE_{ready_file.stem.upper()}", "")
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else lambda *_: stopped.set())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode in ("stubborn", "loading") else lambda *_: stopped.set())
     print(f"hello from {ready_file.stem}, threads {os.environ['OMP_NUM_THREADS']}, process {os.getpid()}", flush=True)
     if mode == "broken":
         print("the flux is not compensated", file=sys.stderr, flush=True)
         return 3
+    if mode == "taken":
+        print("--metrics-address: cannot bind 127.0.0.1:1: Address already in use", file=sys.stderr, flush=True)
+        return 2
     if mode == "family":
         grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         print(f"grandchild {grandchild.pid}", flush=True)
-    if mode != "mute":
+    if mode not in ("mute", "loading"):
         addresses = {
             key.replace("-", "_"): options[key].replace(":0", ":4711")
             for key in ("address", "metrics-address", "rest-address")
