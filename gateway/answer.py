@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.events import Delta, FinishReason, Token, Usage, VerifyChunk
+from gateway.events import Delta, Token, Usage, VerifyChunk
 from gateway.request import Job
 from gateway.stop import StopMatcher
 from gateway.tokenizer import Tokenizer
+from outrider.tokens import FinishReason
 
 
 class Answer:

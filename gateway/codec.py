@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from gateway.admission import ServedModel
-from gateway.events import Delta, TokenLogprobs, Usage
+from gateway.events import Delta, Usage
 from gateway.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from gateway.request import GenerateRequest
 from gateway.validation import validate
 from outrider.errors import InvalidRequestError
+from outrider.tokens import TokenLogprobs
 from outrider.v1 import common_pb2, gateway_pb2
 
 _SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}

@@ -4,32 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-
-class TokenOrigin(IntEnum):
-    """Where a committed token came from; numbers as in common.proto."""
-
-    UNSPECIFIED = 0
-    ACCEPTED = 1
-    BONUS = 2
-    PLAIN = 3
-
-
-class FinishReason(IntEnum):
-    """Why an answer ended; numbers as in common.proto."""
-
-    STOP = 1
-    LENGTH = 2
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural-log probabilities at one committed token, under the raw distribution."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """(token id, log-probability), likeliest first."""
+from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)

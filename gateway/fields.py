@@ -109,7 +109,7 @@ class SamplingFields(StrictModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="Subtracted from a token's logit for each time that the output holds it."
     )
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = Field(
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = Field(
         None, description="Divides positive and multiplies negative logits of tokens in prompt or output."
     )
     logit_bias: LogitBias | None = Field(None, description="Token id to a number added to its logit.")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from gateway.events import Delta, FinishReason, VerifyChunk
+from gateway.events import Delta, VerifyChunk
 from gateway.gate import Gate
 from gateway.replica import ReplicaState
 from gateway.request import Job
 from gateway.router import Router
+from outrider.tokens import FinishReason
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 LOAD_DEADLINE = 0.5

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.events import FinishReason, Round, TokenLogprobs, TokenOrigin, VerifyChunk
+from gateway.events import Round, VerifyChunk
 from gateway.request import Job
 from outrider.rpc.codec import encode_sampling
+from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
 from outrider.v1 import common_pb2, verify_pb2
 
 _ORIGINS = {int(origin): origin for origin in TokenOrigin}

@@ -24,9 +24,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 2.0),
+    "repetition_penalty": (0.01, 2.0),
 }
-_POSITIVE = ("top_p", "repetition_penalty")
+_POSITIVE = ("top_p",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gateway.admission import ServedModel
-from gateway.events import Delta, FinishReason, Token, Usage
+from gateway.events import Delta, Token, Usage
 from gateway.request import Job
 from gateway.rest.fields import StreamOptions
 from gateway.rest.logprobs import chat_logprobs, completion_logprobs
@@ -25,6 +25,7 @@ from gateway.rest.responses import (
     CompletionChoice,
     UsageBody,
 )
+from outrider.tokens import FinishReason
 
 
 @dataclass(slots=True)

@@ -39,7 +39,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default="", help="System message.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")
-    parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens.")
+    # Small models lose the thread at the API's default of 1.
+    parser.add_argument("--temperature", type=float, default=0.2, help="0 for the likeliest tokens. Default: 0.2.")
     parser.add_argument("--top-p", type=float, help="Keep the most likely tokens up to this probability.")
     parser.add_argument("--seed", type=whole_number(0, MAX_SEED), help="Makes sampling repeatable.")
     parser.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")

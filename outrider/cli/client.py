@@ -8,6 +8,7 @@ from enum import Enum
 
 import grpc
 
+from outrider.errors import UnavailableError
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -95,6 +96,11 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
     try:
         response = await stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
     except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
+            raise UnavailableError(
+                "no gateway answers at this address; give the gRPC door's (`outrider up` prints it, 127.0.0.1:50051 by "
+                f"default): {error.details()}"
+            ) from error
         raise error_from_rpc(error, "the gateway") from error
     return [(model.id, model.context_length) for model in response.models]
 

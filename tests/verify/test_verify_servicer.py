@@ -126,6 +126,7 @@ async def test_without_a_seed_answers_differ_and_with_one_they_do_not(model: Cau
         ({"sampling": common_pb2.SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
         ({"sampling": common_pb2.SamplingParams(top_p=0)}, "sampling.top_p"),
         ({"sampling": common_pb2.SamplingParams(min_p=1.5)}, "sampling.min_p"),
+        ({"sampling": common_pb2.SamplingParams(repetition_penalty=1e-300)}, "sampling.repetition_penalty"),
         ({"sampling": common_pb2.SamplingParams(num_logprobs=21)}, "sampling.num_logprobs"),
         ({"sampling": common_pb2.SamplingParams(logit_bias={VOCAB: 1.0})}, "sampling.logit_bias"),
         ({"sampling": common_pb2.SamplingParams(logit_bias={1: 101.0})}, "sampling.logit_bias"),
