@@ -17,15 +17,12 @@ from outrider import __version__
 from outrider.config.draft import DraftOptions
 from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.logs import get_logger
-from outrider.rpc.codec import decode_verify, encode_draft
+from outrider.rpc.codec import decode_verify, encode_draft, in_parts
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.messages import PROTOCOL_VERSION, Decline, DeclineReason, Hello, VerifyMessage
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 _logger = get_logger(__name__)
-
-_MAX_EVENTS_AT_ONCE = 256
-"""Events of a message that are decoded in one go; a message may hold millions."""
 
 _Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
 
@@ -120,8 +117,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await self._hand_over(session, batch)
 
     async def _hand_over(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
-        for start in range(0, len(batch.events), _MAX_EVENTS_AT_ONCE):
-            part = draft_pb2.DraftServiceSpeculateRequest(events=batch.events[start : start + _MAX_EVENTS_AT_ONCE])
+        for part in in_parts(batch):
             try:
                 messages = decode_verify(part)
             except InvalidRequestError:

@@ -30,6 +30,9 @@ from verify_service.request import Request
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
 
+PROMISE_NODES = 8
+"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
+
 
 class DraftPort(Protocol):
     """A session with one draft service. Methods must not block; `send` is called on the engine thread alone."""
@@ -153,9 +156,7 @@ class Drafts:
         """A session began; requests without a draft get this one."""
         calibrator = self._calibrators.setdefault(port.address, Calibrator())
         self.peers[port] = Peer(port, PeerHealth(self._clock), calibrator)
-        for link in self._links.values():
-            if link.peer is None:
-                self._assign(link)
+        self._assign_all()
 
     def disconnected(self, port: DraftPort) -> None:
         """A session ended, and with it the epochs of its trees."""
@@ -196,6 +197,9 @@ class Drafts:
             if peer.health.lost:
                 peer.health.restart()
                 peer.port.reset()
+        self._assign_all()
+
+    def _assign_all(self) -> None:
         for link in self._links.values():
             if link.peer is None:
                 self._assign(link)
@@ -247,10 +251,8 @@ class Drafts:
             link.gain += 0.2 * (self._promise(link) - link.gain)
 
     def _promise(self, link: Link) -> float:
-        """Tokens that the best 8 nodes of a tree are expected to have accepted."""
-        mirror = link.mirror
-        scores = np.sort(mirror.path_score[1 : mirror.num_nodes + 1])[::-1][:8]
-        return float(np.exp(scores).sum())
+        """Tokens that the best nodes of a tree are expected to have accepted."""
+        return float(np.exp(np.sort(link.mirror.path_scores)[::-1][:PROMISE_NODES]).sum())
 
     def _decline(self, peer: Peer, decline: Decline) -> None:
         link = peer.links.get(decline.request)

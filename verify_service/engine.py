@@ -21,7 +21,7 @@ from verify_service.hold import HoldPolicy
 from verify_service.memory import Memory
 from verify_service.request import Request, Update
 from verify_service.round import Entry, Result
-from verify_service.scheduler import Scheduler, path_scores
+from verify_service.scheduler import Scheduler
 
 log = get_logger(__name__)
 
@@ -213,7 +213,7 @@ class Engine:
             return 0.0
         num_extend = sum(entry.num_extend for entry in entries)
         while not self._stopping:
-            scores = np.concatenate([path_scores(link.mirror) for link in links])
+            scores = np.concatenate([link.mirror.path_scores for link in links])
             probs = np.exp(np.sort(scores)[::-1][: self.limits.max_nodes])
             seconds = self._hold.seconds(links, num_extend, sum(entry.samples for entry in entries), probs)
             if not seconds or time.monotonic() - start > self.limits.max_hold_seconds:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify_service.budget import Budget
-from verify_service.drafts import Link
+from verify_service.drafts import PROMISE_NODES, Link
 
 MIN_GAIN = 1.02
 """Holding must promise this much more tokens per second: estimates are no better than that."""
@@ -31,7 +31,7 @@ class HoldPolicy:
             return 0.0
         expected, seconds = self._budget.rate(num_extend, num_roots, probs)
         gain = sum(link.gain for link in awaited)
-        then = float(self._budget.cost.seconds(num_extend + min(8 * len(awaited), self._budget.max_nodes)))
+        then = float(self._budget.cost.seconds(num_extend + min(PROMISE_NODES * len(awaited), self._budget.max_nodes)))
         # A wait of w pays while (expected + gain) / (then + w) beats expected / seconds.
         pays = (expected + gain) * seconds / (expected * MIN_GAIN) - then
         typical = max(self._remaining(link, late=False) for link in awaited)

@@ -69,7 +69,7 @@ class Scheduler:
         chosen = self.candidates(entries)
         num_extend = sum(entry.num_extend for entry in entries)
         num_roots = sum(entry.samples for entry in entries)
-        picks = self._budget.choose(num_extend, num_roots, [path_scores(link.mirror) for _, link in chosen])
+        picks = self._budget.choose(num_extend, num_roots, [link.mirror.path_scores for _, link in chosen])
         for (entry, link), pick in zip(chosen, picks, strict=True):
             rows = pick + 1
             rows = rows[link.mirror.depth[rows] <= entry.request.draft_room]
@@ -112,11 +112,6 @@ class Scheduler:
         self._memory.release(request)
         self._drafts.pause(request)
         self.waiting.appendleft(request)
-
-
-def path_scores(mirror: TreeMirror) -> NDArray[np.float64]:
-    """Path scores of the nodes below the root, parents first, shape [num_nodes]."""
-    return mirror.path_score[1 : mirror.num_nodes + 1]
 
 
 def take_nodes(mirror: TreeMirror, rows: NDArray[np.int64]) -> Nodes:

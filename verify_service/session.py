@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -14,7 +13,7 @@ import numpy as np
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
-from outrider.rpc.codec import decode_draft, encode_verify
+from outrider.rpc.codec import decode_draft, encode_verify, in_parts
 from outrider.tree.messages import Commit, DraftMessage, Hello, VerifyMessage
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -24,8 +23,6 @@ HELLO_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 30.0
 MAX_QUEUED_MESSAGES = 4096
-MAX_EVENTS_AT_ONCE = 256
-"""A longer batch is decoded in parts, so that the streams of clients go on meanwhile."""
 
 SpeculateCall = grpc.aio.StreamStreamCall[
     draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
@@ -97,7 +94,7 @@ class DraftSession:
             if batch is None:
                 log.warning("draft %s sent bytes that are no message, dropped", self.address)
                 continue
-            for part in _parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
+            for part in in_parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
                 try:
                     events.draft_received(self, decode_draft(part))
                 except InvalidRequestError as error:
@@ -116,14 +113,6 @@ class DraftSession:
         self._queue.append(message)
 
 
-def _parts(batch: draft_pb2.DraftServiceSpeculateResponse) -> Iterator[draft_pb2.DraftServiceSpeculateResponse]:
-    if len(batch.events) <= MAX_EVENTS_AT_ONCE:
-        yield batch
-        return
-    for start in range(0, len(batch.events), MAX_EVENTS_AT_ONCE):
-        yield draft_pb2.DraftServiceSpeculateResponse(events=batch.events[start : start + MAX_EVENTS_AT_ONCE])
-
-
 class DraftDialer:
     """Keeps a session with one draft service open, again and again until cancelled."""
 
@@ -137,26 +126,25 @@ class DraftDialer:
     async def run(self) -> None:
         """Dial until cancelled."""
         while True:
+            state, pause = "connecting", RETRY_SECONDS
             try:
                 await self._converse()
-                self.state, pause = "connecting", RETRY_SECONDS
             except asyncio.CancelledError:
                 # A call that the other side or `reset` cancelled looks the same; only the task knows.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-                self.state, pause = "connecting", RETRY_SECONDS
             except ConfigError as error:
                 log.error("draft %s is refused: %s", self.address, error.message)
-                self.state, pause = "refused", REFUSED_SECONDS
+                state, pause = "refused", REFUSED_SECONDS
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
                 if self.state != "connecting":
                     log.warning("draft %s is away: %s", self.address, reason)
-                self.state, pause = "connecting", RETRY_SECONDS
             except Exception:
                 # Without this task speculation would never come back.
                 log.exception("the session with draft %s failed", self.address)
-                self.state, pause = "connecting", REFUSED_SECONDS
+                pause = REFUSED_SECONDS
+            self.state = state
             await asyncio.sleep(pause)
 
     async def _converse(self) -> None:

@@ -79,13 +79,7 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         yield arguments.connect, os.environ.get("OUTRIDER_API_KEY", "")
         return
     display = StartDisplay(console)
-    cluster = make_cluster(
-        parse_service_options(arguments),
-        fixed_ports=False,
-        supervise=True,
-        on_line=display,
-        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
-    )
+    cluster = make_cluster(parse_service_options(arguments), console, display, fixed_ports=False, supervise=True)
     with display.started(cluster):
         yield cluster.gateway_address, cluster.api_key
 

@@ -42,13 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all three services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
-    cluster = make_cluster(
-        parse_service_options(arguments),
-        fixed_ports=False,
-        supervise=False,
-        on_line=display,
-        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
-    )
+    cluster = make_cluster(parse_service_options(arguments), console, display, fixed_ports=False, supervise=False)
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)

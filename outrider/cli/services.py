@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
+
+from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import Cluster
@@ -15,15 +17,11 @@ from outrider.models.store import resolve_model
 
 
 def make_cluster(
-    options: Mapping[str, ServiceOptions],
-    *,
-    fixed_ports: bool,
-    supervise: bool,
-    on_line: LineSink | None,
-    on_event: Callable[[str], None],
+    options: Mapping[str, ServiceOptions], console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
 ) -> Cluster:
     """A cluster with these options, not started yet; its model is fetched first, with progress on stderr.
 
+    `on_line` takes the services' log lines; what befalls them is told on `console`.
     Raises ConfigError when there is no such model.
     """
     verify = cast(VerifyOptions, options["verify"])
@@ -35,5 +33,5 @@ def make_cluster(
         fixed_ports=fixed_ports,
         supervise=supervise,
         on_line=on_line,
-        on_event=on_event,
+        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
     )

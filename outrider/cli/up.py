@@ -24,13 +24,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the services, print where they are, and stay until interrupted."""
     console = make_console(color=not arguments.no_color)
-    cluster = make_cluster(
-        parse_service_options(arguments),
-        fixed_ports=not arguments.ephemeral,
-        supervise=True,
-        on_line=log_printer(console),
-        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
-    )
+    options = parse_service_options(arguments)
+    cluster = make_cluster(options, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True)
     try:
         with cluster:
             try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,11 @@ from outrider.v1 import common_pb2, draft_pb2
 
 MAX_NODES_PER_MESSAGE = 4096
 """A `Grow` with more nodes than this is malformed."""
+
+MAX_EVENTS_AT_ONCE = 256
+"""Events that are decoded in one go; a message may hold millions, and other streams wait meanwhile."""
+
+Batch = TypeVar("Batch", draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse)
 
 
 def encode_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -84,6 +89,15 @@ def decode_verify(batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyM
 def decode_draft(batch: draft_pb2.DraftServiceSpeculateResponse) -> list[DraftMessage]:
     """Raises InvalidRequestError for an array that is no array and for an event that this version does not know."""
     return [_decode_event(event, _DRAFT_DECODERS) for event in batch.events]
+
+
+def in_parts(batch: Batch) -> Iterator[Batch]:
+    """The batch in messages of at most `MAX_EVENTS_AT_ONCE` events; a short one, as nearly all are, as it is."""
+    if len(batch.events) <= MAX_EVENTS_AT_ONCE:
+        yield batch
+        return
+    for start in range(0, len(batch.events), MAX_EVENTS_AT_ONCE):
+        yield type(batch)(events=batch.events[start : start + MAX_EVENTS_AT_ONCE])
 
 
 def _encode_verify_event(message: VerifyMessage) -> draft_pb2.VerifyEvent:

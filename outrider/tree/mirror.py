@@ -90,6 +90,11 @@ class TreeMirror:
         """Nodes below the root that a round may take."""
         return 0 if self.num_unresolved else self.num_rows - 1
 
+    @property
+    def path_scores(self) -> NDArray[np.float64]:
+        """Calibrated path scores of the nodes that a round may take, parents first, shape [num_nodes]."""
+        return self.path_score[1 : self.num_nodes + 1]
+
     def insert(self, grow: Grow) -> int:
         """Take a message; returns how many nodes entered. What is illegal is dropped and counted in `dropped`."""
         count = len(grow.token_ids)

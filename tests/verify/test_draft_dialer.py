@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from outrider.rpc.codec import encode_draft
+from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, encode_draft
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.messages import PROTOCOL_VERSION, Commit, DraftMessage, Grow, Hello
 from outrider.v1 import draft_pb2
@@ -156,4 +156,4 @@ async def test_a_batch_of_very_many_events_is_taken_in_parts(tmp_path: Path) -> 
 
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: sum(map(len, events.batches)) == 1000)
-        assert max(map(len, events.batches)) <= session.MAX_EVENTS_AT_ONCE
+        assert max(map(len, events.batches)) <= MAX_EVENTS_AT_ONCE
