@@ -10,6 +10,9 @@ import pytest
 # Before anything loads torch: threads that spin while they wait would slow each other down on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before anything imports triton: without a GPU its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.rpc.codec import decode_sampling
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from outrider.v1 import verify_pb2
-from verify_service.request import Request, Update
+from verify_service.submission import Submission
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
@@ -38,7 +37,7 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     speculation: bool
 
-    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest, sink: Callable[[Update], None]) -> Request:
+    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Submission:
         """A request ready for the engine.
 
         Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
@@ -55,16 +54,13 @@ class Admission:
         params = decode_sampling(message.sampling, choice_index=message.choice_index, fresh_seed=fresh_seed)
         check_sampling(params, self.vocab_size)
         eos = () if message.ignore_eos else self.eos_token_ids
-        return Request(
+        return Submission(
             request_id=message.request_id,
             tokens=prompt,
-            prompt_len=len(prompt),
             sampling=params,
-            sampler=RequestSampler(params, prompt, self.vocab_size),
             max_tokens=min(message.max_tokens, self.context_length - len(prompt)),
             stop_ids=frozenset(message.stop_token_ids) | frozenset(eos),
             speculate=self.speculation and not message.disable_speculation,
-            sink=sink,
         )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:

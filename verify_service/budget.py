@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,84 +15,148 @@ _LEARN = 0.05
 _HYSTERESIS = 1.02
 
 
+def _as_it_is(num_tokens: int) -> int:
+    return num_tokens
+
+
 class CostModel:
     """t(M): seconds of a round of M tokens, host work included. Measured at start, followed while serving."""
 
-    def __init__(self, seconds: Sequence[float], widths: Sequence[int] = WIDTHS) -> None:
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        widths: Sequence[int] = WIDTHS,
+        width_of: Callable[[int], int] = _as_it_is,
+    ) -> None:
+        """`width_of`: tokens that a round of so many is padded to, and costs the time of."""
         self._widths = np.array(widths, np.float64)
+        self._width_of = width_of
         # More tokens never cost less; a dip is noise that would draw rounds to it.
         self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
+        self._padded: NDArray[np.int64] = np.empty(0, np.int64)
+        self._curve: NDArray[np.float64] = np.empty(0)
 
     @classmethod
-    def measured(cls, measure: Callable[[int], float]) -> CostModel:
+    def measured(
+        cls,
+        measure: Callable[[int], float],
+        widths: Sequence[int] = WIDTHS,
+        width_of: Callable[[int], int] = _as_it_is,
+    ) -> CostModel:
         """Times every width once with `measure`."""
-        return cls([measure(width) for width in WIDTHS])
+        return cls([measure(width) for width in widths], widths, width_of)
 
-    def seconds(self, tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
-        """t at each token count; past the last width it grows as it did between the last two."""
-        tokens = np.asarray(tokens, np.float64)
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
-        beyond = np.maximum(tokens - self._widths[-1], 0.0) * slope
-        result: NDArray[np.float64] = np.interp(tokens, self._widths, self._seconds) + beyond
-        return result
+    def width(self, tokens: int) -> int:
+        """Tokens that a round of so many is padded to."""
+        return int(self._padded[tokens]) if tokens < len(self._padded) else max(self._width_of(tokens), tokens)
+
+    def counts(self, width: int) -> range:
+        """Token counts, as far as `curve` has been asked for, that are padded to `width`."""
+        return range(int(self._padded.searchsorted(width)), int(self._padded.searchsorted(width, side="right")))
+
+    def curve(self, tokens: int, count: int) -> NDArray[np.float64]:
+        """t of `tokens`, `tokens` + 1, ... [count]; not to be changed."""
+        if tokens + count > len(self._curve):
+            self.prepare(2 * (tokens + count))
+        return self._curve[tokens : tokens + count]
+
+    def seconds(self, tokens: int) -> float:
+        """t of a round of so many tokens; past the last width it grows as it did between the last two."""
+        return float(self._between(np.array([self.width(tokens)]))[0])
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Follow a round's wall time: the level of the whole curve, and the shape near this width."""
-        ratio = float(np.clip(seconds / float(self.seconds(tokens)), 0.5, 2.0))
-        near = np.exp(-np.abs(np.log2(self._widths / max(tokens, 1))))
+        width = max(self.width(tokens), 1)
+        ratio = min(max(seconds / self.seconds(tokens), 0.5), 2.0)
+        near = np.exp(-np.abs(np.log2(self._widths / width)))
         self._seconds *= ratio ** (_LEARN * (0.5 + 0.5 * near))
         self._seconds = np.maximum.accumulate(self._seconds)
+        self._curve = self._between(self._padded)
+
+    def prepare(self, most_tokens: int) -> None:
+        """Work out t up to so many tokens, so that `curve` need not."""
+        if most_tokens > len(self._padded):
+            self._padded = np.array([max(self._width_of(tokens), tokens) for tokens in range(most_tokens)])
+            self._curve = self._between(self._padded)
 
     def table(self) -> dict[int, float]:
         """Width to seconds, as known now."""
         return {int(width): float(value) for width, value in zip(self._widths, self._seconds, strict=True)}
 
+    def _between(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
+        slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
+        beyond = np.maximum(widths - self._widths[-1], 0.0) * slope
+        result: NDArray[np.float64] = np.interp(widths, self._widths, self._seconds) + beyond
+        return result
+
+
+class Choice(NamedTuple):
+    """Nodes that a round takes, and what it is worth with them."""
+
+    taken: NDArray[np.int64]
+    """Indices, ascending."""
+    expected: float
+    """Tokens that it is expected to commit, over all requests."""
+    seconds: float
+    width: int
+    """Tokens that it is padded to; 0 without nodes."""
+
 
 class Budget:
-    """Picks the total number of nodes n that maximises expected committed tokens over t(roots + n)."""
+    """Picks the number of nodes n that maximises expected committed tokens over t(tokens + n)."""
 
     def __init__(self, cost: CostModel, max_nodes: int) -> None:
         self.cost = cost
         self.max_nodes = max_nodes
-        self._last = 0
+        self._last_width = 0
 
     def choose(
-        self, num_extend: int, num_roots: int, log_probs: Sequence[NDArray[np.float64]]
-    ) -> list[NDArray[np.int64]]:
+        self,
+        num_tokens: int,
+        num_roots: int,
+        log_probs: NDArray[np.float64],
+        most: int | None = None,
+        beside: float = 0.0,
+    ) -> Choice:
         """Which nodes a round takes.
 
-        `num_extend` tokens are computed anyway, `num_roots` of them are roots that commit one token each for certain.
-        `log_probs[r]`, shape [N_r], are the path scores of request r's nodes, parents first. Returns the indices
-        taken for each request, ascending, and always with their parents: a path's score never rises from parent to
-        child and ties go to the lower index.
+        `num_tokens` tokens are computed anyway, `num_roots` of them are roots that commit one token each for certain.
+        `log_probs` [N] are path scores of all requests' nodes: one that is taken comes with its parents, because a
+        path's score never rises from parent to child, parents come first and ties go to the lower index. At most
+        `most` nodes are taken, and none with -inf. `beside`: seconds that the round takes for other things.
         """
-        flat = np.concatenate([np.empty(0), *log_probs])
-        order = np.argsort(-flat, kind="stable")[: self.max_nodes]
-        count = self._count(num_extend, num_roots, np.exp(flat[order]))
-        taken = np.sort(order[:count])
-        bounds = np.cumsum([0, *(len(scores) for scores in log_probs)])
-        cuts = np.searchsorted(taken, bounds)
-        return [taken[cuts[i] : cuts[i + 1]] - bounds[i] for i in range(len(log_probs))]
-
-    def rate(self, num_extend: int, num_roots: int, probs: NDArray[np.float64]) -> tuple[float, float]:
-        """Expected tokens and seconds of the best round with nodes of these path probabilities, descending."""
-        expected, seconds = self._curves(num_extend, num_roots, probs)
-        best = int(np.argmax(expected / seconds))
-        return float(expected[best]), float(seconds[best])
-
-    def _curves(
-        self, num_extend: int, num_roots: int, probs: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        expected = num_roots + np.concatenate([[0.0], np.cumsum(probs)])
-        seconds = self.cost.seconds(num_extend + np.arange(len(expected)))
-        return expected, seconds
-
-    def _count(self, num_extend: int, num_roots: int, probs: NDArray[np.float64]) -> int:
-        expected, seconds = self._curves(num_extend, num_roots, probs)
+        limit = self.max_nodes if most is None else max(min(most, self.max_nodes), 0)
+        order = (-log_probs).argsort(kind="stable")[:limit]
+        probs = np.exp(log_probs[order])
+        expected = np.empty(len(order) + 1)
+        expected[0] = 0.0
+        probs.cumsum(out=expected[1:])
+        expected += num_roots
+        seconds = self.cost.curve(num_tokens, len(expected))
+        if beside:
+            seconds = seconds + beside
         rate = expected / seconds
-        best = int(np.argmax(rate))
-        # Jumping between widths for a gain inside the noise of t would only stir the estimates.
-        if self._last < len(rate) and rate[self._last] * _HYSTERESIS >= rate[best] and self._last:
-            best = self._last
-        self._last = best
+        best = self._steady(num_tokens, rate)
+        while best and not probs[best - 1]:
+            best -= 1
+        width = self.cost.width(num_tokens + best) if best else 0
+        return Choice(np.sort(order[:best]), float(expected[best]), float(seconds[best]), width)
+
+    def took(self, choice: Choice) -> None:
+        """A round was run with this choice; the next one departs from its width only for more than noise."""
+        self._last_width = choice.width
+
+    def _steady(self, num_tokens: int, rate: NDArray[np.float64]) -> int:
+        """The number of nodes with the best rate, or the best one of the last round's width if that is about as good.
+
+        Jumping between widths for a gain inside the noise of t would only stir the estimates.
+        """
+        best = int(rate.argmax())
+        if self._last_width and self.cost.width(num_tokens + best) != self._last_width:
+            same = self.cost.counts(self._last_width)
+            first, end = max(same.start - num_tokens, 1), same.stop - num_tokens
+            if first < min(end, len(rate)):
+                kept = first + int(rate[first:end].argmax())
+                if rate[kept] * _HYSTERESIS >= rate[best]:
+                    best = kept
         return best

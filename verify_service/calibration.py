@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +38,18 @@ class Calibrator:
         shifted: NDArray[np.float64] = scores + self._shift[sources, np.searchsorted(_EDGES, scores)]
         return np.minimum(shifted, _CEILING)
 
-    def observe(self, observations: Iterable[Observation]) -> None:
+    def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from children of committed tokens."""
-        for seen in observations:
-            bins = np.searchsorted(_EDGES, seen.scores)
-            np.add.at(self._promised, (seen.sources, bins), np.exp(seen.scores))
-            np.add.at(self._hits, (seen.sources, bins), seen.hits)
-            np.add.at(self._seen, (seen.sources, bins), 1.0)
-            self._refresh(np.unique(seen.sources))
+        if not observations:
+            return
+        scores = np.array([seen.score for seen in observations], np.float32)
+        sources = np.array([seen.source for seen in observations], np.uint8)
+        hits = [seen.hit for seen in observations]
+        place = (sources, np.searchsorted(_EDGES, scores))
+        np.add.at(self._promised, place, np.exp(scores))
+        np.add.at(self._hits, place, hits)
+        np.add.at(self._seen, place, 1.0)
+        self._refresh(np.unique(sources))
 
     def _refresh(self, sources: NDArray[np.uint8]) -> None:
         fade = np.minimum(1.0, _MEMORY / np.maximum(self._seen[sources], 1.0))

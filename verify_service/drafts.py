@@ -22,7 +22,7 @@ from outrider.tree.messages import (
     Resume,
     VerifyMessage,
 )
-from outrider.tree.mirror import TreeMirror, token_array
+from outrider.tree.mirror import Observation, TreeMirror, token_array
 from verify_service.calibration import Calibrator
 from verify_service.health import PeerHealth
 from verify_service.request import Request
@@ -106,19 +106,23 @@ class Drafts:
             self._links[request] = Link(request, mirror, credit=self._max_nodes // 4)
             self._assign(self._links[request])
 
-    def committed(self, request: Request, num_tokens: int, credit: int) -> None:
-        """The request's last `num_tokens` tokens were committed just now."""
+    def committed(self, request: Request) -> None:
+        """Tokens were committed: re-root the tree. All else that follows from it can wait for `report`."""
+        link = self._links.get(request)
+        if link is not None:
+            link.mirror.commit()
+            link.awaited = link.peer is not None and not link.mirror.num_nodes
+
+    def report(self, request: Request, num_tokens: int, credit: int) -> None:
+        """Tell the draft of the request's last `num_tokens` tokens, which `committed` has followed."""
         link = self._links.get(request)
         if link is None:
             return
-        mirror = link.mirror
-        mirror.commit()
-        self._learn(link)
         if link.peer is None:
             self._assign(link)
             return
+        mirror = link.mirror
         link.credit = credit
-        link.awaited = mirror.num_nodes == 0
         link.peer.health.sent(link.number, request.committed_len)
         message = Commit(
             request=link.number,
@@ -188,6 +192,11 @@ class Drafts:
                 peer.port.send(peer.outbox)
                 peer.outbox = []
 
+    def learn(self) -> None:
+        """Learn from what was committed and received; it may wait until there is time."""
+        for peer in self.peers.values():
+            self._learn(peer, peer.links.values())
+
     def attend(self) -> None:
         """Reset sessions that answer nothing any more, and find drafts for requests that have none.
 
@@ -228,8 +237,8 @@ class Drafts:
             peer.outbox.append(Pause(link.number))
 
     def _detach(self, link: Link, tell: bool) -> None:
-        self._learn(link)
         if link.peer is not None:
+            self._learn(link.peer, [link])
             link.peer.links.pop(link.number, None)
             link.peer.health.forget(link.number)
             if tell:
@@ -244,7 +253,6 @@ class Drafts:
             self.dropped["closed"] += len(grow.token_ids)
             return
         link.mirror.insert(grow)
-        self._learn(link)
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.awaited and link.mirror.acked_len == link.request.committed_len:
             link.awaited = False
@@ -252,7 +260,7 @@ class Drafts:
 
     def _promise(self, link: Link) -> float:
         """Tokens that the best nodes of a tree are expected to have accepted."""
-        return float(np.exp(np.sort(link.mirror.path_scores)[::-1][:PROMISE_NODES]).sum())
+        return float(np.exp(np.sort(link.mirror.log_probs)[::-1][:PROMISE_NODES]).sum())
 
     def _decline(self, peer: Peer, decline: Decline) -> None:
         link = peer.links.get(decline.request)
@@ -268,11 +276,11 @@ class Drafts:
                 link.retry_at = self._clock() + REOPEN_SECONDS
         self._assign(link)
 
-    def _learn(self, link: Link) -> None:
-        mirror = link.mirror
-        if mirror.observations and link.peer is not None:
-            link.peer.calibrator.observe(mirror.observations)
-        mirror.observations.clear()
-        if mirror.dropped:
-            self.dropped.update(mirror.dropped)
-            mirror.dropped.clear()
+    def _learn(self, peer: Peer, links: Iterable[Link]) -> None:
+        seen: list[Observation] = []
+        for link in links:
+            seen += link.mirror.take_observations()
+            if link.mirror.dropped:
+                self.dropped.update(link.mirror.dropped)
+                link.mirror.dropped.clear()
+        peer.calibrator.observe(seen)

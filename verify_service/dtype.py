@@ -1,4 +1,4 @@
-"""Which number format runs fastest on this CPU."""
+"""Which number format the model runs in."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ log = get_logger(__name__)
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    """The torch dtype for "float32", "bfloat16" or "auto".
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-    "auto" takes bfloat16 where the CPU has instructions for it and a matrix-vector product proves faster with it;
-    bfloat16 without such instructions is emulated, and slower than float32.
+
+def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str = "") -> torch.dtype:
+    """The torch dtype for "float32", "bfloat16", "float16" or "auto".
+
+    "auto" takes the half format of the `checkpoint` on a GPU, bfloat16 if it has none. On a CPU it takes bfloat16 where
+    there are instructions for it and a matrix-vector product proves faster with it; bfloat16 without such
+    instructions is emulated, and slower than float32.
     """
     if name != "auto":
-        return torch.float32 if name == "float32" else torch.bfloat16
+        return _DTYPES[name]
+    if device is not None and device.type != "cpu":
+        return torch.float16 if checkpoint == "float16" else torch.bfloat16
     if not _BF16_FLAGS & _cpu_flags():
         log.info("dtype float32: this CPU has no bfloat16 instructions")
         return torch.float32

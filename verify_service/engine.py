@@ -1,108 +1,141 @@
-"""The engine: one thread that owns model, pages, trees and requests, and turns rounds into committed tokens."""
+"""The engine: it owns model, pages, trees and requests, and turns rounds into committed tokens."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
-
-import numpy as np
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
-from outrider.tokens import TokenOrigin
 from outrider.tree.messages import DraftMessage, Grow
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import DraftPort, Drafts
 from verify_service.hold import HoldPolicy
+from verify_service.inbox import Inbox, ThreadInbox
+from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
-from verify_service.request import Request, Update
-from verify_service.round import Entry, Result
-from verify_service.scheduler import Scheduler
+from verify_service.outcome import Commit, RoundDone
+from verify_service.request import Request
+from verify_service.round import Entry, Executor, Pending, Result
+from verify_service.scheduler import Offer, Scheduler
+from verify_service.submission import Update
 
 log = get_logger(__name__)
 
 _IDLE_SECONDS = 0.25
 """How often an engine without requests looks after its peers."""
 
+_SLEEP_SHARE = 0.75
+"""Part of a round's expected time after which the engine looks for its end without sleeping."""
+
+_REHEARSAL_SECONDS = 2.5e-4
+"""How often the choice of nodes is rehearsed then. After 5 ms without it its code took 5 times as long as when warm."""
+
 _MAX_UNREAD = 65536
 """Nodes of one draft, and 16 for each message, that may lie unread in the inbox: about 0.1 s of work."""
 
 
-class Executor(Protocol):
-    """Runs a round's forward, sampling walk and KV compaction."""
-
-    def run(self, entries: Sequence[Entry]) -> list[Result]:
-        """Results in the order of the entries."""
-
-
 class Observer(Protocol):
-    """Is told of every round, on the engine thread."""
+    """Is told of every round, on the engine's thread, while the next one runs."""
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], seconds: float, held: float) -> None:
-        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
+    def round(
+        self,
+        entries: Sequence[Entry],
+        updates: Sequence[Update],
+        seconds: float,
+        held: float,
+        gap: float | None = None,
+        gpu: float | None = None,
+    ) -> None:
+        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request.
 
+        `gap`: seconds that the device had nothing to do before it, holding aside; None after a pause. `gpu`: seconds
+        that the device worked on it; None where nobody measures.
+        """
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """What an engine is built for."""
-
-    vocab_size: int
-    context_length: int
-    max_running: int = 64
-    max_waiting: int = 1024
-    chunk_size: int = 256
-    """Prompt tokens computed in one round at most, over all requests."""
-    max_nodes: int = 64
-    """Tree nodes in one round at most, over all requests."""
-    max_hold_seconds: float = 0.02
+    def flush(self) -> None:
+        """All updates of a round were given out, or nothing is left to do."""
 
 
 class Engine:
-    """Runs rounds on a thread of its own. Other threads talk to it through `submit`, `cancel` and `draft_*` alone."""
+    """Runs rounds on one thread. Others talk to it through `submit`, `cancel`, `draft_*` and `ask` alone.
+
+    Between the end of a round and the launch of the next lies only what that launch needs: commit, plan, choice of
+    nodes. All that others are told, and all that others say, is dealt with while a round runs.
+    """
 
     def __init__(
-        self, executor: Executor, memory: Memory, cost: CostModel, limits: EngineLimits, observer: Observer
+        self,
+        executor: Executor,
+        memory: Memory,
+        cost: CostModel,
+        limits: EngineLimits,
+        observer: Observer,
+        inbox: Inbox | None = None,
     ) -> None:
         self.limits = limits
         self.memory = memory
         self.drafts = Drafts(limits.vocab_size, max_nodes=4 * max(limits.max_nodes, 16))
         self.budget = Budget(cost, limits.max_nodes)
-        self.scheduler = Scheduler(memory, self.drafts, self.budget, limits.max_running, limits.chunk_size)
+        self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget)
         self._hold = HoldPolicy(self.budget, limits.max_hold_seconds)
         self._executor = executor
         self._observer = observer
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._inbox = inbox if inbox is not None else ThreadInbox()
+        self._lock = threading.Lock()
         self._stopping = False
         self._num_submitted = 0
         self._unfinished: set[Request] = set()
         self._unread: Counter[DraftPort] = Counter()
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._done: RoundDone | None = None
+        self._ended_at: float | None = None
+        self._prefilled = False
+        self._alive = False
+        self._thread: threading.Thread | None = None
+        cost.prepare(limits.max_running + limits.max_nodes + 1)
 
     def start(self) -> None:
-        """Begin to run rounds."""
+        """Begin to run rounds on a thread of its own."""
+        self._alive = True
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
+    def run(self) -> None:
+        """Run rounds on the calling thread until `stop`; unfinished requests get UnavailableError."""
+        self._alive = True
+        try:
+            while not self._stopping:
+                self._step()
+        except OutriderError as error:
+            log.exception("the engine failed; the service must be restarted")
+            self._abandon(error)
+        except Exception:
+            log.exception("the engine failed; the service must be restarted")
+            self._abandon(InternalError("the verify engine failed; the service restarts"))
+        else:
+            self._abandon(UnavailableError("the verify service stopped before the answer was complete"))
+        finally:
+            self._alive = False
+
     def stop(self) -> None:
-        """End the thread after the round in progress; unfinished requests get UnavailableError."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread.is_alive():
+        """End after the round in progress; waits for the thread that `start` made."""
+        self._stopping = True
+        self._inbox.post(lambda: None)
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs rounds. A thread that died takes the service with it."""
-        return self._thread.is_alive() and not self._stopping
+        """Whether rounds are run. An engine that died takes the service with it."""
+        return self._alive and not self._stopping
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
-        with self._wake:
+        with self._lock:
             if self._stopping:
                 raise UnavailableError("the verify service is stopping")
             if len(self._unfinished) >= self.limits.max_running + self.limits.max_waiting:
@@ -113,19 +146,19 @@ class Engine:
             self._num_submitted += 1
             request.arrival = self._num_submitted
             request.arrived_at = time.monotonic()
-            self._post(lambda: self.scheduler.add(request))
+            self._inbox.post(lambda: self.scheduler.add(request))
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
-        self._post(lambda: self._end(request))
+        self._inbox.post(lambda: self._cancel(request))
 
     def draft_connected(self, port: DraftPort) -> None:
         """A session with a draft service began."""
-        self._post(lambda: self.drafts.connected(port))
+        self._inbox.post(lambda: self.drafts.connected(port))
 
     def draft_disconnected(self, port: DraftPort) -> None:
         """A session with a draft service ended."""
-        self._post(lambda: self.drafts.disconnected(port))
+        self._inbox.post(lambda: self.drafts.disconnected(port))
 
     def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
@@ -134,150 +167,188 @@ class Engine:
         weight = sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
 
         def receive() -> None:
-            with self._wake:
+            with self._lock:
                 self._unread[port] -= weight
                 if not self._unread[port]:
                     del self._unread[port]
             self.drafts.receive(port, messages, arrived_at)
 
-        with self._wake:
+        with self._lock:
             flooded = self._unread[port] + weight > _MAX_UNREAD
             if not flooded:
                 self._unread[port] += weight
-                self._post(receive)
+                self._inbox.post(receive)
         if flooded:
             log.warning("draft %s floods the engine; its session is reset", port.address)
             port.reset()
 
     def ask(self, question: Callable[[], None]) -> None:
-        """Run something on the engine thread between two rounds."""
-        self._post(question)
-
-    def _post(self, action: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
-
-    def _main(self) -> None:
-        try:
-            while not self._stopping:
-                self._take_inbox(wait=None if self._busy else _IDLE_SECONDS)
-                self.drafts.attend()
-                if self._busy:
-                    self._step()
-                self.drafts.flush()
-        except Exception:
-            log.exception("the engine failed; the service must be restarted")
-            self._abandon(InternalError("the verify engine failed; the service restarts"))
-        else:
-            self._abandon(UnavailableError("the verify service stopped before the answer was complete"))
-
-    @property
-    def _busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
-
-    def _take_inbox(self, wait: float | None) -> bool:
-        """Do what other threads posted, after waiting for it up to `wait` seconds; whether there was anything."""
-        with self._wake:
-            if wait is not None and not self._inbox and not self._stopping:
-                self._wake.wait(wait)
-            count = len(self._inbox)
-        for _ in range(count):
-            self._inbox.popleft()()
-        return bool(count)
+        """Run something on the engine's thread between two rounds."""
+        self._inbox.post(question)
 
     def _step(self) -> None:
+        """One round, or a wait for something to do."""
         entries = self.scheduler.plan()
-        if not entries:
+        held = 0.0
+        if entries:
+            entries, held = self._choose(entries)
+        if entries:
+            self._round(entries, held)
             return
-        held = self._hold_round(entries)
-        entries = [entry for entry in entries if not entry.request.finished]
-        if not entries:
-            return
-        self.scheduler.add_nodes(entries)
-        start = time.monotonic()
-        results = self._executor.run(entries)
-        seconds = time.monotonic() - start
-        if sum(entry.num_extend for entry in entries) == len(entries):
-            self.budget.cost.observe(sum(entry.num_tokens for entry in entries), seconds)
-        updates = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
-        self._observer.round(entries, updates, seconds, held)
+        self._ended_at = None
+        self._catch_up()
+        busy = self.scheduler.running or self.scheduler.waiting
+        self._take_inbox(None if busy else _IDLE_SECONDS)
+        self._attend()
+        self._observer.flush()
 
-    def _hold_round(self, entries: Sequence[Entry]) -> float:
-        """Wait for drafts as long as that pays; returns the seconds spent."""
-        start = time.monotonic()
-        self.drafts.flush()
-        useful = [entry.request for entry in entries if entry.samples and entry.request.draft_room]
-        links = [link for request in useful if (link := self.drafts.link(request)) is not None]
-        if not links:
-            return 0.0
-        num_extend = sum(entry.num_extend for entry in entries)
-        while not self._stopping:
-            scores = np.concatenate([link.mirror.path_scores for link in links])
-            probs = np.exp(np.sort(scores)[::-1][: self.limits.max_nodes])
-            seconds = self._hold.seconds(links, num_extend, sum(entry.samples for entry in entries), probs)
-            if not seconds or time.monotonic() - start > self.limits.max_hold_seconds:
-                break
-            self._take_inbox(wait=seconds)
-        return time.monotonic() - start
+    def _choose(self, entries: list[Entry]) -> tuple[list[Entry], float]:
+        """Add tree nodes to a planned round, holding it for drafts as long as that pays.
 
-    def _commit(self, entry: Entry, result: Result) -> Update:
-        """Commit what may be committed of a result; returns what the request was told."""
+        Returns the entries whose requests have not ended meanwhile, and the seconds spent holding.
+        """
+        offer = self.scheduler.choose(entries)
+        held = 0.0
+        if offer.awaited:
+            start = time.monotonic()
+            while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
+                # A draft cannot answer what it has not been told.
+                self._catch_up()
+                self._take_inbox(seconds)
+                entries = [entry for entry in entries if not entry.request.finished]
+                offer = self.scheduler.choose(entries)
+                held = time.monotonic() - start
+        self.scheduler.take(offer)
+        return entries, held
+
+    def _hold_seconds(self, offer: Offer) -> float:
+        choice = offer.choice
+        return self._hold.seconds(offer.awaited, offer.num_tokens, choice.expected, choice.seconds, offer.beside)
+
+    def _round(self, entries: Sequence[Entry], held: float) -> None:
+        """Run a round and commit what it brings; what others are to know of it waits for `_catch_up`."""
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        prefills = any(entry.num_extend > 1 for entry in entries)
+        start = time.monotonic()
+        pending = self._executor.launch(entries)
+        self._catch_up()
+        self._take_inbox(None)
+        self._attend()
+        self._watch(pending, entries, start + _SLEEP_SHARE * self.budget.cost.seconds(num_tokens))
+        results = pending.wait()
+        end = time.monotonic()
+        if self._take_inbox(None):
+            self._attend()
+        commits = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
+        gap = None if self._ended_at is None else start - self._ended_at - held
+        self._done = RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap)
+        self._ended_at = end
+
+    def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:
+        """Deal with what comes in until the round has ended."""
+        rehearse_at = sleep_until
+        while not pending.done():
+            now = time.monotonic()
+            if self._take_inbox(sleep_until - now if sleep_until > now else None):
+                self._attend()
+            elif now >= rehearse_at:
+                self.scheduler.rehearse(entries)
+                rehearse_at = now + _REHEARSAL_SECONDS
+
+    def _commit(self, entry: Entry, result: Result) -> Commit | None:
+        """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
         request = entry.request
+        if request.finished:
+            return None
+        tokens: Sequence[int] = ()
+        finish = None
         if result.error is not None:
-            failed = Update(error=result.error)
-            self._end(request, failed)
-            return failed
-        if not entry.samples:
+            request.finished = True
+        elif not entry.samples:
             request.cached_len += entry.num_extend
-            return Update()
-        tokens, finish = request.cut(result.token_ids)
-        request.cached_len += entry.num_extend + len(tokens) - 1
-        request.tokens.extend(tokens)
-        request.sampler.commit(tokens)
-        own = TokenOrigin.BONUS if len(entry.nodes) else TokenOrigin.PLAIN
-        update = Update(
-            token_ids=tokens,
-            origins=[TokenOrigin.ACCEPTED if i < result.num_accepted else own for i in range(len(tokens))],
-            logprobs=result.logprobs[: len(tokens)],
-            num_draft_tokens=len(entry.nodes),
-            num_accepted_tokens=min(result.num_accepted, len(tokens)),
-            num_cached_prompt_tokens=request.num_cached_prompt_tokens or 0,
-            finish=finish,
-        )
-        if finish is None:
-            self.drafts.committed(request, len(tokens), self._credit())
-            request.sink(update)
         else:
-            self._end(request, update)
+            tokens, finish = request.cut(result.token_ids)
+            request.cached_len += entry.num_extend + len(tokens) - 1
+            request.tokens.extend(tokens)
+            request.finished = finish is not None
+            self.drafts.committed(request)
+        if request.finished:
+            self.scheduler.end(request)
+        return Commit(entry, result, tokens, finish)
+
+    def _catch_up(self) -> None:
+        """Tell drafts, clients and metrics of the last round, and learn from it. The inbox is never taken before."""
+        done, self._done = self._done, None
+        if done is None:
+            return
+        credit = self._credit()
+        for commit in done.commits:
+            if commit is not None and commit.tokens and not commit.entry.request.finished:
+                self.drafts.report(commit.entry.request, len(commit.tokens), credit)
+        self.drafts.flush()
+        updates = [self._tell(commit) for commit in done.commits]
+        self.scheduler.release_ended()
+        self._observer.round(done.entries, updates, done.seconds, done.held, done.gap, done.pending.gpu_seconds)
+        self._observer.flush()
+        self.drafts.learn()
+        # Behind a round with prefill the device may still be busy with it.
+        if not done.prefills and not self._prefilled:
+            self.budget.cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
+        self._prefilled = done.prefills
+
+    def _tell(self, commit: Commit | None) -> Update:
+        """Send a request what the round did for it, if anything."""
+        update = Update() if commit is None else commit.update()
+        if commit is not None and update.last:
+            with self._lock:
+                self._unfinished.discard(commit.entry.request)
+        if commit is not None and (update.token_ids or update.last):
+            commit.entry.request.sink(update)
         return update
+
+    def _take_inbox(self, timeout: float | None) -> bool:
+        """Do what others ask, after waiting for it up to `timeout` seconds; whether there was anything."""
+        actions = self._inbox.take(timeout)
+        for action in actions:
+            action()
+        return bool(actions)
+
+    def _attend(self) -> None:
+        """Look after drafts and the queue, once all that came in was taken."""
+        self.drafts.attend()
+        self.scheduler.admit()
+        self.drafts.flush()
 
     def _credit(self) -> int:
         """Live nodes that a request's draft may hold: four times its share of a round."""
         share = self.limits.max_nodes // max(len(self.scheduler.running), 1)
         return 4 * max(share, 4)
 
-    def _end(self, request: Request, update: Update | None = None) -> None:
-        if request.finished:
-            return
-        request.finished = True
-        try:
-            self.scheduler.remove(request)
-        finally:
-            with self._wake:
+    def _cancel(self, request: Request) -> None:
+        if not request.finished:
+            request.finished = True
+            with self._lock:
                 self._unfinished.discard(request)
-            if update is not None:
-                request.sink(update)
+            self.scheduler.end(request)
+            self.scheduler.release_ended()
 
     def _abandon(self, error: OutriderError) -> None:
-        with self._wake:
+        """Tell all unfinished requests how it ended."""
+        with self._lock:
             # From here on `submit` refuses, so that nobody comes behind those who are told.
             self._stopping = True
-            self._inbox.clear()
-            unfinished = sorted(self._unfinished, key=lambda request: request.arrival)
-        for request in unfinished:
-            try:
-                self._end(request, Update(error=error))
-            except Exception:
-                log.exception("request %s could not be ended cleanly", request.request_id)
-        self.drafts.flush()
+        self._in_any_case(self._catch_up)
+        for request in sorted(self._unfinished, key=lambda request: request.arrival):
+            request.finished = True
+            self.scheduler.end(request)
+            self._in_any_case(self.scheduler.release_ended)
+            self._in_any_case(partial(request.sink, Update(error=error)))
+        self._unfinished.clear()
+        self._in_any_case(self.drafts.flush)
+        self._in_any_case(self._observer.flush)
+
+    def _in_any_case(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            log.exception("the engine could not end cleanly")

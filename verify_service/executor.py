@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +11,9 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import OutriderError
 from outrider.models.base import CausalLM
+from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from outrider.tokens import TokenLogprobs
+from verify_service.request import Request
 from verify_service.round import Entry, Result
 
 
@@ -31,6 +33,42 @@ def entry_mask(entry: Entry) -> torch.Tensor | None:
     return mask
 
 
+class TorchRound:
+    """A round that runs when it is waited for."""
+
+    gap_seconds = None
+    gpu_seconds = None
+
+    def __init__(self, run: Callable[[], list[Result]]) -> None:
+        self._run = run
+
+    def done(self) -> bool:
+        """See Pending."""
+        return True
+
+    def wait(self) -> list[Result]:
+        """See Pending."""
+        return self._run()
+
+
+class _Part:
+    """An entry as it was when it was launched: its request may end and lose its pages before it is run."""
+
+    def __init__(self, entry: Entry, slots: torch.Tensor) -> None:
+        self.entry = entry
+        self.samples = entry.samples
+        self.num_extend = entry.num_extend
+        self.num_tokens = entry.num_tokens
+        self.end = entry.request.cached_len + entry.num_extend
+        """Position behind the committed tokens; nodes lie from here on."""
+        self.slots = slots
+
+    def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of accepted nodes, and where the committed order wants them."""
+        moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
+        return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
+
+
 class TorchExecutor:
     """Forward, sampling walk and KV compaction with plain torch operations.
 
@@ -38,33 +76,47 @@ class TorchExecutor:
     ties in the logits, which real text does not have.
     """
 
-    def __init__(self, model: CausalLM, num_slots: int) -> None:
+    def __init__(self, model: CausalLM, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
         self._model = model
-        self._kv = model.new_kv(num_slots)
+        self._rule = rule
+        self._page_size = page_size
+        self._kv = model.new_kv(num_pages * page_size)
         self._attention = TorchAttention()
+        self._slots: dict[Request, torch.Tensor] = {}
+
+    def launch(self, entries: Sequence[Entry]) -> TorchRound:
+        """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
+        parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]
+        batch = self._batch(parts)
+        return TorchRound(lambda: self._run(parts, batch))
+
+    def forget(self, request: Request) -> None:
+        """See Executor."""
+        self._slots.pop(request, None)
 
     @torch.inference_mode()
-    def run(self, entries: Sequence[Entry]) -> list[Result]:
-        """One forward over all entries. Page tables must cover every token; cached KV is compacted in place."""
-        hidden = self._model.forward(self._batch(entries), self._kv, self._attention)
+    def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:
+        """One forward over all entries; accepted KV is compacted in place."""
+        hidden = self._model.forward(batch, self._kv, self._attention)
         rows: list[int] = []
         first = 0
-        for entry in entries:
-            if entry.samples:
-                rows.extend(range(first + entry.num_extend - 1, first + entry.num_tokens))
-            first += entry.num_tokens
+        for part in parts:
+            if part.samples:
+                rows.extend(range(first + part.num_extend - 1, first + part.num_tokens))
+            first += part.num_tokens
         logits = self._model.logits(hidden if len(rows) == first else hidden[rows]) if rows else hidden
         results: list[Result] = []
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         row = 0
-        for entry in entries:
-            if not entry.samples:
+        for part in parts:
+            if not part.samples:
                 results.append(Result())
                 continue
-            result, accepted = self._walk(entry, logits[row : row + len(entry.nodes) + 1])
+            num_rows = part.num_tokens - part.num_extend + 1
+            result, accepted = self._walk(part.entry, logits[row : row + num_rows])
             results.append(result)
-            moves.append(self._moves(entry, accepted))
-            row += len(entry.nodes) + 1
+            moves.append(part.moves(accepted))
+            row += num_rows
         self._compact(moves)
         return results
 
@@ -84,51 +136,49 @@ class TorchExecutor:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    def _batch(self, entries: Sequence[Entry]) -> ForwardBatch:
+    def _slots_of(self, request: Request) -> torch.Tensor:
+        """KV slot of each position that the request's pages cover."""
+        known = self._slots.get(request)
+        if known is None or len(known) < len(request.pages) * self._page_size:
+            first = torch.tensor(request.pages) * self._page_size
+            known = (first[:, None] + torch.arange(self._page_size)).reshape(-1)
+            self._slots[request] = known
+        return known
+
+    def _batch(self, parts: Sequence[_Part]) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         segments = []
-        for entry in entries:
-            request, end = entry.request, entry.request.cached_len + entry.num_extend
-            token_ids += request.tokens[request.cached_len : end]
-            token_ids += entry.nodes.token_ids
-            positions += range(request.cached_len, end)
-            positions += [end - 1 + depth for depth in entry.nodes.depths]
-            slots = request.slots[: end + len(entry.nodes)]
-            segments.append(Segment(entry.num_tokens, slots, entry_mask(entry)))
+        for part in parts:
+            request, nodes = part.entry.request, part.entry.nodes
+            start, end = part.end - part.num_extend, part.end
+            token_ids += request.tokens[start:end]
+            token_ids += nodes.token_ids
+            positions += range(start, end)
+            positions += [end - 1 + depth for depth in nodes.depths]
+            segments.append(Segment(part.num_tokens, part.slots[: end + len(nodes)], entry_mask(part.entry)))
         return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
-        """Sample at the root and go on to the child that holds the token, as long as there is one."""
+        """Sample along a path from the root; the committed tokens and the accepted nodes."""
         request, nodes = entry.request, entry.nodes
-        below = {
-            (parent, token): i for i, (parent, token) in enumerate(zip(nodes.parents, nodes.token_ids, strict=True))
-        }
-        tokens: list[int] = []
+        sampler, num_logprobs = request.sampler, request.sampling.num_logprobs
         logprobs: list[TokenLogprobs] = []
-        accepted: list[int] = []
-        node: int | None = -1
+
+        def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int:
+            row, position = logits[node + 1], request.committed_len + len(path)
+            token = sampler.sample(row, path, position, children=children, rule=self._rule)
+            if num_logprobs is not None:
+                logprobs.append(TokenLogprobs(*sampler.logprobs(row, token, num_logprobs)))
+            return token
+
         try:
-            while node is not None:
-                row = logits[node + 1]
-                token = request.sampler.sample(row, tokens, request.committed_len + len(tokens))
-                if request.sampling.num_logprobs is not None:
-                    logprobs.append(TokenLogprobs(*request.sampler.logprobs(row, token, request.sampling.num_logprobs)))
-                tokens.append(token)
-                node = below.get((node, token))
-                if node is not None:
-                    accepted.append(node)
+            tokens, accepted = walk_tree(nodes.parents, nodes.token_ids, sample)
         except OutriderError as error:
             return Result(error=error), []
+        # Unless the engine cuts some off, and then the request ends with them.
+        request.sampler.commit(tokens)
         return Result(tokens, logprobs), accepted
-
-    def _moves(self, entry: Entry, accepted: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of accepted nodes, and where the committed order wants them."""
-        first = entry.request.cached_len + entry.num_extend
-        slots = entry.request.slots
-        moved = [(first + node, first + place) for place, node in enumerate(accepted) if node != place]
-        sources, targets = [source for source, _ in moved], [target for _, target in moved]
-        return slots[sources], slots[targets]
 
     def _compact(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         sources = torch.cat([source for source, _ in moves]) if moves else torch.empty(0)

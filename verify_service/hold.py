@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verify_service.budget import Budget
 from verify_service.drafts import PROMISE_NODES, Link
 
@@ -21,17 +18,20 @@ class HoldPolicy:
         self._budget = budget
         self._max_seconds = max_seconds
 
-    def seconds(self, links: Sequence[Link], num_extend: int, num_roots: int, probs: NDArray[np.float64]) -> float:
+    def seconds(
+        self, awaited: Sequence[Link], num_tokens: int, expected: float, seconds: float, beside: float = 0.0
+    ) -> float:
         """How long to wait at most, from now; 0 means not at all.
 
-        `links` are those of the round's requests, `probs` the path probabilities of the nodes at hand, descending.
+        `awaited` are links of the round that await an answer. The round computes `num_tokens` tokens before any nodes,
+        and as it stands is expected to commit `expected` tokens in `seconds`, `beside` of which go into other things.
         """
-        awaited = [link for link in links if link.awaited and link.peer is not None and link.peer.health.good]
+        awaited = [link for link in awaited if link.awaited and link.peer is not None and link.peer.health.good]
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
-        expected, seconds = self._budget.rate(num_extend, num_roots, probs)
         gain = sum(link.gain for link in awaited)
-        then = float(self._budget.cost.seconds(num_extend + min(PROMISE_NODES * len(awaited), self._budget.max_nodes)))
+        promised = min(PROMISE_NODES * len(awaited), self._budget.max_nodes)
+        then = self._budget.cost.seconds(num_tokens + promised) + beside
         # A wait of w pays while (expected + gain) / (then + w) beats expected / seconds.
         pays = (expected + gain) * seconds / (expected * MIN_GAIN) - then
         typical = max(self._remaining(link, late=False) for link in awaited)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from outrider.cache.pages import PagePool
 from outrider.cache.radix import RadixCache
 from verify_service.request import Request
@@ -16,11 +14,18 @@ class Memory:
     lie behind the committed tokens, in pages that only this request holds: shared pages are full of committed tokens.
     """
 
-    def __init__(self, num_pages: int, page_size: int, keep_prefixes: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, keep_prefixes: bool = True, share_generated: bool = True
+    ) -> None:
+        """`share_generated`: whether KV that decoding computed may serve as another prompt's, too.
+
+        If not, the prompt but for its last token, which is the first root, is all that the radix cache takes and gives.
+        """
         self.pool = PagePool(num_pages, page_size)
         self.radix = RadixCache(self.pool)
         self.page_size = page_size
         self._keep_prefixes = keep_prefixes
+        self._share_generated = share_generated
 
     @property
     def num_pages(self) -> int:
@@ -34,35 +39,40 @@ class Memory:
 
     def attach(self, request: Request) -> None:
         """Give a request the cached pages of its prefix; the root is never taken from the cache."""
-        pages = self.radix.match(request.tokens, max_length=request.committed_len - 1)
-        self._extend(request, pages)
+        pages = self.radix.match(request.tokens, self._shared(request, request.committed_len - 1))
+        request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
 
     def fits(self, length: int) -> bool:
         """Whether `length` positions could be had from free and evictable pages."""
-        return self._pages_for(length) <= self.pool.num_free + self.radix.num_evictable()
+        missing = self._pages_for(length) - self.pool.num_free
+        return missing <= 0 or missing <= self.radix.num_evictable()
 
     def reserve(self, request: Request, length: int) -> bool:
         """Make the request's pages cover `length` positions, evicting from the cache if need be."""
-        missing = self._pages_for(length) - len(request.pages)
+        missing = -(-length // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
-        if missing > self.pool.num_free:
-            self.radix.evict(missing - self.pool.num_free)
+        self.refill(missing)
         pages = self.pool.allocate(missing)
         if pages is None:
             return False
-        self._extend(request, pages)
+        request.pages.extend(pages)
         return True
+
+    def refill(self, num_pages: int) -> None:
+        """Have so many pages free, if evicting can bring it about: while a round runs, so that the next need not."""
+        if num_pages > self.pool.num_free:
+            self.radix.evict(num_pages - self.pool.num_free)
 
     def release(self, request: Request) -> None:
         """Take a request's pages; what is full of valid KV stays in the radix cache."""
         if request.pages:
-            num_full = request.cached_len // self.page_size if self._keep_prefixes else 0
+            valid = self._shared(request, request.cached_len) if self._keep_prefixes else 0
+            num_full = valid // self.page_size
             self.radix.insert(request.tokens[: num_full * self.page_size], request.pages[:num_full])
             self.pool.release(request.pages)
         request.pages = []
-        request.slots = request.slots[:0]
         request.cached_len = 0
 
     def check_integrity(self) -> None:
@@ -73,8 +83,6 @@ class Memory:
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _extend(self, request: Request, pages: list[int]) -> None:
-        request.pages.extend(pages)
-        first = torch.tensor(pages, dtype=torch.int64) * self.page_size
-        slots = (first[:, None] + torch.arange(self.page_size)).reshape(-1)
-        request.slots = torch.cat([request.slots, slots])
+    def _shared(self, request: Request, length: int) -> int:
+        """How many of the request's first `length` tokens may be in the radix cache."""
+        return length if self._share_generated else min(length, request.prompt_len - 1)

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from verify_service.engine import Engine
-from verify_service.request import Update
-from verify_service.round import Entry
+from verify_service.remote import RemoteEngine
 from verify_service.session import DraftDialer
+from verify_service.wire import RoundReport
 
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_GAP_BUCKETS = (0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 _NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64)
 _WINDOW_SECONDS = 5.0
 
@@ -38,6 +38,10 @@ class VerifyMetrics:
         )
         self._rounds = counter("rounds", "Rounds run.")
         self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
+        self._gap_seconds = histogram(
+            "host_gap_seconds", "Time on the host from the end of a round to the launch of the next.", _GAP_BUCKETS
+        )
+        self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _SECONDS_BUCKETS)
         self._round_nodes = histogram("round_draft_tokens", "Tree nodes in a round.", _NODES_BUCKETS)
         self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
         self._committed = counter("committed_tokens", "Tokens committed.")
@@ -49,26 +53,27 @@ class VerifyMetrics:
         self._num_rejected = 0
         self._recent: deque[tuple[float, int]] = deque()
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], seconds: float, held: float) -> None:
-        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
+    def observe(self, report: RoundReport) -> None:
+        """A round was run."""
+        accepted, committed = sum(report.accepted), sum(report.committed)
         self._rounds.inc()
-        self._round_seconds.observe(seconds)
-        self._hold_seconds.inc(held)
-        nodes = sum(len(entry.nodes) for entry in entries)
-        accepted = sum(update.num_accepted_tokens for update in updates)
-        committed = sum(len(update.token_ids) for update in updates)
-        self._round_nodes.observe(nodes)
-        self._draft_tokens.inc(nodes)
+        self._round_seconds.observe(report.seconds)
+        self._hold_seconds.inc(report.held)
+        if report.gap is not None:
+            self._gap_seconds.observe(report.gap)
+        if report.gpu is not None:
+            self._gpu_seconds.observe(report.gpu)
+        self._round_nodes.observe(report.num_nodes)
+        self._draft_tokens.inc(report.num_nodes)
         self._accepted.inc(accepted)
         self._committed.inc(committed)
-        self._num_rejected += nodes - accepted
-        self._prefilled.inc(sum(entry.num_extend for entry in entries if entry.num_extend > 1))
-        for update in updates:
-            if update.error is not None:
-                self._failed.inc()
-            elif update.token_ids:
-                self._accept_length.observe(len(update.token_ids))
-            for position in range(update.num_accepted_tokens):
+        self._num_rejected += report.num_nodes - accepted
+        self._prefilled.inc(report.num_prefilled)
+        self._failed.inc(report.num_failed)
+        for length in report.committed:
+            self._accept_length.observe(length)
+        for length in report.accepted:
+            for position in range(length):
                 self._accepted_at.labels(position).inc()
         self._recent.append((time.monotonic(), committed))
         self._forget_old()
@@ -76,22 +81,24 @@ class VerifyMetrics:
     @property
     def tokens_per_second(self) -> float:
         """Committed tokens per second over the last seconds."""
-        # Other threads ask: the engine's alone takes anything out, and two takers could take the same entry.
+        # Other threads ask: the event loop's alone takes anything out, and two takers could take the same entry.
         horizon = time.monotonic() - _WINDOW_SECONDS
         return sum(count for at, count in list(self._recent) if at >= horizon) / _WINDOW_SECONDS
 
-    def watch(self, engine: Engine, dialers: Sequence[DraftDialer]) -> None:
+    def watch(self, engine: RemoteEngine, dialers: Sequence[DraftDialer]) -> None:
         """Report this engine and its drafts too."""
 
         def gauge(name: str, text: str, value: Callable[[], float]) -> None:
             Gauge(f"outrider_verify_{name}", text, registry=self.registry).set_function(value)
 
-        gauge("running_requests", "Requests in rounds.", lambda: len(engine.scheduler.running))
-        gauge("waiting_requests", "Requests that wait for a place.", lambda: len(engine.scheduler.waiting))
-        gauge("kv_pages", "KV pages in all.", lambda: engine.memory.num_pages)
-        gauge("kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.memory.num_used)
+        gauge("running_requests", "Requests in rounds.", lambda: engine.num_running)
+        gauge("waiting_requests", "Requests that wait for a place.", lambda: engine.num_waiting)
+        gauge("kv_pages", "KV pages in all.", lambda: engine.snapshot.num_pages)
+        gauge(
+            "kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.snapshot.num_pages_used
+        )
         gauge("tokens_per_second", "Committed tokens per second, lately.", lambda: self.tokens_per_second)
-        gauge("healthy_drafts", "Draft services connected and answering.", lambda: num_healthy(engine))
+        gauge("healthy_drafts", "Draft services connected and answering.", lambda: engine.num_healthy)
         self.registry.register(_EngineCounts(engine, dialers, self))
 
     @property
@@ -105,15 +112,10 @@ class VerifyMetrics:
             self._recent.popleft()
 
 
-def num_healthy(engine: Engine) -> int:
-    """Draft services connected and answering."""
-    return sum(peer.health.good for peer in list(engine.drafts.peers.values()))
-
-
 class _EngineCounts(Collector):
     """Counts that engine and drafts keep themselves."""
 
-    def __init__(self, engine: Engine, dialers: Sequence[DraftDialer], metrics: VerifyMetrics) -> None:
+    def __init__(self, engine: RemoteEngine, dialers: Sequence[DraftDialer], metrics: VerifyMetrics) -> None:
         self._engine = engine
         self._dialers = dialers
         self._metrics = metrics
@@ -124,20 +126,20 @@ class _EngineCounts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family each."""
-        drafts = self._engine.drafts
+        snapshot = self._engine.snapshot
         wasted = CounterMetricFamily(
             "outrider_verify_wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", labels=["reason"]
         )
         wasted.add_metric(["rejected"], self._metrics.num_rejected)
-        for reason, count in dict(drafts.dropped).items():
+        for reason, count in snapshot.dropped.items():
             wasted.add_metric([reason], count)
         yield wasted
         declines = CounterMetricFamily("outrider_verify_declines", "Requests that drafts declined.", labels=["reason"])
-        for reason, count in dict(drafts.declined).items():
+        for reason, count in snapshot.declined.items():
             declines.add_metric([reason], count)
         yield declines
         preemptions = CounterMetricFamily("outrider_verify_preemptions", "Requests that gave up their pages.")
-        preemptions.add_metric([], self._engine.scheduler.num_preemptions)
+        preemptions.add_metric([], snapshot.num_preemptions)
         yield preemptions
         state = GaugeMetricFamily(
             "outrider_verify_draft_connected", "Whether a draft is connected.", labels=["address"]
@@ -147,11 +149,11 @@ class _EngineCounts(Collector):
         )
         for dialer in self._dialers:
             state.add_metric([dialer.address], dialer.state == "connected")
-        for peer in list(drafts.peers.values()):
-            answer.add_metric([peer.port.address], peer.health.typical)
+        for peer in snapshot.peers:
+            answer.add_metric([peer.address], peer.typical)
         yield state
         yield answer
         cost = GaugeMetricFamily("outrider_verify_round_cost_seconds", "t(M): a round of M tokens.", labels=["tokens"])
-        for width, seconds in self._engine.budget.cost.table().items():
+        for width, seconds in snapshot.cost.items():
             cost.add_metric([str(width)], seconds)
         yield cost

@@ -5,31 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from outrider.errors import OutriderError
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one round did for a request, or its end."""
-
-    token_ids: Sequence[int] = ()
-    origins: Sequence[TokenOrigin] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    finish: FinishReason | None = None
-    error: OutriderError | None = None
-
-    @property
-    def last(self) -> bool:
-        """Whether nothing follows."""
-        return self.finish is not None or self.error is not None
+from outrider.tokens import FinishReason
+from verify_service.submission import Update
 
 
 @dataclass(eq=False, slots=True)
@@ -59,8 +38,7 @@ class Request:
     num_cached_prompt_tokens: int | None = None
     """Prompt tokens that the radix cache had when the request was first admitted; None before that."""
     pages: list[int] = field(default_factory=list)
-    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """KV slot of each logical position that the pages cover, int64 [len(pages) * page_size]."""
+    """Page table: position p lies in page `pages[p // page_size]`."""
     finished: bool = False
 
     @property
@@ -76,12 +54,13 @@ class Request:
     @property
     def draft_room(self) -> int:
         """Draft tokens that a round may accept; the last place is the bonus token's."""
-        return self.max_tokens - self.num_output_tokens - 1
+        return self.max_tokens + self.prompt_len - len(self.tokens) - 1
 
-    def cut(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    def cut(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
         """The tokens of a round that may be committed, and why the answer ends with them if it does."""
-        room = self.max_tokens - self.num_output_tokens
-        for index, token in enumerate(token_ids[:room]):
-            if token in self.stop_ids:
-                return list(token_ids[: index + 1]), FinishReason.STOP
-        return list(token_ids[:room]), FinishReason.LENGTH if len(token_ids) >= room else None
+        room = self.draft_room + 1
+        if not self.stop_ids.isdisjoint(token_ids):
+            stop = next(index for index, token in enumerate(token_ids) if token in self.stop_ids)
+            if stop < room:
+                return token_ids[: stop + 1], FinishReason.STOP
+        return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.errors import OutriderError
 from outrider.tokens import TokenLogprobs
 from verify_service.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Nodes:
     """Tree nodes of one request in a round, parents first.
 
@@ -31,17 +32,17 @@ class Entry:
     """One request's part of a round.
 
     `num_extend` committed tokens from `cached_len` on are computed. When they reach the root (`samples`), the nodes
-    below it are verified and tokens are sampled; else this is a chunk of prefill.
+    below it are verified and tokens are sampled.
     """
 
     request: Request
     num_extend: int
     nodes: Nodes = field(default_factory=Nodes)
+    samples: bool = field(init=False)
+    """Whether the chunk reaches the root."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the root."""
-        return self.request.cached_len + self.num_extend == self.request.committed_len
+    def __post_init__(self) -> None:
+        self.samples = self.request.cached_len + self.num_extend == len(self.request.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -62,3 +63,42 @@ class Result:
     def num_accepted(self) -> int:
         """Accepted draft tokens."""
         return max(len(self.token_ids) - 1, 0)
+
+
+class Pending(Protocol):
+    """A round that was launched."""
+
+    @property
+    def gap_seconds(self) -> float | None:
+        """Time that the device had nothing to do before this round, once `wait` has returned.
+
+        None where nobody measures, or where other work lay between.
+        """
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """Time that the device worked on the round, once `wait` has returned; None where nobody measures."""
+
+    def done(self) -> bool:
+        """Whether `wait` has nothing left to wait for. Never blocks."""
+
+    def wait(self) -> list[Result]:
+        """Results in the order of the entries. An exception ends the engine."""
+
+
+class Executor(Protocol):
+    """Runs a round's forward, sampling walk and KV compaction. The engine has one round under way at a time."""
+
+    def launch(self, entries: Sequence[Entry]) -> Pending:
+        """Queue a round; returns before it has run.
+
+        Page tables cover every token of it. What entries and requests say is read here: between `launch` and `wait`
+        the engine takes messages in, which may end requests of the round.
+        """
+
+    def forget(self, request: Request) -> None:
+        """The request ended or gave up its pages, perhaps while a round with it is under way.
+
+        Whatever is kept for it may be reused by the next launch. A preempted request comes back with `cached_len` at
+        what the radix cache had.
+        """

@@ -3,86 +3,89 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from outrider.tree.mirror import TreeMirror
-from verify_service.budget import Budget
+from verify_service.budget import Budget, Choice
 from verify_service.drafts import Drafts, Link
+from verify_service.forest import Forest
+from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
 from verify_service.request import Request
-from verify_service.round import Entry, Nodes
+from verify_service.round import Entry
+
+
+class Offer(NamedTuple):
+    """The trees of a round, and which of their nodes pay."""
+
+    entries: Sequence[Entry]
+    """Those that have a tree, in the forest's order."""
+    forest: Forest
+    choice: Choice
+    awaited: Sequence[Link]
+    """Trees that a draft's answer may bring nodes for."""
+    num_tokens: int
+    """Tokens computed anyway, beside nodes."""
+    beside: float
+    """Seconds for prefill that is computed apart."""
 
 
 class Scheduler:
     """Continuous batching at round granularity: first come, first served; the youngest gives way.
 
     Requests move waiting -> running -> (preempted -> waiting ->) ended. A running request holds pages; a waiting one
-    holds none.
+    holds none. `plan`, `choose` and `take` lie between two rounds and are short; `release_ended` and `admit` can be
+    called while one runs.
     """
 
-    def __init__(self, memory: Memory, drafts: Drafts, budget: Budget, max_running: int, chunk_size: int) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        drafts: Drafts,
+        budget: Budget,
+        limits: EngineLimits,
+        forget: Callable[[Request], None],
+    ) -> None:
+        """`forget` is told of every request that gives up its pages."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._memory = memory
         self._drafts = drafts
         self._budget = budget
-        self._max_running = max_running
-        self._chunk_size = chunk_size
+        self._limits = limits
+        self._forget = forget
+        self._ended: list[Request] = []
+        self._turn = 0
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
         self.waiting.append(request)
 
-    def remove(self, request: Request) -> None:
-        """Take out an ended request, wherever it is, and free its pages at once."""
+    def end(self, request: Request) -> None:
+        """Take out a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
         if request in self.running:
             self.running.remove(request)
+            self._ended.append(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._memory.release(request)
-        self._drafts.close(request)
+            self._ended.append(request)
 
-    def plan(self) -> list[Entry]:
-        """Admit what fits and lay out the next round, without tree nodes. Pages cover every token of it."""
-        self._admit()
-        entries: list[Entry] = []
-        chunk = self._chunk_size
-        for request in list(self.running):
-            missing = request.committed_len - request.cached_len
-            extend = missing if missing == 1 else min(missing, chunk)
-            if extend and self._make_room(request, request.cached_len + extend):
-                chunk -= extend if missing > 1 else 0
-                entries.append(Entry(request, extend))
-        return entries
+    def release_ended(self) -> None:
+        """Free what ended requests hold."""
+        while self._ended:
+            request = self._ended.pop()
+            self._release(request)
+            self._drafts.close(request)
 
-    def candidates(self, entries: Sequence[Entry]) -> list[tuple[Entry, Link]]:
-        """Entries that sample and whose trees have nodes to offer."""
-        linked = [(entry, self._drafts.link(entry.request)) for entry in entries if entry.samples]
-        return [(entry, link) for entry, link in linked if link is not None and link.mirror.num_nodes]
-
-    def add_nodes(self, entries: Sequence[Entry]) -> None:
-        """Give the round the tree nodes that pay, over all requests."""
-        chosen = self.candidates(entries)
-        num_extend = sum(entry.num_extend for entry in entries)
-        num_roots = sum(entry.samples for entry in entries)
-        picks = self._budget.choose(num_extend, num_roots, [link.mirror.path_scores for _, link in chosen])
-        for (entry, link), pick in zip(chosen, picks, strict=True):
-            rows = pick + 1
-            rows = rows[link.mirror.depth[rows] <= entry.request.draft_room]
-            length = entry.request.cached_len + entry.num_extend + len(rows)
-            # Nodes are worth no preemption: without pages the round goes without them.
-            if len(rows) and self._memory.reserve(entry.request, length):
-                entry.nodes = take_nodes(link.mirror, rows)
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
+    def admit(self) -> None:
+        """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
+        self._refill()
+        while self.waiting and len(self.running) < self._limits.max_running:
             request = self.waiting[0]
             # One page more than it has tokens, lest it be preempted by its first round.
-            if not self._memory.fits(request.committed_len + self._memory.page_size) and self.running:
+            if self.running and not self._memory.fits(request.committed_len + self._memory.page_size):
                 return
             self.waiting.popleft()
             self._memory.attach(request)
@@ -95,30 +98,130 @@ class Scheduler:
             else:
                 self._drafts.resume(request)
 
+    def plan(self) -> list[Entry]:
+        """Lay out the next round, without tree nodes. Pages cover every token of it."""
+        entries: list[Entry] = []
+        chunk, num_tokens, index = self._limits.chunk_size, 0, 0
+        # Preemption shortens the list from its end.
+        while index < len(self.running):
+            request = self.running[index]
+            missing = len(request.tokens) - request.cached_len
+            extend = 1 if missing == 1 else self._extend(request, missing, chunk)
+            if extend and self._make_room(request, request.cached_len + extend):
+                entries.append(Entry(request, extend))
+                if missing == 1 or self._recomputes(request):
+                    num_tokens += extend
+                else:
+                    chunk -= extend
+            index += 1
+        return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
+
+    def choose(self, entries: Sequence[Entry]) -> Offer:
+        """Which tree nodes pay, over all requests of a planned round."""
+        growing: list[Entry] = []
+        mirrors: list[TreeMirror] = []
+        depths: list[int] = []
+        awaited: list[Link] = []
+        num_tokens = num_roots = num_apart = 0
+        for entry in entries:
+            if not entry.samples:
+                if self._is_apart(entry):
+                    num_apart += entry.num_extend
+                else:
+                    num_tokens += entry.num_extend
+                continue
+            num_tokens += entry.num_extend
+            num_roots += 1
+            link = self._drafts.link(entry.request)
+            if link is None or (room := entry.request.draft_room) <= 0:
+                continue
+            if link.awaited:
+                awaited.append(link)
+            if link.mirror.num_nodes:
+                growing.append(entry)
+                mirrors.append(link.mirror)
+                depths.append(min(room, self._limits.max_depth))
+        forest = Forest(mirrors, depths)
+        most = self._limits.max_round_tokens - num_tokens
+        beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
+        choice = self._budget.choose(num_tokens, num_roots, forest.log_probs, most, beside)
+        return Offer(growing, forest, choice, awaited, num_tokens, beside)
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """Choose nodes for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
+        offer = self.choose(entries)
+        offer.forest.take(offer.choice.taken)
+
+    def take(self, offer: Offer) -> None:
+        """Give a round the nodes that were chosen."""
+        self._budget.took(offer.choice)
+        for entry, nodes in zip(offer.entries, offer.forest.take(offer.choice.taken), strict=True):
+            # Nodes are worth no preemption: without pages the round goes without them.
+            if nodes.token_ids and self._memory.reserve(
+                entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
+            ):
+                entry.nodes = nodes
+
+    def _extend(self, request: Request, missing: int, chunk: int) -> int:
+        """Tokens of a request with more than its root to compute that the next round takes."""
+        if not self._limits.root_apart:
+            return min(missing, chunk)
+        if self._recomputes(request):
+            return min(missing, self._limits.max_extend)
+        end = request.prompt_len if self._limits.generated_in_decode else request.committed_len
+        return min(end - 1 - request.cached_len, chunk)
+
+    def _recomputes(self, request: Request) -> bool:
+        """Whether the request's next token is one that chunks of prefill must not compute."""
+        return self._limits.generated_in_decode and request.cached_len >= request.prompt_len - 1
+
+    def _is_apart(self, entry: Entry) -> bool:
+        """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
+        return self._limits.root_apart and not entry.samples and not self._recomputes(entry.request)
+
+    def _take_turns(self, entries: list[Entry]) -> list[Entry]:
+        """As many as fit a round; those left out come first in the next one."""
+        chunks = [entry for entry in entries if self._is_apart(entry)]
+        others = [entry for entry in entries if not self._is_apart(entry)]
+        others.sort(key=lambda entry: entry.request.arrival < self._turn)
+        room, taken = self._limits.max_round_tokens, []
+        for entry in others:
+            room -= entry.num_extend
+            if room < 0:
+                self._turn = entry.request.arrival
+                break
+            taken.append(entry)
+        return chunks + taken
+
+    def _refill(self) -> None:
+        """Pages for the roots and nodes of a round, and some more, lest every round evict a few."""
+        need = 2 * len(self.running) + self._limits.max_nodes // self._memory.page_size
+        need = min(need, self._memory.num_pages // 16)
+        if self._memory.pool.num_free < need:
+            self._memory.refill(2 * need)
+
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, preempting the youngest until they suffice; False when the request itself gave way.
 
         Requests are planned oldest first, so none that is in the round already is preempted.
         """
-        while request in self.running:
-            if self._memory.reserve(request, length):
-                return True
-            self._preempt(self.running[-1])
-        return False
+        if self._memory.reserve(request, length):
+            return True
+        self.release_ended()
+        while not self._memory.reserve(request, length):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
         self.running.remove(request)
-        self._memory.release(request)
+        self._release(request)
         self._drafts.pause(request)
         self.waiting.appendleft(request)
 
-
-def take_nodes(mirror: TreeMirror, rows: NDArray[np.int64]) -> Nodes:
-    """Rows of a mirror, ascending and with their parents, as a round's nodes."""
-    place = {0: -1} | {row: index for index, row in enumerate(rows.tolist())}
-    return Nodes(
-        token_ids=mirror.token[rows].tolist(),
-        parents=[place[parent] for parent in mirror.parent[rows].tolist()],
-        depths=mirror.depth[rows].tolist(),
-    )
+    def _release(self, request: Request) -> None:
+        self._memory.release(request)
+        self._forget(request)

@@ -11,8 +11,8 @@ import grpc
 from outrider.errors import UnavailableError
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.admission import Admission
-from verify_service.engine import Engine
-from verify_service.request import Update
+from verify_service.remote import RemoteEngine
+from verify_service.submission import Update
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,7 +22,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RemoteEngine,
         admission: Admission,
         info: verify_pb2.VerifyServiceGetInfoResponse,
         load: Callable[[], verify_pb2.VerifyServiceGetLoadResponse],
@@ -40,14 +40,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         """Stream committed tokens. However the call ends, the request leaves the engine with it."""
         if self.draining:
             raise UnavailableError("the verify service is draining; send the request to another replica")
-        loop = asyncio.get_running_loop()
         updates: asyncio.Queue[Update] = asyncio.Queue()
-
-        def deliver(update: Update) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, update)
-
-        admitted = self._admission.admit(request, deliver)
-        self._engine.submit(admitted)
+        number = self._engine.submit(self._admission.admit(request), updates.put_nowait)
         try:
             last = False
             while not last:
@@ -61,7 +55,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 if error is not None:
                     raise error
         finally:
-            self._engine.cancel(admitted)
+            self._engine.cancel(number)
 
     async def GetInfo(
         self, request: verify_pb2.VerifyServiceGetInfoRequest, context: Context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Protocol, cast
 
@@ -30,7 +29,7 @@ SpeculateCall = grpc.aio.StreamStreamCall[
 
 
 class DraftEvents(Protocol):
-    """What a session tells the engine; called on the event loop."""
+    """What a session tells the engine."""
 
     def draft_connected(self, port: DraftSession) -> None:
         """The session is open."""
@@ -43,46 +42,39 @@ class DraftEvents(Protocol):
 
 
 class DraftSession:
-    """An open stream. `send` and `reset` come from the engine thread, everything else from the event loop.
+    """An open stream.
 
     Between two writes messages gather here: commits of one request that follow each other become one. More than
     `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
     """
 
-    def __init__(self, address: str, call: SpeculateCall, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, address: str, call: SpeculateCall) -> None:
         self.address = address
         self._call = call
-        self._loop = loop
-        self._lock = threading.Lock()
         self._queue: list[VerifyMessage] = []
         self._last_commit: dict[int, int] = {}
         self._filled = asyncio.Event()
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
-        with self._lock:
-            was_empty = not self._queue
-            for message in messages:
-                self._put(message)
-            overflow = len(self._queue) > MAX_QUEUED_MESSAGES
-        if overflow:
+        for message in messages:
+            self._put(message)
+        if len(self._queue) > MAX_QUEUED_MESSAGES:
             log.warning("draft %s does not read; its session is reset", self.address)
             self.reset()
-        elif was_empty:
-            self._loop.call_soon_threadsafe(self._filled.set)
+        self._filled.set()
 
     def reset(self) -> None:
         """End the session."""
-        self._loop.call_soon_threadsafe(self._call.cancel)
+        self._call.cancel()
 
     async def write(self) -> None:
         """Write what is queued until cancelled."""
         while True:
             await self._filled.wait()
             self._filled.clear()
-            with self._lock:
-                messages, self._queue = self._queue, []
-                self._last_commit.clear()
+            messages, self._queue = self._queue, []
+            self._last_commit.clear()
             if messages:
                 await self._call.write(encode_verify(messages))
 
@@ -152,7 +144,7 @@ class DraftDialer:
         try:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call, asyncio.get_running_loop())
+            session = DraftSession(self.address, call)
             self.state = "connected"
             log.info("draft %s is connected", self.address)
             self._events.draft_connected(session)

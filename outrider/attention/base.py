@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from outrider.attention.lengths import HostLengths
 from outrider.cache.kv import KVCache
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
 
 
 @dataclass(slots=True)
@@ -33,17 +36,26 @@ class Segment:
 
 
 @dataclass(slots=True)
-class ForwardBatch:
-    """The tokens of one forward, segment after segment; segments share no query slot.
+class TokenBatch:
+    """The tokens of one forward.
 
     Attributes:
-        token_ids: int64 [M].
-        positions: int64 [M], rotary positions; a tree node's is its depth below the base, whatever its slot.
-        segments: their num_queries add up to M.
+        token_ids: int64 or int32 [M].
+        positions: the same [M], rotary positions; a tree node's is its depth below the base, whatever its slot.
     """
 
     token_ids: Tensor
     positions: Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch(TokenBatch):
+    """A forward whose shape the host knows: segment after segment; segments share no query slot.
+
+    Attributes:
+        segments: their num_queries add up to M.
+    """
+
     segments: list[Segment]
 
 
@@ -51,21 +63,30 @@ class AttentionPlan(ABC):
     """One forward's attention: made once, used by every layer."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v [M, num_kv_heads, head_dim] of the batch, then attend with q [M, num_heads, head_dim].
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """Rotate q and k, write k and v to the batch's slots, then attend.
+
+        `heads` [M, num_heads + 2 * num_kv_heads, head_dim] holds query, key and value heads in that order.
+        `qk_norm`, if given, is applied to query and key heads first.
 
         Returns:
-            [M, num_heads * head_dim] in q's dtype.
+            [M, num_heads * head_dim] in the dtype of `heads`.
         """
 
 
 class AttentionBackend(ABC):
     """Makes plans. Holds no request state; one backend serves every forward of a model."""
 
+    def prepare(self, num_tokens: int, lengths: HostLengths, page_tables: Tensor) -> None:  # noqa: B027
+        """Told before every forward of trees with `num_tokens` token slots, a replay of a captured one included.
+
+        `page_tables` is the batch's. For backends that plan on the host; never captured.
+        """
+
     @abstractmethod
-    def plan(self, batch: ForwardBatch, kv: KVCache, num_heads: int) -> AttentionPlan:
-        """Do all host work of the forward's attention, for `num_heads` query heads: indices, masks, grouping.
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """Do what all layers of the forward share, for `num_heads` query heads: angles, indices, masks, grouping.
 
         Raises:
-            ValueError: segments that do not fit the batch.
+            ValueError: a batch that this backend cannot run, or segments that do not fit it.
         """

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.compact import compact
+
+if TYPE_CHECKING:
+    from outrider.attention.paged import TreeTokens
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -57,3 +63,23 @@ class KVCache:
         for cache in (self.k, self.v):
             # index_select copies out first: that is what makes overlap safe.
             cache.index_copy_(1, dst_slots, cache.index_select(1, src_slots))
+
+    def compact(
+        self, tokens: TreeTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
+    ) -> None:
+        """Move the KV of accepted nodes behind their root, in all layers, as a round's last work on the device.
+
+        `accepted` [B, D] names the tokens of the round that were accepted, `num_tokens` [B] is one more than how many.
+        """
+        compact(
+            self.k,
+            self.v,
+            tokens.first,
+            tokens.cached_len,
+            tokens.table_rows,
+            page_tables,
+            tokens.root,
+            accepted,
+            num_tokens,
+            page_size=page_size,
+        )

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "Talk to the model in the terminal.",
     "demo": "Start everything, stream one answer with its figures, stop everything.",
     "models": "Fetch models, and list those that are here.",
+    "inflate": "Make a large model that answers as a small one does, to measure speed.",
     "version": "Print the version.",
 }
 

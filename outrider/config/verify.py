@@ -18,14 +18,29 @@ class VerifyOptions(ServiceOptions):
     metrics_address: str = option("127.0.0.1:9102", "Address of the Prometheus page, host:port; empty turns it off.")
     model: str = option("SmolLM2-135M-Instruct", "Target: the default's name, a local folder or a hub id.")
     served_model_name: str = option("", "What clients call the model; empty takes it from the model.")
-    dtype: str = option("auto", "Number format of weights and KV.", choices=("auto", "float32", "bfloat16"))
+    device: str = option(
+        "auto", 'Where the model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if there is one.'
+    )
+    dtype: str = option(
+        "auto",
+        "Number format of weights and KV; auto takes what is fastest on a CPU, the checkpoint's half format on a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
     context_length: int = option(0, "Most tokens of prompt and output; 0 takes the model's own.", minimum=0)
     page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
     max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0 sizes it from free memory.", minimum=0)
-    max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=4096)
+    mem_fraction_static: float = option(
+        0.88,
+        "Share of the GPU's memory for weights and KV cache; the rest is for graphs and activations.",
+        minimum=0.1,
+        maximum=0.98,
+    )
+    max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=1024)
     max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
-    chunked_prefill_size: int = option(256, "Prompt tokens computed in one round.", minimum=1, maximum=65536)
+    chunked_prefill_size: int = option(
+        0, "Prompt tokens computed in one round; 0 takes 256 on a CPU and 2048 on a GPU.", minimum=0, maximum=65536
+    )
     disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
     draft: tuple[str, ...] = option(
         ("127.0.0.1:50053",), "Addresses of draft services, comma separated; empty means plain decoding."
@@ -39,4 +54,29 @@ class VerifyOptions(ServiceOptions):
     )
     max_hold_ms: float = option(
         20.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
+    )
+    attention_backend: str = option(
+        "auto",
+        "Attention on a GPU: triton (ours), flashinfer, or mixed (flashinfer for prefill); auto takes the fastest.",
+        choices=("auto", "triton", "flashinfer", "mixed"),
+    )
+    disable_cuda_graph: bool = option(False, "Run rounds kernel by kernel on a GPU; the same tokens, slower.")
+    cuda_graph_max_bs: int = option(
+        64, "Rounds with more requests than this are not captured as CUDA graphs.", minimum=1, maximum=1024
+    )
+    deterministic: bool = option(
+        False,
+        "On a GPU, make every answer independent of speculation, batch and cache, bitwise, at some cost in speed.",
+    )
+    accept_threshold_single: float = option(
+        1.0,
+        "Lossy: also accept a draft token that the target gives at least this probability; 1 is exact.",
+        minimum=0.01,
+        maximum=1,
+    )
+    accept_threshold_acc: float = option(
+        1.0,
+        "Lossy: accept draft tokens as if the target's probability were this much larger; 1 is exact.",
+        minimum=0.01,
+        maximum=1,
     )

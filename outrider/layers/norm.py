@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.launch import use_triton
+
 
 class RMSNorm:
     """Scale rows to unit root mean square, then by a weight."""
@@ -16,4 +18,8 @@ class RMSNorm:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., size] to the same shape; the mean is taken over the last dimension."""
+        if self.weight.ndim == 1 and rows.ndim == 2 and use_triton(rows):
+            from kernels.norm import rms_norm
+
+            return rms_norm(rows, self.weight, self.eps)
         return functional.rms_norm(rows, rows.shape[-1:], None, self.eps).mul_(self.weight)

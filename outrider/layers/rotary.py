@@ -15,6 +15,8 @@ class Rotary:
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, self.scale = _frequencies(rope, head_dim)
+        self.half_frequencies = frequencies.to(device)
+        """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)
         # sin of the first half is subtracted: rotate() then needs one swap of the halves and no negation.
         sign = torch.ones(head_dim)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, ForwardBatch
+from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.models.config import ModelConfig
 
@@ -31,7 +31,7 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward_with_features(
-        self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
+        self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
 
@@ -42,7 +42,7 @@ class CausalLM(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
 
-    def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the batch: writes its k and v to their slots.
 
         Returns:

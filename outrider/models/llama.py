@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary, rotate
+from outrider.layers.rotary import Rotary
 from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
 
@@ -31,13 +31,9 @@ class _Attention:
             shape = (config.num_heads + config.num_kv_heads, config.head_dim)
             self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
 
-    def __call__(self, rows: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
+    def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
         heads = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = rotate(qk, *angles).split((self.num_heads, self.num_kv_heads), 1)
-        return self.output.add_to(residual, plan.attend(self.layer, q, k, v))
+        return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """q, k and v as views of the fused matrix; Qwen3's head norms fill one row a head."""
@@ -70,8 +66,7 @@ class _Mlp:
         self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device)
 
     def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
-        gate, up = self.gate_up(rows).chunk(2, 1)
-        return self.down.add_to(residual, functional.silu(gate) * up)
+        return self.down.add_to(residual, self.gate_up.gated(rows))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         gate, up = self.gate_up.weight.split(self.size)
@@ -98,8 +93,8 @@ class _Layer:
         self.mlp_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
         self.mlp = _Mlp(config, dtype, device)
 
-    def __call__(self, stream: Tensor, angles: tuple[Tensor, Tensor], plan: AttentionPlan) -> Tensor:
-        stream = self.attention(self.attention_norm(stream), stream, angles, plan)
+    def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
+        stream = self.attention(self.attention_norm(stream), stream, plan)
         return self.mlp(self.mlp_norm(stream), stream)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -147,22 +142,21 @@ class LlamaFamily(CausalLM):
 
     @torch.inference_mode()
     def forward_with_features(
-        self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
+        self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """See CausalLM."""
-        plan = attention.plan(batch, kv, self.config.num_heads)
-        angles = self.rotary.angles(batch.positions, self.dtype)
+        plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
         wanted = set(feature_layers)
         stream = functional.embedding(batch.token_ids, self.embedding)
         features: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if number in wanted:
                 features[number] = stream
-            stream = layer(stream, angles, plan)
+            stream = layer(stream, plan)
         features[len(self.layers)] = stream
         return self.norm(stream), [features[number] for number in feature_layers]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM."""
-        return self.head(hidden).float()
+        return self.head.to_float32(hidden)

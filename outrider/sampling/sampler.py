@@ -12,6 +12,7 @@ from torch import Tensor, float32
 
 from outrider.errors import InternalError
 from outrider.sampling.history import TokenHistory
+from outrider.sampling.lossy import EXACT, AcceptRule, choose
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import Candidates, LogitsProcessor, top_k_indices
@@ -49,17 +50,26 @@ class RequestSampler:
             del self._noise[position]
 
     def sample(
-        self, logits_row: Tensor, path: Sequence[int], position: int, mask: NDArray[np.bool_] | None = None
+        self,
+        logits_row: Tensor,
+        path: Sequence[int],
+        position: int,
+        mask: NDArray[np.bool_] | None = None,
+        children: Sequence[int] = (),
+        rule: AcceptRule = EXACT,
     ) -> int:
         """The token at absolute `position`, given the target's logits there.
 
         `logits_row` is float32 [vocab_size] or longer (padding is never sampled) and stays untouched. `path` holds
         the draft tokens from below the root up to the node, none of them committed; at the root it is empty.
         `position` counts from the first prompt token, so the first output token is at len(prompt_ids). `mask`
-        [vocab_size] is True where a grammar allows a token.
+        [vocab_size] is True where a grammar allows a token. `children` are the token ids below the node, for a `rule`
+        that lets some of them pass; with the exact one they do not matter.
         Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
         """
         candidates = self._processor.process(self._row(logits_row), self._history, path, mask)
+        if children and rule.applies_to(self.params):
+            return choose(candidates, children, self.params, position, rule)
         scores = candidates.logits
         if not self.params.greedy:
             scores = scores + self._noise_of(candidates, position)

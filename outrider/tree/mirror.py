@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.tree.messages import Float32s, Grow, Int32s, UInt8s
+from outrider.tree.preorder import preorder
 
 _MAX_ID = 2**32 - 1
 """Node ids travel as uint32."""
+
+_Node = tuple[int, int, float, int, float, int]
+"""Id, token, edge score, source, path score, depth."""
 
 Calibrate = Callable[[Float32s, UInt8s], NDArray[np.float64]]
 """Edge scores and sources, shape [N], to calibrated edge log-probabilities, shape [N], at most 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Children of a committed token and which of them was committed next; shape [N] each."""
+class Observation(NamedTuple):
+    """A child of a committed token, and whether it was committed next."""
 
-    scores: Float32s
-    sources: UInt8s
-    hits: NDArray[np.bool_]
+    score: float
+    """Edge score as sent."""
+    source: int
+    hit: bool
 
 
 def _as_sent(scores: Float32s, sources: UInt8s) -> NDArray[np.float64]:
@@ -35,27 +39,28 @@ def _as_sent(scores: Float32s, sources: UInt8s) -> NDArray[np.float64]:
 class TreeMirror:
     """The tree of one request as verify knows it.
 
-    Rows hold live nodes in an order where parents come first; row 0 is the deepest committed node known. `token`,
-    `parent` (a row), `path_score` (calibrated, from row 0, at most 0), `depth` and `source` are arrays over
-    `[num_rows]`. While committed tokens below row 0 are unresolved the tree offers nothing.
+    Rows hold nodes in preorder, so a node's subtree is a run of rows: following a commit moves `root` along, and the
+    tree is then rows `root` to `end`. Rows outside are dead, and go when nodes are next added. While committed tokens
+    below the root are unresolved the tree offers nothing.
 
     `tokens` is the request's own list of committed tokens; the engine appends to it and then calls `commit`.
+
+    Attributes:
+        root: row of the deepest committed node known.
+        ids, scores, sources: of each row, node id, edge score as sent, and who found the node.
+        path_scores: float64 [num_rows], calibrated; less `root_score` it is the path's log-probability, at most 0.
+        nodes: int32 [3, num_rows]: token, number of rows up to the parent, and depth, from which `root_depth` goes off.
     """
 
     def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int, calibrate: Calibrate = _as_sent) -> None:
         self.tokens = tokens
         self.dropped: Counter[str] = Counter()
-        self.observations: list[Observation] = []
+        self.calibrate = calibrate
         self._vocab_size = vocab_size
         self._capacity = max_nodes + 1
-        self.calibrate = calibrate
-        self.ids = np.zeros(self._capacity, np.int64)
-        self.parent = np.zeros(self._capacity, np.int32)
-        self.token = np.zeros(self._capacity, np.int32)
-        self.score = np.zeros(self._capacity, np.float32)
-        self.path_score = np.zeros(self._capacity, np.float64)
-        self.depth = np.zeros(self._capacity, np.int32)
-        self.source = np.zeros(self._capacity, np.uint8)
+        self._observations: list[Observation] = []
+        self.root, self.root_score, self.root_depth = 0, 0.0, 0
+        self._children: dict[tuple[int, int], int] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -67,58 +72,82 @@ class TreeMirror:
         self.base_len = base_len
         self.received_through = 0
         self.acked_len = 0
-        self.num_rows = 1
         self.root_len = base_len
-        """Committed tokens up to and including row 0."""
-        self._row_of = {0: 0}
-        self._children: dict[tuple[int, int], int] = {}
-        self._num_observed = 1
-        self.ids[0] = 0
+        """Committed tokens up to and including the root."""
+        self._steps: list[tuple[int, int]] = []
+        self._observed: set[int] = set()
+        self._lay_out([(0, self.tokens[base_len - 1] if base_len else 0, 0.0, 0, 0.0, 0)], [0], [1])
 
     @property
     def num_unresolved(self) -> int:
-        """Committed tokens below row 0 whose nodes are not here (yet)."""
+        """Committed tokens below the root whose nodes are not here (yet)."""
         return len(self.tokens) - self.root_len
 
     @property
     def resolved_root(self) -> int | None:
         """Node id of the root; None while it is unresolved or no tree was received."""
-        return int(self.ids[0]) if self.epoch and not self.num_unresolved else None
+        return self.ids[self.root] if self.epoch and not self.num_unresolved else None
+
+    @property
+    def end(self) -> int:
+        """One past the last row of the tree."""
+        return self._ends[self.root]
 
     @property
     def num_nodes(self) -> int:
         """Nodes below the root that a round may take."""
-        return 0 if self.num_unresolved else self.num_rows - 1
+        return 0 if len(self.tokens) > self.root_len else self._ends[self.root] - self.root - 1
 
     @property
-    def path_scores(self) -> NDArray[np.float64]:
-        """Calibrated path scores of the nodes that a round may take, parents first, shape [num_nodes]."""
-        return self.path_score[1 : self.num_nodes + 1]
+    def log_probs(self) -> NDArray[np.float64]:
+        """Of the paths to the nodes that a round may take, parents first, shape [num_nodes]."""
+        first = self.root + 1
+        log_probs: NDArray[np.float64] = self.path_scores[first : first + self.num_nodes] - self.root_score
+        return log_probs
+
+    def commit(self) -> None:
+        """Follow tokens that were appended to `tokens` since the last call: a look into a dict for each of them."""
+        row, tokens, start = self.root, self.tokens, self.root_len
+        while self.root_len < len(tokens):
+            token = tokens[self.root_len]
+            self._steps.append((row, token))
+            below = self._children.get((row, token))
+            if below is None:
+                break
+            row = below
+            self.root_len += 1
+        self.root = row
+        self.root_score = float(self.path_scores[row])
+        self.root_depth += self.root_len - start
 
     def insert(self, grow: Grow) -> int:
         """Take a message; returns how many nodes entered. What is illegal is dropped and counted in `dropped`."""
+        self._observe()
         count = len(grow.token_ids)
         if not self._accepts(grow, count):
             return 0
-        before = self.num_rows
-        legal = self._legal(grow, count)
-        edges = self.calibrate(np.where(legal, grow.scores, np.float32(0)), grow.sources)
-        for index, (parent_id, token) in enumerate(zip(grow.parents.tolist(), grow.token_ids.tolist(), strict=True)):
-            if legal[index]:
-                self._append(grow, index, parent_id, token, edges[index])
-        entered = self.num_rows - before
+        entered = self._enter(grow) if count else 0
         self.received_through = max(self.received_through, grow.first_id + count - 1)
         self.acked_len = max(self.acked_len, min(grow.acked_len, len(self.tokens)))
-        self._resolve()
+        self.commit()
         return entered
-
-    def commit(self) -> None:
-        """Follow tokens that were appended to `tokens` since the last call."""
-        self._resolve()
 
     def child(self, row: int, token: int) -> int | None:
         """Row of the child of `row` that holds `token`."""
         return self._children.get((row, token))
+
+    def children(self, row: int) -> Iterator[int]:
+        """Rows of the nodes right below a node."""
+        child = row + 1
+        while child < self._ends[row]:
+            yield child
+            child = self._ends[child]
+
+    def take_observations(self) -> list[Observation]:
+        """What commits have shown since the last call: each child of a committed token once, also when it came late."""
+        self._observe()
+        taken, self._observations = self._observations, []
+        return taken
 
     def _accepts(self, grow: Grow, count: int) -> bool:
         sizes = {len(grow.parents), len(grow.scores), len(grow.sources), count}
@@ -135,103 +164,117 @@ class TreeMirror:
             return self._drop("base_len", max(count, 1))
         return True
 
-    def _legal(self, grow: Grow, count: int) -> NDArray[np.bool_]:
-        ids = np.arange(grow.first_id, grow.first_id + count)
-        token_ok = (grow.token_ids >= 0) & (grow.token_ids < self._vocab_size)
-        score_ok = (grow.scores <= 0) & np.isfinite(grow.scores)
-        order_ok = grow.parents < ids
-        self._drop("token", count - int(token_ok.sum()))
-        self._drop("score", int((token_ok & ~score_ok).sum()))
-        self._drop("parent_order", int((token_ok & score_ok & ~order_ok).sum()))
-        legal: NDArray[np.bool_] = token_ok & score_ok & order_ok
-        return legal
+    def _enter(self, grow: Grow) -> int:
+        """Add what is legal and new below the live rows; returns how many nodes entered."""
+        root, end = self.root, self.end
+        num_live = end - root
+        # A node's place: live rows from the root on, then the nodes that enter.
+        places: dict[int, int] = {}
+        children: set[tuple[int, int]] = set()
+        parents: list[int] = []
+        entered: list[int] = []
+        columns = (grow.parents, grow.token_ids, grow.scores)
+        for index, (parent_id, token, score) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            node_id = grow.first_id + index
+            if (fault := self._fault(node_id, parent_id, token, score)) is not None:
+                self._drop(fault, 1)
+                continue
+            place = places.get(parent_id)
+            if place is None:
+                row = self._row_of.get(parent_id, -1)
+                if not root <= row < end:
+                    self._drop("dead_parent" if parent_id <= self.received_through else "unknown_parent", 1)
+                    continue
+                place = row - root
+            is_known = (place, token) in children or (place < num_live and (place + root, token) in self._children)
+            if is_known or node_id in self._row_of:
+                self._drop("duplicate", 1)
+            elif num_live + len(entered) == self._capacity:
+                self._drop("too_many", 1)
+            else:
+                places[node_id] = num_live + len(entered)
+                children.add((place, token))
+                parents.append(place)
+                entered.append(index)
+        if entered:
+            self._arrange(grow, entered, parents)
+        return len(entered)
 
-    def _append(self, grow: Grow, index: int, parent_id: int, token: int, edge: float) -> None:
-        parent = self._row_of.get(parent_id)
-        node_id = grow.first_id + index
-        if parent is None:
-            self._drop("dead_parent" if parent_id <= self.received_through else "unknown_parent", 1)
-        elif node_id in self._row_of or (parent, token) in self._children:
-            self._drop("duplicate", 1)
-        elif self.num_rows == self._capacity:
-            self._drop("too_many", 1)
-        else:
-            row = self.num_rows
-            self.num_rows += 1
-            self._row_of[node_id] = row
-            self._children[parent, token] = row
-            self.ids[row] = node_id
-            self.parent[row] = parent
-            self.token[row] = token
-            self.score[row] = grow.scores[index]
-            self.source[row] = grow.sources[index]
-            self.path_score[row] = self.path_score[parent] + min(edge, 0.0)
-            self.depth[row] = self.depth[parent] + 1
+    def _fault(self, node_id: int, parent_id: int, token: int, score: float) -> str | None:
+        """Why a node is illegal wherever it hangs."""
+        if not 0 <= token < self._vocab_size:
+            return "token"
+        if not -math.inf < score <= 0.0:
+            return "score"
+        return None if parent_id < node_id else "parent_order"
+
+    def _arrange(self, grow: Grow, entered: list[int], new_parents: list[int]) -> None:
+        """Bring the live rows and what enters into preorder, the root in row 0."""
+        live = slice(self.root, self.end)
+        tokens, ups, depths = self.nodes[:, live].tolist()
+        paths = (self.path_scores[live] - self.root_score).tolist()
+        nodes = [
+            (node_id, token, score, source, path, depth - self.root_depth)
+            for node_id, token, score, source, path, depth in zip(
+                self.ids[live], tokens, self.scores[live], self.sources[live], paths, depths, strict=True
+            )
+        ]
+        parents = [0, *(place - up for place, up in enumerate(ups[1:], start=1)), *new_parents]
+        scores, sources = grow.scores[entered], grow.sources[entered]
+        edges = np.minimum(self.calibrate(scores, sources), 0.0).tolist()
+        tokens = grow.token_ids[entered].tolist()
+        columns = (entered, new_parents, tokens, scores.tolist(), sources.tolist(), edges)
+        for index, parent, token, score, source, edge in zip(*columns, strict=True):
+            above = nodes[parent]
+            nodes.append((grow.first_id + index, token, score, source, above[4] + edge, above[5] + 1))
+        rows, ends = preorder(parents)
+        ordered = [nodes[0]] * len(nodes)
+        ups = [0] * len(nodes)
+        for place, row in enumerate(rows):
+            ordered[row] = nodes[place]
+            ups[row] = row - rows[parents[place]]
+        self._lay_out(ordered, ups, ends)
+
+    def _lay_out(self, nodes: Sequence[_Node], ups: list[int], ends: list[int]) -> None:
+        """Take nodes in preorder, the root first, the rows up to their parents, and where their subtrees end."""
+        self.ids, tokens, self.scores, self.sources, paths, depths = zip(*nodes, strict=True)
+        self.root, self.root_score, self.root_depth = 0, 0.0, 0
+        self.path_scores: NDArray[np.float64] = np.array(paths)
+        self.nodes: NDArray[np.int32] = np.array([tokens, ups, depths], np.int32)
+        self._ends = ends
+        self._row_of = {node_id: row for row, node_id in enumerate(self.ids)}
+        self._children = {(row - up, token): row for row, (up, token) in enumerate(zip(ups, tokens, strict=True)) if up}
+        self._observed.intersection_update(self._row_of)
 
     def _drop(self, reason: str, count: int) -> bool:
         if count:
             self.dropped[reason] += count
         return False
 
-    def _resolve(self) -> None:
-        """Walk from row 0 along the committed tokens as far as nodes are known, and drop what lies off the path."""
-        row = 0
-        while self.root_len < len(self.tokens):
-            token = self.tokens[self.root_len]
-            below = self._children.get((row, token))
-            self._observe(row, token)
-            if below is None:
-                break
-            row = below
-            self.root_len += 1
-            self._num_observed = 1
-        if row:
-            self._reroot(row)
-
-    def _observe(self, row: int, token: int) -> None:
-        """Note which children of a committed node were right, once each, also when they come late."""
-        rows = np.flatnonzero(self.parent[1 : self.num_rows] == row) + 1
-        rows = rows[rows >= self._num_observed]
-        if rows.size and self.epoch:
-            hits = self.token[rows] == token
-            self.observations.append(Observation(self.score[rows], self.source[rows], hits))
-        self._num_observed = self.num_rows
-
-    def _reroot(self, root: int) -> None:
-        parents = self.parent[: self.num_rows].tolist()
-        keep = [root]
-        new_row = {root: 0}
-        for row in range(root + 1, self.num_rows):
-            if parents[row] in new_row:
-                new_row[row] = len(keep)
-                keep.append(row)
-        rows = np.array(keep)
-        count = len(keep)
-        for array in (self.ids, self.token, self.score, self.source):
-            array[:count] = array[rows]
-        self.path_score[:count] = self.path_score[rows] - self.path_score[root]
-        self.depth[:count] = self.depth[rows] - self.depth[root]
-        self.parent[1:count] = [new_row[parents[row]] for row in keep[1:]]
-        self.parent[0] = 0
-        self._row_of = {node_id: row for row, node_id in enumerate(self.ids[:count].tolist())}
-        pairs = zip(self.parent[1:count].tolist(), self.token[1:count].tolist(), strict=True)
-        self._children = {pair: row for row, pair in enumerate(pairs, start=1)}
-        self.num_rows = count
-        if self._num_observed > count:
-            self._num_observed = count
+    def _observe(self) -> None:
+        """Note which children of the committed nodes on the way were right."""
+        tokens = self.nodes[0]
+        for row, token in self._steps:
+            for child in self.children(row):
+                if self.ids[child] not in self._observed:
+                    self._observed.add(self.ids[child])
+                    hit = bool(tokens[child] == token)
+                    self._observations.append(Observation(self.scores[child], self.sources[child], hit))
+        self._steps.clear()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the arrays and the indices over them disagree."""
-        count = self.num_rows
-        if any(later <= earlier for earlier, later in pairwise(sorted(self._row_of.values()))):
+        if len(self._row_of) != len(self._ends) or len(self._children) != len(self._ends) - 1:
+            raise RuntimeError(f"{len(self._ends)} rows, {len(self._row_of)} ids, {len(self._children)} children")
+        if sorted(self._row_of.values()) != list(range(len(self._ends))):
             raise RuntimeError("two ids share a row")
-        if len(self._row_of) != count or len(self._children) != count - 1:
-            raise RuntimeError(f"{count} rows, {len(self._row_of)} ids, {len(self._children)} children")
-        for row in range(1, count):
-            parent = int(self.parent[row])
-            if not parent < row or self.depth[row] != self.depth[parent] + 1:
+        for row in range(self.root + 1, self.end):
+            parent = row - int(self.nodes[1, row])
+            if not self.root <= parent < row < self._ends[row] <= self._ends[parent]:
                 raise RuntimeError(f"row {row} does not hang below row {parent}")
-            if self.path_score[row] > self.path_score[parent]:
+            if self.nodes[2, row] != self.nodes[2, parent] + 1:
+                raise RuntimeError(f"row {row} is not one deeper than its parent")
+            if self.path_scores[row] > self.path_scores[parent]:
                 raise RuntimeError(f"row {row} scores above its parent")
 
 

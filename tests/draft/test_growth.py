@@ -175,7 +175,7 @@ def test_more_children_of_a_node_in_flight_are_grown_beside_it() -> None:
     grown(requests)
     for grow in peer.grows():
         mirror.insert(grow)
-    assert {mirror.token[row] for row in range(1, mirror.num_rows) if mirror.parent[row] == 0} == {8, 9}
+    assert {mirror.nodes[0, row] for row in mirror.children(mirror.root)} == {8, 9}
 
 
 def test_a_miss_starts_an_epoch_at_the_new_root() -> None:

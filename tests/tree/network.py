@@ -112,14 +112,14 @@ class Pair:
         """Every node that verify holds is the one that the draft sent, and both live copies agree."""
         mirror = self.mirror
         mirror.check_integrity()
-        for row in range(1, mirror.num_rows):
-            node_id = int(mirror.ids[row])
+        for row in range(mirror.root + 1, mirror.end):
+            node_id = mirror.ids[row]
             parent_id, token, score = self.sent.nodes[self.life, mirror.epoch, node_id]
-            assert int(mirror.ids[mirror.parent[row]]) == parent_id
-            assert int(mirror.token[row]) == token
-            assert float(mirror.score[row]) == score
+            assert mirror.ids[row - mirror.nodes[1, row]] == parent_id
+            assert int(mirror.nodes[0, row]) == token
+            assert mirror.scores[row] == score
         if mirror.epoch:
             assert mirror.root_len <= len(self.tokens)
-        assert mirror.num_rows <= 4 * CREDIT + 1
+        assert mirror.end - mirror.root <= 4 * CREDIT + 1
         if self.author is not None:
             assert self.author.num_live <= CREDIT

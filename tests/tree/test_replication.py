@@ -46,13 +46,13 @@ def guess_rightly(pair: Pair, depth: int) -> None:
 
 def follow(pair: Pair, pick: int, depth: int, bonus: int) -> None:
     """Commit a path that the mirror holds, and a bonus token."""
-    mirror, path, row = pair.mirror, [], 0
+    mirror, path, row = pair.mirror, [], pair.mirror.root
     for _ in range(depth):
-        below = [r for r in range(1, mirror.num_rows) if mirror.parent[r] == row]
+        below = list(mirror.children(row))
         if not below or mirror.num_unresolved:
             break
         row = below[pick % len(below)]
-        path.append(int(mirror.token[row]))
+        path.append(int(mirror.nodes[0, row]))
     pair.commit([*path, bonus])
 
 
@@ -89,7 +89,7 @@ def apply(pair: Pair, step: tuple) -> None:
 def exchange(pair: Pair) -> bool:
     """Commit the true token, let the draft answer and guess on; whether verify held the token already."""
     token = truth(len(pair.tokens))
-    held = not pair.mirror.num_unresolved and pair.mirror.child(0, token) is not None
+    held = not pair.mirror.num_unresolved and pair.mirror.child(pair.mirror.root, token) is not None
     pair.commit([token])
     pair.deliver_all()
     guess_rightly(pair, 3)
@@ -173,10 +173,10 @@ def test_a_hostile_draft_is_dropped_and_counted_and_what_enters_is_legal(trace: 
             pair.commit(step)
         mirror = pair.mirror
         mirror.check_integrity()
-        live = slice(1, mirror.num_rows)
-        assert mirror.num_rows <= 4 * CREDIT + 1
-        assert ((mirror.token[live] >= 0) & (mirror.token[live] < VOCAB)).all()
-        assert np.isfinite(mirror.path_score[live]).all()
+        live = slice(mirror.root + 1, mirror.end)
+        assert mirror.end - mirror.root <= 4 * CREDIT + 1
+        assert ((mirror.nodes[0, live] >= 0) & (mirror.nodes[0, live] < VOCAB)).all()
+        assert np.isfinite(mirror.path_scores[live]).all()
 
 
 def test_ids_that_no_commit_could_carry_back_are_malformed() -> None:

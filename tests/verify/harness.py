@@ -14,11 +14,12 @@ from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine, EngineLimits
+from verify_service.engine import Engine
 from verify_service.executor import TorchExecutor
+from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
-from verify_service.metrics import VerifyMetrics
-from verify_service.request import Request, Update
+from verify_service.request import Request
+from verify_service.submission import Update
 
 PAGE_SIZE = 4
 
@@ -29,6 +30,7 @@ class Answer:
 
     updates: list[Update] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
+    request: Request | None = None
 
     def take(self, update: Update) -> None:
         self.updates.append(update)
@@ -42,6 +44,16 @@ class Answer:
     @property
     def num_accepted(self) -> int:
         return sum(update.num_accepted_tokens for update in self.updates)
+
+
+class Silence:
+    """An observer that notes nothing."""
+
+    def round(self, entries: object, updates: object, seconds: float, held: float, *times: float | None) -> None:
+        return
+
+    def flush(self) -> None:
+        return
 
 
 def tiny_model(folder: Path) -> CausalLM:
@@ -70,13 +82,13 @@ def tiny_model(folder: Path) -> CausalLM:
     return load_model(folder, torch.float32)
 
 
-def make_engine(model: CausalLM, num_pages: int = 256, **limits: int) -> Engine:
+def make_engine(model: CausalLM, num_pages: int = 256, share_generated: bool = True, **limits: object) -> Engine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
-    memory = Memory(num_pages, PAGE_SIZE)
-    executor = TorchExecutor(model, num_pages * PAGE_SIZE)
+    memory = Memory(num_pages, PAGE_SIZE, share_generated=share_generated)
+    executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
-    bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)
-    return Engine(executor, memory, cost, bounds, VerifyMetrics())
+    bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]
+    return Engine(executor, memory, cost, bounds, Silence())
 
 
 def make_request(

@@ -15,8 +15,7 @@ from verify_service.calibration import Calibrator
 def feed(calibrator: Calibrator, score: float, source: int, chance: float, count: int = 2000) -> None:
     source_of_luck = np.random.default_rng(7)
     for _ in range(count):
-        hit = np.array([source_of_luck.random() < chance])
-        calibrator.observe([Observation(np.array([score], np.float32), np.array([source], np.uint8), hit)])
+        calibrator.observe([Observation(score, source, source_of_luck.random() < chance)])
 
 
 @pytest.mark.parametrize(("promised", "real"), [(0.9, 0.3), (0.5, 0.5), (0.2, 0.6), (0.05, 0.01)])
@@ -46,6 +45,6 @@ def test_a_change_of_text_is_followed() -> None:
 def test_calibrated_scores_are_log_probabilities(scores: np.ndarray, source: int) -> None:
     calibrator = Calibrator()
     sources = np.full(len(scores), source, np.uint8)
-    calibrator.observe([Observation(scores, sources, scores > -1)])
+    calibrator.observe([Observation(score, source, score > -1) for score in scores.tolist()])
     got = calibrator(scores, sources)
     assert (got < 0).all() and np.isfinite(got).all()

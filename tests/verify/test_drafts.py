@@ -12,7 +12,7 @@ from harness import Answer, make_request
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Open, Pause, Resume, VerifyMessage
 from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
+from verify_service.drafts import Drafts, Link
 from verify_service.health import PeerHealth
 from verify_service.hold import HoldPolicy
 from verify_service.request import Request
@@ -68,6 +68,13 @@ def tree(number: int, epoch: int, base_len: int, tokens: list[int]) -> Grow:
     )  # fmt: skip
 
 
+def follow(drafts: Drafts, one: Request, count: int = 1) -> None:
+    """The request's last `count` tokens are committed."""
+    drafts.committed(one)
+    drafts.report(one, count, credit=16)
+    drafts.learn()
+
+
 def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None:
     port, one = Recorder(), request([1, 2, 3])
     drafts.admit(one)
@@ -76,7 +83,7 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     assert isinstance(opened, Open) and opened.token_ids.tolist() == [1, 2, 3] and opened.prompt_len == 3
     drafts.receive(port, [tree(opened.request, 1, 3, [4, 5])], 100.0)
     one.tokens += [4, 9]
-    drafts.committed(one, 2, credit=16)
+    follow(drafts, one, 2)
     drafts.pause(one)
     drafts.resume(one)
     drafts.close(one)
@@ -117,7 +124,7 @@ def test_a_gap_is_answered_by_opening_under_a_new_number_and_a_liar_is_left_alon
     assert [type(message) for message in port.take(drafts)] == [Close]
     clock.now += 2
     one.tokens.append(3)
-    drafts.committed(one, 1, 16)
+    follow(drafts, one)
     assert [type(message) for message in port.take(drafts)] == [Open]
 
 
@@ -142,10 +149,10 @@ def test_one_drafts_bad_guesses_do_not_discount_another_ones(drafts: Drafts, clo
         link, one = links[0], requests[0]
         drafts.receive(ports[0], [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
         one.tokens.append(6)
-        drafts.committed(one, 1, 16)
+        follow(drafts, one)
     for port, link, one in zip(ports, links, requests, strict=True):
         drafts.receive(port, [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
-    bad, fresh = (link.mirror.path_score[1] for link in links)
+    bad, fresh = (link.mirror.log_probs[0] for link in links)
     assert bad < -2 and fresh > -0.1
 
 
@@ -157,7 +164,7 @@ def test_a_final_decline_means_plain_decoding(drafts: Drafts, clock: Clock) -> N
     drafts.receive(port, [Decline(opened.request, DeclineReason.TOO_LONG, False)], clock.now)  # type: ignore[union-attr]
     clock.now += 3600
     one.tokens.append(3)
-    drafts.committed(one, 1, 16)
+    follow(drafts, one)
     assert port.take(drafts) == []
 
 
@@ -176,8 +183,11 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert port.num_resets == 1
 
 
-def hold_policy(seconds: float = 0.03) -> HoldPolicy:
-    return HoldPolicy(Budget(CostModel([seconds] * len(WIDTHS)), 63), max_seconds=0.02)
+def hold_seconds(link: Link, seconds: float = 0.03) -> float:
+    """How long a round of this request alone waits, if rounds of any width take `seconds`."""
+    budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
+    choice = budget.choose(1, 1, link.mirror.log_probs)
+    return HoldPolicy(budget, max_seconds=0.02).seconds([link], 1, choice.expected, choice.seconds)
 
 
 def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(drafts: Drafts, clock: Clock) -> None:
@@ -186,16 +196,15 @@ def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(draf
     drafts.admit(one)
     link = drafts.link(one)
     assert link is not None
-    nothing = np.empty(0)
     link.gain = 2.0
-    held = hold_policy().seconds([link], 1, 1, nothing)
+    held = hold_seconds(link)
     assert 0 < held <= 0.02
     link.gain = 0.01
-    assert hold_policy().seconds([link], 1, 1, nothing) == 0
+    assert hold_seconds(link) == 0
     link.gain = 2.0
-    assert hold_policy(seconds=0.0005).seconds([link], 1, 1, nothing) < held
+    assert hold_seconds(link, 0.0005) < held
     clock.now += 0.2  # the peer has not answered for long: it is unhealthy
-    assert hold_policy().seconds([link], 1, 1, nothing) == 0
+    assert hold_seconds(link) == 0
 
 
 def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts, clock: Clock) -> None:
@@ -203,11 +212,11 @@ def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts
     drafts.admit(one)
     link = drafts.link(one)
     assert link is not None
-    assert hold_policy().seconds([link], 1, 1, np.empty(0)) == 0
+    assert hold_seconds(link) == 0
     drafts.connected(port)
     drafts.receive(port, [tree(link.number, 1, 2, [3, 4, 5])], clock.now)
     assert link.mirror.num_nodes == 3 and not link.awaited
-    assert hold_policy().seconds([link], 1, 1, np.exp(link.mirror.path_score[1:4])) == 0
+    assert hold_seconds(link) == 0
 
 
 def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
@@ -217,7 +226,7 @@ def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
     link = drafts.link(one)
     assert link is not None and link.awaited
     policy = HoldPolicy(Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0), max_seconds=0.02)
-    assert policy.seconds([link], 1, 1, np.empty(0)) == 0
+    assert policy.seconds([link], 1, 1.0, 0.03) == 0
 
 
 def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) -> None:
@@ -228,11 +237,11 @@ def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) 
     assert link is not None
     clock.now += 0.01
     one.tokens.append(3)
-    drafts.committed(one, 1, 16)
+    follow(drafts, one)
     drafts.receive(port, [tree(link.number, 1, 2, [4])], clock.now)  # of the opening, not of the commit
     clock.now += 0.01
     assert link.awaited and drafts.peers[port].health.waited(link.number) == pytest.approx(0.01)
-    assert hold_policy().seconds([link], 1, 1, np.empty(0)) == 0, "the commit is late already"
+    assert hold_seconds(link) == 0, "the commit is late already"
     clock.now += 2
     drafts.attend()
     assert port.num_resets == 1
@@ -255,7 +264,7 @@ def test_a_request_finds_a_draft_while_rounds_are_longer_than_a_healthy_answer(d
         clock.now += 0.1  # the round, whose end finds the answer unread
         for it in (one, two):
             it.tokens.append(9)
-            drafts.committed(it, 1, 16)
+            follow(drafts, it)
         epoch += 1
         drafts.receive(port, [tree(first.number, epoch, length, [4])], answered_at)
     assert second.peer is not None

@@ -8,19 +8,37 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from harness import PAGE_SIZE, Answer, make_request
+from harness import PAGE_SIZE, Answer, Silence, make_request
 from local_draft import LocalDraft
 
 from outrider.errors import InternalError, OutriderError
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Grow, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine, EngineLimits
+from verify_service.engine import Engine
+from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
 from verify_service.metrics import VerifyMetrics
+from verify_service.request import Request
 from verify_service.round import Entry, Result
 
 VOCAB = 61
+
+
+class Finished:
+    """A round that is over when it is launched."""
+
+    gap_seconds = None
+    gpu_seconds = None
+
+    def __init__(self, results: list[Result]) -> None:
+        self._results = results
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> list[Result]:
+        return self._results
 
 
 class Scripted:
@@ -29,9 +47,12 @@ class Scripted:
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self._before = before
 
-    def run(self, entries: Sequence[Entry]) -> list[Result]:
+    def launch(self, entries: Sequence[Entry]) -> Finished:
         self._before()
-        return [Result([7]) if entry.samples else Result() for entry in entries]
+        return Finished([Result([7]) if entry.samples else Result() for entry in entries])
+
+    def forget(self, request: Request) -> None:
+        return
 
 
 def scripted_engine(executor: Scripted, **limits: float) -> Engine:
@@ -41,7 +62,7 @@ def scripted_engine(executor: Scripted, **limits: float) -> Engine:
         Memory(64, PAGE_SIZE),
         cost,
         EngineLimits(VOCAB, 200, **limits),  # type: ignore[arg-type]
-        VerifyMetrics(),
+        Silence(),
     )
 
 

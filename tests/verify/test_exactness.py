@@ -100,6 +100,30 @@ def test_tokens_are_the_same_with_any_draft_batch_and_memory(
         assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
+RULES: list[dict[str, object]] = [
+    {"root_apart": True},
+    {"root_apart": True, "max_depth": 2, "max_round_tokens": 3},
+    {"root_apart": True, "generated_in_decode": True, "max_extend": 3, "max_round_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("num_pages", [256, 24])
+@pytest.mark.parametrize("rules", RULES)
+def test_tokens_are_the_same_whatever_rounds_the_executor_can_run(
+    model: CausalLM, truth: list[Answer], engines: list[Engine], rules: dict[str, object], num_pages: int
+) -> None:
+    share = "generated_in_decode" not in rules
+    engine = make_engine(model, num_pages, share_generated=share, chunk_size=16, **rules)
+    engines.append(engine)
+    engine.draft_connected(LocalDraft(engine, VOCAB, guesser("oracle", truth)))
+    engine.start()
+    answers = run_all(engine, jobs())
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    assert sum(answer.num_accepted for answer in answers) > 0
+    if num_pages == 24:
+        assert engine.scheduler.num_preemptions > 0
+
+
 def test_logprobs_are_those_of_the_raw_distribution_and_cover_every_token(
     model: CausalLM, truth: list[Answer], engines: list[Engine]
 ) -> None:

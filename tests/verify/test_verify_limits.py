@@ -11,12 +11,15 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from verify_service.main import _limits, serve
+from verify_service.engine_process import EngineProcess
+from verify_service.main import serve
 from verify_service.memory import Memory
+from verify_service.parts import _limits
 
 
 def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(max_positions=2048, vocab_size=61))
+    config = SimpleNamespace(max_positions=2048, vocab_size=61)
+    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
         _limits(options, Path("unused"), model, Memory(32, 16))  # type: ignore[arg-type]
@@ -24,7 +27,7 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
 
 @pytest.mark.parametrize("door", ["address", "metrics_address"])
 async def test_a_taken_port_is_told_before_the_model_is_loaded(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify_service.main._load", lambda options: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(EngineProcess, "start", lambda *arguments: pytest.fail("an engine was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = VerifyOptions(
             **{"address": "127.0.0.1:0", "metrics_address": "", door: f"127.0.0.1:{taken.getsockname()[1]}"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from engine_thread import EngineThread, engine_thread
 from harness import make_engine, tiny_model
 
 from outrider.errors import ContextLengthError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
@@ -20,7 +21,6 @@ from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.admission import Admission
-from verify_service.engine import Engine
 from verify_service.servicer import VerifyServicer
 
 VOCAB = 61
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 @dataclass
 class Door:
-    engine: Engine
+    engine: EngineThread
     servicer: VerifyServicer
     server: GrpcServer
     stub: verify_pb2_grpc.VerifyServiceStub
@@ -53,7 +53,7 @@ class Door:
         loop = asyncio.get_running_loop()
 
         def look() -> None:
-            memory, scheduler = self.engine.memory, self.engine.scheduler
+            memory, scheduler = self.engine.engine.memory, self.engine.engine.scheduler
             if not scheduler.running and memory.num_used == memory.radix.num_pages:
                 loop.call_soon_threadsafe(empty.set)
             else:
@@ -65,21 +65,18 @@ class Door:
 
 @asynccontextmanager
 async def open_door(model: CausalLM, folder: Path, **limits: int) -> AsyncIterator[Door]:
-    engine = make_engine(model, **limits)
-    admission = Admission(VOCAB, 200, (60,), True)
-    info = verify_pb2.VerifyServiceGetInfoResponse(model="tiny", vocab_size=VOCAB, context_length=200)
-    servicer = VerifyServicer(engine, admission, info, verify_pb2.VerifyServiceGetLoadResponse)
-    server = GrpcServer(address=f"unix:{folder}/v", service_names=["outrider.v1.VerifyService"])
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
-    address = await server.start()
-    engine.start()
-    channel = open_channel(address)
-    try:
-        yield Door(engine, servicer, server, verify_pb2_grpc.VerifyServiceStub(channel))
-    finally:
-        await channel.close()
-        await server.stop(0)
-        engine.stop()
+    async with engine_thread(make_engine(model, **limits)) as engine:
+        admission = Admission(VOCAB, 200, (60,), True)
+        info = verify_pb2.VerifyServiceGetInfoResponse(model="tiny", vocab_size=VOCAB, context_length=200)
+        servicer = VerifyServicer(engine.remote, admission, info, verify_pb2.VerifyServiceGetLoadResponse)
+        server = GrpcServer(address=f"unix:{folder}/v", service_names=["outrider.v1.VerifyService"])
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
+        channel = open_channel(await server.start())
+        try:
+            yield Door(engine, servicer, server, verify_pb2_grpc.VerifyServiceStub(channel))
+        finally:
+            await channel.close()
+            await server.stop(0)
 
 
 def message(**fields: object) -> Message:
@@ -197,4 +194,5 @@ async def test_an_engine_that_fails_tells_every_stream(model: CausalLM, tmp_path
                 pass
         assert raised.value.code() is grpc.StatusCode.INTERNAL
         assert "out of order" not in (raised.value.details() or "")
-        assert not door.engine.alive
+        await asyncio.wait_for(door.engine.remote.lost(), 20)
+        assert not door.engine.remote.alive

@@ -1,0 +1,148 @@
+"""Attention over paged KV whose lengths lie in device memory: trees of a decode round, and prompts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention_tiles import MAX_SPLITS, TileConfig, path_config, power_of_two, prefill_config, tree_config
+from kernels.launch import supports_pdl, use_triton
+from kernels.reference import attention as reference
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_tables: Tensor,
+    table_rows: Tensor,
+    first: Tensor,
+    cached_len: Tensor,
+    mask: Tensor,
+    *,
+    page_size: int,
+    max_row_tokens: int,
+    num_splits: int,
+    scale: float,
+    path: Tensor | None = None,
+    out: Tensor | None = None,
+    config: TileConfig | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Each token attends to the context of its row and to those of the row's own tokens that its mask names.
+
+    One launch, or two where keys are split: a partial softmax of each split, then their sum. Nothing is read on the
+    host, so the launches can be captured. Keys and values of the own tokens must have been written (`rope_write`).
+
+    With `path` the mode is deterministic: a token's result depends on its own query, keys, values, absolute position,
+    `num_splits` and `config` alone, bit by bit, not on the other tokens, on `cached_len` or on the rest of the batch.
+
+    Where `pdl`, what describes the round (all but q and the caches) is read before the launch in front of this one has
+    ended. So between what writes that and this call there must be a launch without `pdl`, for instance `rotary_angles`.
+
+    Args:
+        q: [M, H, D] float32, bfloat16 or float16; D a power of two, at least 16.
+        k_cache: [S, KVH, D] of the same dtype, contiguous; so is `v_cache`. H is a multiple of KVH.
+        page_tables: int32 [R, P], rows contiguous.
+        table_rows: int32 [B].
+        first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; those behind first[B] are padding.
+        cached_len: int32 [B], context of each row; its tokens lie behind it in its pages.
+        mask: int32 [M, W], contiguous, 32 tokens of the own row a word, so W * 32 is at least `max_row_tokens`; every
+            token sees itself.
+        page_size: tokens in a page.
+        max_row_tokens: no row has more tokens.
+        num_splits: the most programs that share the keys of a tile, 1 to 32. How many do is decided on the device, by
+            the length of the row and `config.span`; 1 saves the second launch.
+        scale: factor on the scores.
+        path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
+        out: [M, H * D] to write to, contiguous.
+        config: the tile; None chooses.
+        pdl: start before the launch in front has ended, where the device can.
+
+    Returns:
+        [M, H * D] in q's dtype; zeros for padding.
+
+    Raises:
+        ValueError: shapes or numbers that do not fit.
+    """
+    _check(q, k_cache, v_cache, page_tables)
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
+    if mask.shape[1] * 32 < max_row_tokens:
+        raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
+    if not mask.is_contiguous() or (path is not None and not path.is_contiguous()):
+        raise ValueError("mask and path must be contiguous")
+    if path is not None and path.shape[1] != power_of_two(path.shape[1]):
+        raise ValueError(f"the depth of paths must be a power of two, got {path.shape[1]}")
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
+    lengths = (page_tables, table_rows, first, cached_len)
+    if not use_triton(q):
+        return reference.tree_attention(q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out)
+    from kernels.jit import attention as jit
+    from kernels.jit import paths
+
+    group = num_heads // k_cache.shape[1]
+    pdl = pdl and supports_pdl(q)
+    sizes = (page_size, num_splits, scale, pdl)
+    if path is None:
+        config = config or tree_config(max_row_tokens, group, q.dtype)
+        jit.tree_attention(q, k_cache, v_cache, *lengths, mask, out, *sizes, max_row_tokens, config)
+    else:
+        config = config or path_config(group, q.dtype)
+        paths.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config)
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_tables: Tensor,
+    table_rows: Tensor,
+    first: Tensor,
+    cached_len: Tensor,
+    *,
+    page_size: int,
+    max_row_tokens: int,
+    scale: float,
+    out: Tensor | None = None,
+    config: TileConfig | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Causal attention of chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
+
+    One launch. The result of a token is bitwise the same wherever its chunk begins. Arguments as `tree_attention`.
+
+    Returns:
+        [M, H * D] in q's dtype; zeros for padding.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check(q, k_cache, v_cache, page_tables)
+    num_tokens, num_heads, head_dim = q.shape
+    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
+    lengths = (page_tables, table_rows, first, cached_len)
+    if not use_triton(q):
+        return reference.prefill_attention(q, k_cache, v_cache, *lengths, page_size, scale, out)
+    from kernels.jit import prefill as jit
+
+    config = config or prefill_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
+    pdl = pdl and supports_pdl(q)
+    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, pdl, max_row_tokens, config)
+    return out
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor) -> None:
+    num_heads, head_dim = q.shape[1:]
+    if k_cache.shape != v_cache.shape or k_cache.shape[2] != head_dim:
+        raise ValueError(f"caches of {list(k_cache.shape)} and {list(v_cache.shape)} do not fit heads of {head_dim}")
+    if num_heads % k_cache.shape[1]:
+        raise ValueError(f"{num_heads} query heads cannot share {k_cache.shape[1]} kv heads")
+    if head_dim < 16 or head_dim != power_of_two(head_dim):
+        raise ValueError(f"head_dim must be a power of two from 16 on, got {head_dim}")
+    if not (q.dtype == k_cache.dtype == v_cache.dtype):
+        raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
+    if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or page_tables.stride(1) != 1:
+        raise ValueError("q, the caches and the rows of the page tables must be contiguous")

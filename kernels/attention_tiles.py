@@ -1,0 +1,103 @@
+"""How attention is cut up: tiles, and splits of long contexts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# The deterministic mode adds up the same splits whatever the round looks like.
+PATH_SPLITS = 16
+MAX_SPLITS = 32
+# One tile alone gains nothing by more, and each costs a share of the sum.
+CHOSEN_SPLITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How a kernel is cut up. Results differ in their last bits between configurations.
+
+    Attributes:
+        rows: queries of one kv head in a tile, tokens times the heads that share it; a power of two, at least 16.
+        keys: keys in a step; a power of two, at least 16.
+        num_warps: 4 or 8 with at least 64 rows uses the tensor cores of a whole warp group.
+        num_stages: key tiles on their way, and the one that is worked on.
+        prefetch: ask for the first keys before the launch in front of this one ends.
+        span: steps that a split takes at least, so that short contexts use fewer splits.
+        max_registers: of a thread; None leaves it to the compiler.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    prefetch: bool = True
+    span: int = 1
+    max_registers: int | None = None
+
+
+def tree_config(max_row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for rows of at most `max_row_tokens` tokens, `group` query heads to a kv head."""
+    if dtype == torch.float32:
+        return _exact_config(group)
+    rows = max_row_tokens * group
+    # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits.
+    span = 1 + max_row_tokens // 16
+    if rows <= 32:
+        return TileConfig(16, 64, 2, 3, span=span) if rows <= 16 else TileConfig(32, 64, 4, 3, span=span)
+    return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=span)
+
+
+def path_config(group: int, dtype: torch.dtype) -> TileConfig:
+    """The tile of the deterministic mode: few tokens, for each of them follows its own path in the end."""
+    if dtype == torch.float32:
+        return _exact_config(group)
+    rows = max(16, power_of_two(group))
+    return TileConfig(rows, 64, 2 if rows == 16 else 4, 3, span=3)
+
+
+def prefill_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for prompts."""
+    if dtype == torch.float32:
+        return _exact_config(group)
+    if head_dim > 128:
+        return TileConfig(max(64, power_of_two(group)), 64, 4, 2)
+    return TileConfig(max(128, power_of_two(group)), 128, 8, 2)
+
+
+def _exact_config(group: int) -> TileConfig:
+    """Products of float32 run outside the tensor cores: a small tile is all that the registers hold."""
+    return TileConfig(max(16, power_of_two(group)), 32, 4, 2)
+
+
+def choose_splits(
+    num_tokens: int, num_rows: int, max_row_tokens: int, num_heads: int, num_kv_heads: int, processors: int
+) -> int:
+    """The most splits with which all programs of a round run at the same time; short contexts use fewer."""
+    group = num_heads // num_kv_heads
+    rows = tree_config(max_row_tokens, group, torch.bfloat16).rows
+    programs = max_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
+    # What the shared memory of a processor holds of either size.
+    fitting = processors * (3 if rows == 16 else 2)
+    return min(max(fitting // programs, 1), CHOSEN_SPLITS)
+
+
+def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int, padding: bool = False) -> int:
+    """The most tiles that `num_tokens` tokens in `num_rows` rows can take, with those of padding tokens if asked."""
+    of_rows = num_rows * ceil_div(max_row_tokens, tile_tokens)
+    if padding:
+        of_rows += ceil_div(num_tokens, tile_tokens)
+        num_rows += 1
+    # A row's first token takes a tile, and then every `tile_tokens` more.
+    busy = min(num_rows, num_tokens)
+    return min(of_rows, busy + (num_tokens - busy) // tile_tokens)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)

@@ -1,0 +1,142 @@
+"""See kernels.attention.tree_attention without `path`."""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention_tiles import TileConfig, max_tiles, power_of_two
+from kernels.jit.online import find_tile, key_slots, online
+from kernels.jit.splits import add_up, put, split_steps, tile_tokens, workspace
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the 128 bytes at each pointer to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def attend_tiles(
+    q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, output, partials, stats,
+    num_rows, num_tokens, table_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+
+    # Lengths and page tables come from before the launch in front of this one: no need to wait for them.
+    row, place = find_tile(first, num_rows, num_tokens, tl.program_id(0), TOKENS, ROWS_PAD)
+    real = row < num_rows
+    row_first = tl.load(first + row, mask=row <= num_rows, other=0)
+    row_end = tl.load(first + row + 1, mask=real, other=0)
+    row_end = tl.where(row == num_rows, num_tokens, row_end)
+    cached = tl.load(cached_len + row, mask=real, other=0)
+    table_row = tl.load(table_rows + row, mask=real, other=0)
+    table = page_tables + table_row.to(tl.int64) * table_stride
+    total = tl.where(real, cached + row_end - row_first, 0)
+    span = split_steps(tl.cdiv(total, KEYS), num_splits, SPAN) * KEYS
+    low = split * span
+    high = tl.minimum(low + span, total)
+    # Tiles whose keys are all context, then those that hold keys of the round too.
+    open_end = tl.minimum(high, cached // KEYS * KEYS)
+    last = tl.maximum(total - 1, 0)
+
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM)
+    k_head = k_cache + kv_head * DIM
+    v_head = v_cache + kv_head * DIM
+    if PREFETCH:
+        # Keys and values of the context are old, too. One tile of queries asks for all that share them.
+        LINES: tl.constexpr = DIM * k_cache.dtype.element_ty.primitive_bitwidth // 1024
+        ahead = low + tl.arange(0, KEYS)
+        old = (ahead < tl.minimum(high, cached)) & (place == 0)
+        # Where there is nothing to fetch, the first slot stands in.
+        lines = tl.where(old, key_slots(table, ahead, last, PAGE, ON_GPU), 0)[:, None] * (KV_HEADS * DIM)
+        lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
+        prefetch(k_head + lines)
+        prefetch(v_head + lines)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (row > num_rows) | ((low >= high) & (real | (not DIRECT))):
+        return
+
+    token = row_first + place * TOKENS + lanes // GROUP
+    row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
+    at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
+    if WORDS <= 2:
+        words_low = tl.load(mask + token * WORDS, mask=row_ok, other=0)
+        words_high = tl.load(mask + token * WORDS + WORDS - 1, mask=row_ok, other=0)
+
+    slots = key_slots(table, low + tl.arange(0, KEYS), last, PAGE, ON_GPU)
+    for start in tl.range(low, open_end, KEYS, num_stages=STAGES):
+        where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
+        slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
+        tile_k = tl.load(k_head + where)
+        tile_v = tl.load(v_head + where)
+        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+
+    # `slots` are those of the first key tile behind the loop, or of the first at all.
+    for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=STAGES):
+        where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
+        slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
+        keys = start + tl.arange(0, KEYS)
+        inside = keys < total
+        tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
+        tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
+        own = keys - cached
+        if WORDS <= 2:
+            words = tl.where((own < 32)[None, :], words_low[:, None], words_high[:, None])
+        else:
+            asked = (row_ok[:, None] & (own >= 0)[None, :]) & inside[None, :]
+            words = tl.load(mask + token[:, None] * WORDS + (own >> 5)[None, :], mask=asked, other=0)
+        bits = (words >> (own & 31)[None, :]) & 1
+        seen = ((bits != 0) | (own < 0)[None, :]) & inside[None, :]
+        products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
+        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+
+    # Padding tokens come here with nothing summed, and get zeros.
+    put(output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT)
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor, out: Tensor,
+    page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+) -> None:  # fmt: skip
+    """As kernels.attention.tree_attention without `path`."""
+    num_tokens, num_heads, dim = q.shape
+    num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
+    tokens = tile_tokens(config, num_heads, kv_heads)
+    # Where keys are split, `combine` clears padding.
+    tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
+    line = dim * q.element_size()
+    partials, stats = workspace(q, num_splits)
+    attend_tiles[(tiles, kv_heads, num_splits)](
+        q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, out, partials, stats,
+        num_rows, num_tokens, page_tables.stride(0), scale * log2(e),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
+        ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), WORDS=mask.shape[1],
+        STAGES=config.num_stages, SPAN=config.span, DIRECT=num_splits == 1, PDL=pdl,
+        PREFETCH=pdl and config.prefetch and line >= 128, ON_GPU=q.is_cuda,
+        num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
+    )  # fmt: skip
+    if num_splits > 1:
+        add_up(partials, stats, out, first, cached_len, None, num_splits, config, num_heads, pdl)

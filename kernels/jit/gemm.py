@@ -1,0 +1,276 @@
+"""See kernels.gemm.
+
+The steps of all tiles (block_k columns of block_n weight rows) stand in one line, tile by tile, and every program takes
+an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last of
+them to get there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.gemm_configs import GemmConfig, tile_rows
+from kernels.jit.prefetch import prefetch_rows
+from kernels.jit.scratch import scratch
+from kernels.launch import num_processors, supports_pdl
+
+
+@triton.jit
+def _start(program, base, extra):
+    """First step of a program. The first `extra` programs take base + 1 steps, the others base."""
+    return program * base + tl.minimum(program, extra)
+
+
+@triton.jit
+def _owner(place, base, extra):
+    """Program whose stretch holds step `place`."""
+    edge = extra * (base + 1)
+    return tl.where(place < edge, place // (base + 1), extra + (place - edge) // base)
+
+
+@triton.jit
+def _load(
+    tensor, first, last, column, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """Weight rows first .. first + ROWS - 1. Those behind `last` are read as the last, and never stored."""
+    if TMA:
+        values = tensor.load([first, column])
+    else:
+        row = tl.minimum(first + tl.arange(0, ROWS), last).to(tl.int64)
+        columns = column + tl.arange(0, COLUMNS)
+        places = tensor + row[:, None] * size + columns[None, :]
+        # Weights leave L2 first: they are read once a round, rows and partial sums several times.
+        if EVEN:
+            values = tl.load(places, eviction_policy="evict_first")
+        else:
+            values = tl.load(places, mask=columns[None, :] < size, other=0.0, eviction_policy="evict_first")
+    return values
+
+
+@triton.jit
+def _load_rows(
+    rows, num_rows, column, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
+    """All rows; those that only fill the tile are zeros and cost no memory traffic."""
+    if TMA:
+        values = rows.load([0, column])
+    else:
+        row = tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        inside = row[:, None] < num_rows
+        if not EVEN:
+            inside = inside & (columns[None, :] < size)
+        values = tl.load(rows + row[:, None] * size + columns[None, :], mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
+def _multiply(acc, rows, weights, SWAP: tl.constexpr):
+    if SWAP:
+        acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _save(acc, acc_up, place, index, GATED: tl.constexpr):
+    """Put a partial sum at `place`. The barrier lets one thread announce the stores of all."""
+    tl.store(place + index, acc)
+    if GATED:
+        tl.store(place + acc.numel + index, acc_up)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _add_saved(acc, acc_up, place, index, GATED: tl.constexpr):
+    acc += tl.load(place + index, cache_modifier=".cg")
+    if GATED:
+        acc_up += tl.load(place + acc.numel + index, cache_modifier=".cg")
+    return acc, acc_up
+
+
+@triton.jit
+def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr):
+    """Everything behind the product, and the one rounding, for the tile whose first weight row is `first`."""
+    if SWAP:
+        acc = tl.trans(acc)
+    row = tl.arange(0, acc.shape[0])
+    column = first + tl.arange(0, acc.shape[1])
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_out)
+    if bias is not None:
+        acc += tl.load(bias + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if SWAP:
+            acc_up = tl.trans(acc_up)
+        if bias is not None:
+            up_bias = tl.load(bias + num_out + column, mask=column < num_out, other=0.0)
+            acc_up += up_bias.to(tl.float32)[None, :]
+        acc = acc * tl.sigmoid(acc) * acc_up
+    places = row[:, None] * num_out + column[None, :]
+    if residual is not None:
+        acc += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
+def _stream(
+    rows,
+    weight,
+    weight_start,
+    bias,
+    residual,
+    out,
+    partials,
+    counters,
+    num_rows,
+    num_out,
+    size,
+    steps,
+    base,
+    extra,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    SHARED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BULK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    WIDTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    SLOT: tl.constexpr = 2 * BLOCK_M * BLOCK_N
+    NUM_WEIGHT_ROWS = num_out * 2 if GATED else num_out
+    program = tl.program_id(0)
+    start = _start(program, base, extra)
+    stop = _start(program + 1, base, extra)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PREFETCH > 0:
+        tile = start // steps
+        column = (start - tile * steps) * BLOCK_K
+        end = tl.minimum((stop - tile * steps) * BLOCK_K, size)
+        prefetch_rows(
+            weight_start, tile * BLOCK_N, NUM_WEIGHT_ROWS, column, end, size, BLOCK_N, PREFETCH * BLOCK_K, BULK
+        )
+        if GATED:
+            first = num_out + tile * BLOCK_N
+            prefetch_rows(weight_start, first, NUM_WEIGHT_ROWS, column, end, size, BLOCK_N, PREFETCH * BLOCK_K, BULK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    for tile in range(start // steps, (stop - 1) // steps + 1):
+        acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        first = tile * BLOCK_N
+        first_step = tl.maximum(start - tile * steps, 0)
+        last_step = tl.minimum(stop - tile * steps, steps)
+        # Nothing but the products may use what is loaded here. Triton 3.6 gives a tile that is read into registers as
+        # well one buffer too few, and the next copy into it overtakes the product that still reads it.
+        for step in tl.range(first_step, last_step, num_stages=STAGES):
+            column = step * BLOCK_K
+            factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, TMA)
+            weights = _load(weight, first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
+            acc = _multiply(acc, factors, weights, SWAP)
+            if GATED:
+                weights = _load(weight, num_out + first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
+                acc_up = _multiply(acc_up, factors, weights, SWAP)
+        mine = tile >= 0
+        if SHARED:
+            first_program = _owner(tile * steps, base, extra)
+            last_program = _owner(tile * steps + steps - 1, base, extra)
+            if first_program != last_program:
+                # A program shares at most two tiles: its first and its last.
+                slot = program * 2 + (tile != start // steps).to(tl.int32)
+                _save(acc, acc_up, partials + slot.to(tl.int64) * SLOT, index, GATED)
+                before = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+                mine = before == last_program - first_program
+                if mine:
+                    acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+                    acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
+                    for other in range(first_program, last_program + 1):
+                        slot = other * 2 + (tile != _start(other, base, extra) // steps).to(tl.int32)
+                        place = partials + slot.to(tl.int64) * SLOT
+                        acc, acc_up = _add_saved(acc, acc_up, place, index, GATED)
+                    tl.store(counters + tile, 0)
+        if mine:
+            _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED, SWAP)
+
+
+def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -> int:
+    """Programs of a launch; never more than there are steps."""
+    tiles, steps = -(-num_out // config.block_n), -(-size // config.block_k)
+    wanted = tiles * min(config.split_k, steps) if config.split_k else config.per_sm * processors
+    return min(wanted, tiles * steps)
+
+
+def stream_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out: Tensor,
+    config: GemmConfig,
+    compile_only: bool = False,
+) -> Any:
+    """As kernels.gemm.stream_linear, into `out`. With `compile_only`, fill Triton's cache and return the kernel."""
+    num_rows, size = rows.shape
+    num_out = out.shape[1]
+    block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k
+    steps = triton.cdiv(size, block_k)
+    total = triton.cdiv(num_out, block_n) * steps
+    programs = num_programs(config, num_out, size, num_processors(rows))
+    base, extra = divmod(total, programs)
+    shared = extra > 0 or base % steps > 0
+    slot = block_m * block_n * 2
+    partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
+    pdl = config.pdl and supports_pdl(rows)
+    tma = config.tma and size * rows.element_size() % 16 == 0 and rows.element_size() <= 2
+    bulk = config.bulk and size * rows.element_size() % 16 == 0
+    arguments = (
+        TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, block_k]) if tma else rows,
+        TensorDescriptor(weight, list(weight.shape), [size, 1], [block_n, block_k]) if tma else weight,
+        weight,
+        bias,
+        residual,
+        out,
+        partials,
+        counters,
+        num_rows,
+        num_out,
+        size,
+        steps,
+        base,
+        extra,
+    )
+    options: dict[str, Any] = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "STAGES": config.stages,
+        "EVEN": size % block_k == 0,
+        "GATED": gated,
+        "SWAP": config.swap,
+        "TMA": tma,
+        "SHARED": shared,
+        "PREFETCH": config.prefetch if pdl else 0,
+        "BULK": bulk,
+        "PDL": pdl,
+        "num_warps": config.warps,
+    }
+    if pdl:
+        options["launch_pdl"] = True
+    if compile_only:
+        return _stream.warmup(*arguments, grid=(programs,), **options)
+    return _stream[(programs,)](*arguments, **options)

@@ -1,0 +1,85 @@
+"""See kernels.gumbel; the device functions serve sampling and the walk too."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox 4x32-10; all words uint32, of shapes that broadcast."""
+    for _ in tl.static_range(10):
+        high0, high1 = tl.umulhi(c0, 0xD2511F53), tl.umulhi(c2, 0xCD9E8D57)
+        low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
+        low1 = tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise_of_words(words):
+    """Random words (uint32) to Gumbel variates (float32)."""
+    rest = (4294967295.5 - words.to(tl.float64)) * (1.0 / 4294967296.0)
+    return (-tl.log(-tl.log(rest))).to(tl.float32)
+
+
+@triton.jit
+def noise_of_tile(tile, position, low, high, choice, TILE: tl.constexpr):
+    """Noise of tokens tile * TILE .. + TILE - 1: float32 [TILE]. One counter serves four tokens."""
+    group = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
+    # Every word gets the shape of the first, so that the state keeps one type through the rounds.
+    zero = group ^ group
+    w0, w1, w2, w3 = philox(group, zero + position, zero + choice, zero, low, high)
+    return noise_of_words(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def noise_of_ids(token_ids, position, low, high, choice):
+    """Noise of any tokens (int32): float32 of the same shape."""
+    ids = token_ids.to(tl.uint32)
+    zero = ids ^ ids
+    w0, w1, w2, w3 = philox(ids >> 2, zero + position, zero + choice, zero, low, high)
+    word = ids & 3
+    return noise_of_words(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
+@triton.jit
+def load_key(keys):
+    """Seed (low and high word) and choice index at a pointer to int32, as uint32 scalars."""
+    low = tl.load(keys).to(tl.uint32, bitcast=True)
+    high = tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    return low, high, tl.load(keys + 2).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _gumbel(keys, key_stride, positions, token_ids, id_stride, out, size, LISTED: tl.constexpr, TILE: tl.constexpr):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    low, high, choice = load_key(keys + row.to(tl.int64) * key_stride)
+    position = tl.load(positions + row).to(tl.uint32, bitcast=True)
+    columns = tile * TILE + tl.arange(0, TILE)
+    inside = columns < size
+    if LISTED:
+        ids = tl.load(token_ids + row.to(tl.int64) * id_stride + columns, mask=inside, other=0)
+        noise = noise_of_ids(ids, position, low, high, choice)
+    else:
+        noise = noise_of_tile(tile, position, low, high, choice, TILE)
+    tl.store(out + row.to(tl.int64) * size + columns, noise, mask=inside)
+
+
+def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor | None) -> Tensor:
+    """As kernels.gumbel.gumbel."""
+    count, size = positions.shape[0], vocab_size if token_ids is None else token_ids.shape[1]
+    out = torch.empty(count, size, dtype=torch.float32, device=positions.device)
+    listed = positions if token_ids is None else token_ids.contiguous()
+    if out.numel():
+        grid = (count, triton.cdiv(size, 1024))
+        _gumbel[grid](
+            keys, keys.stride(0), positions, listed, size, out, size,
+            LISTED=token_ids is not None, TILE=1024, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,73 @@
+"""What the attention kernels share: finding a tile's row, key slots, and the online softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_tile(first, num_rows, num_tokens, tile, TOKENS: tl.constexpr, ROWS_PAD: tl.constexpr):
+    """The request row of a tile of TOKENS tokens, and the tile's place in it.
+
+    Row `num_rows` stands for the padding tokens; rows past it have no tiles. ROWS_PAD > num_rows.
+    """
+    lanes = tl.arange(0, ROWS_PAD)
+    begin = tl.load(first + lanes, mask=lanes <= num_rows, other=0)
+    end = tl.load(first + lanes + 1, mask=lanes < num_rows, other=0)
+    end = tl.where(lanes == num_rows, num_tokens, end)
+    tiles = (end - begin + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(tiles, 0)
+    before = ends <= tile
+    row = tl.sum(before.to(tl.int32), 0)
+    place = tile - tl.sum(tl.where(before, tiles, 0), 0)
+    return row, place
+
+
+@triton.jit
+def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
+    """The request row of a token; num_rows for a padding token."""
+    lanes = tl.arange(0, ROWS_PAD)
+    end = tl.load(first + lanes + 1, mask=lanes < num_rows, other=2147483647)
+    return tl.sum((end <= token).to(tl.int32), 0)
+
+
+@triton.jit
+def read(pointers, ON_GPU: tl.constexpr):
+    """The int32 at each pointer.
+
+    On a GPU by an instruction that the compiler does not take for a load: it would copy these few numbers through
+    shared memory, a stage of the pipeline of its own, and have the keys behind them wait. Callers read a step ahead.
+    """
+    if ON_GPU:
+        numbers = tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        numbers = tl.load(pointers)
+    return numbers
+
+
+@triton.jit
+def key_slots(table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
+    """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`."""
+    keys = tl.minimum(keys, last)
+    return read(table + keys // PAGE, ON_GPU).to(tl.int64) * PAGE + keys % PAGE
+
+
+@triton.jit
+def online(products, v, top, mass, acc, scale):
+    """One step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
+
+    Explicit fma: what the compiler fuses must not differ between copies of this code, or the result of a token would
+    depend on which copy its keys went through.
+    """
+    new_top = tl.maximum(top, tl.max(products, 1) * scale)
+    # A query that has seen no key yet keeps -inf, and -inf minus -inf is NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(tl.fma(products, scale, -base[:, None]))
+    shrink = tl.exp2(top - base)
+    mass = tl.fma(mass, shrink, tl.sum(weights, 1))
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, mass, acc

@@ -1,0 +1,220 @@
+"""See kernels.sampling. One launch prepares tiles of rows, a second one takes the best of each row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import sampling_state as state
+from kernels.jit import filters
+from kernels.jit.gumbel import load_key, noise_of_tile
+from kernels.launch import supports_pdl
+from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables
+
+_COUNT_BITS: tl.constexpr = tl.constexpr(state.IN_PROMPT - 1)
+_NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _place(index, rows, root, table_rows):
+    """Of a token: whether it samples, its root and its row in the tables."""
+    row = tl.load(rows + index)
+    safe_row = tl.maximum(row, 0)
+    first = tl.load(root + safe_row)
+    samples = (row >= 0) & (first >= 0) & (index >= first)
+    return samples, first, tl.load(table_rows + safe_row).to(tl.int64)
+
+
+@triton.jit
+def _features(floats, ints, vocab_size):
+    """Of a request: temperature, top_k, top_p, min_p, whether any of these filters, whether acceptance is lossy."""
+    temperature, top_p, min_p = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
+    top_k = tl.load(ints + 3)
+    noisy = temperature > 0
+    filtered = noisy & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0))
+    loose = noisy & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
+    return temperature, top_k, top_p, min_p, filtered, loose
+
+
+@triton.jit
+def _penalize(logits, columns, inside, index, first, floats, counts, token_ids, parents):
+    """Repetition, frequency and presence penalty, over the counts and the path from below `first` to `index`."""
+    counted = tl.load(counts + columns, mask=inside, other=0)
+    times = counted & _COUNT_BITS
+    node = index
+    while node > first:
+        times += (columns == tl.load(token_ids + node)).to(tl.int32)
+        # Ever smaller, so that the chase ends whatever the round holds.
+        node = tl.minimum(tl.load(parents + node), node - 1)
+    presence, frequency, repetition = tl.load(floats + 3), tl.load(floats + 4), tl.load(floats + 5)
+    repeated = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, tl.zeros_like(logits) + repetition))
+    logits = tl.where((times > 0) | (counted != times), repeated, logits)
+    return tl.where(times > 0, (logits - frequency * times.to(tl.float32)) - presence, logits)
+
+
+@triton.jit
+def _prepare(
+    logits, logits_stride, vocab_size, token_ids, positions, parents, rows, root, table_rows,
+    float_params, int_params, counts, bias, vocab_mask, mask_stride,
+    processed, processed_stride, parts, part_stride, part_ids, part_masses,
+    HAS_MASK: tl.constexpr, LOSSY: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index, tile = tl.program_id(0), tl.program_id(1)
+    samples, first, table_row = _place(index, rows, root, table_rows)
+    if samples == 0:
+        return
+    floats, ints = float_params + table_row * 8, int_params + table_row * 8
+    temperature, top_k, top_p, _, filtered, loose = _features(floats, ints, vocab_size)
+    flags = tl.load(ints + 5)
+    columns = tile * TILE + tl.arange(0, TILE)
+    inside = columns < vocab_size
+    wide = index.to(tl.int64)
+    raw = tl.load(logits + wide * logits_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    unusable = (raw != raw) | (raw == float("inf"))
+
+    values = raw
+    table = table_row * vocab_size
+    if (flags & 1) != 0:
+        values = _penalize(values, columns, inside, index, first, floats, counts + table, token_ids, parents)
+    if (flags & 2) != 0:
+        values = values + tl.load(bias + table + columns, mask=inside, other=0.0)
+    if HAS_MASK:  # noqa: SIM102  # decided before the other
+        if (flags & 4) != 0:
+            words = tl.load(vocab_mask + wide * mask_stride + columns // 32, mask=inside, other=0)
+            values = tl.where(((words >> (columns % 32)) & 1) != 0, values, float("-inf"))
+    if temperature > 0:
+        values = tl.div_rn(values, tl.zeros_like(values) + tl.maximum(temperature, 1e-6))
+    unusable = inside & (unusable | (values != values) | (values == float("inf")))
+    values = tl.where(inside & (values == values), values, float("-inf"))
+
+    part = wide * tl.num_programs(1) + tile
+    top = tl.max(values, axis=0)
+    scores = values
+    keep = filtered
+    if LOSSY:
+        keep = filtered | loose
+    if keep:
+        tl.store(processed + wide * processed_stride + columns, values, mask=inside)
+    if filtered:
+        if (top_p < 1) & ((top_k <= 0) | (top_k >= vocab_size)):
+            # A tile in which nothing is allowed has weight 0, not NaN.
+            distance = values.to(tl.float64) - tl.maximum(top, -3.0e38).to(tl.float64)
+            tl.store(part_masses + part, tl.sum(tl.exp(distance), axis=0))
+    elif temperature > 0:
+        low, high, choice = load_key(ints)
+        position = (tl.load(positions + index) + 1).to(tl.uint32, bitcast=True)
+        scores = values + noise_of_tile(tile, position, low, high, choice, TILE)
+    best = tl.max(scores, axis=0)
+    tl.store(parts + part, best)
+    tl.store(parts + part_stride + part, top)
+    tl.store(parts + 2 * part_stride + part, tl.max(unusable.to(tl.float32), axis=0))
+    tl.store(part_ids + part, tl.min(tl.where(scores == best, columns, _NO_TOKEN), axis=0))
+
+
+@triton.jit
+def _finish(
+    vocab_size, positions, rows, root, table_rows, float_params, int_params,
+    processed, processed_stride, candidate_ids, parts, part_stride, part_ids, part_masses, num_tiles,
+    sampled, bad, totals,
+    LOSSY: tl.constexpr, PDL: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.program_id(0)
+    samples, _, table_row = _place(index, rows, root, table_rows)
+    if samples == 0:
+        tl.store(sampled + index, -1)
+        tl.store(bad + index, 0)
+        return
+    tiles = tl.arange(0, TILES)
+    inside = tiles < num_tiles
+    part = index.to(tl.int64) * num_tiles + tiles
+    scores = tl.load(parts + part, mask=inside, other=float("-inf"))
+    tops = tl.load(parts + part_stride + part, mask=inside, other=float("-inf"))
+    unusable = tl.max(tl.load(parts + 2 * part_stride + part, mask=inside, other=0.0), axis=0)
+    best_ids = tl.load(part_ids + part, mask=inside, other=_NO_TOKEN)
+    top = tl.max(tops, axis=0)
+    fails = (unusable > 0) | (top == float("-inf"))
+    token = tl.min(tl.where(scores == tl.max(scores, axis=0), best_ids, _NO_TOKEN), axis=0)
+    floats, ints = float_params + table_row * 8, int_params + table_row * 8
+    _, top_k, top_p, min_p, filtered, loose = _features(floats, ints, vocab_size)
+    searched = filtered
+    if LOSSY:
+        searched = filtered | loose
+    if searched & (fails == 0):
+        has_k, has_p, has_m = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
+        wide_top = top.to(tl.float64)
+        # The logarithm of 0 is never taken.
+        floor = tl.where(has_m, tl.log(tl.where(has_m, tl.minimum(min_p, 1.0), 1.0).to(tl.float64)), float("-inf"))
+        target = wide_top - wide_top + float("inf")
+        if has_p & (has_k == 0):
+            masses = tl.load(part_masses + part, mask=inside, other=0.0)
+            target = top_p.to(tl.float64) * tl.sum(masses * tl.exp(tops.to(tl.float64) - wide_top), axis=0)
+        row = processed + index.to(tl.int64) * processed_stride
+        ids = candidate_ids + index.to(tl.int64) * CANDIDATES
+        # Top-p after top-k needs the mass of all that top-k keeps, however little min-p keeps.
+        lowest_key, length, listed = filters.shortlist(
+            row, row + vocab_size, ids, vocab_size, wide_top, tl.where(has_k, top_k, _NO_TOKEN), target,
+            tl.where(has_k & has_p, float("-inf"), floor), CANDIDATES, BLOCK,
+        )  # fmt: skip
+        values = row + tl.where(listed > 0, vocab_size, 0)
+        size = tl.where(listed > 0, listed, vocab_size)
+        border_key, border_id = filters.borders(
+            values, ids, listed, size, vocab_size, wide_top, lowest_key, length,
+            target, top_k, top_p.to(tl.float64), has_k, has_p, BLOCK,
+        )  # fmt: skip
+        if filtered:
+            low, high, choice = load_key(ints)
+            position = (tl.load(positions + index) + 1).to(tl.uint32, bitcast=True)
+            token = filters.best_within(
+                values, ids, listed, size, wide_top, border_key, border_id, floor, position, low, high, choice, BLOCK
+            )  # fmt: skip
+        if LOSSY:  # noqa: SIM102  # decided before the other
+            if loose:
+                total = filters.total_weight(values, ids, listed, size, wide_top, border_key, border_id, floor, BLOCK)
+                tl.store(totals + index, wide_top + tl.log(total))
+                filters.drop_filtered(row, vocab_size, wide_top, border_key, border_id, floor, BLOCK)
+    tl.store(sampled + index, tl.where(fails, -1, token))
+    tl.store(bad + index, fails.to(tl.int32))
+
+
+def sample_rows(
+    logits: Tensor,
+    vocab_size: int,
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    vocab_mask: Tensor | None,
+    lossy: bool,
+) -> None:
+    """As kernels.sampling.sample_rows."""
+    num_tokens = tokens.token_ids.shape[0]
+    tiles = triton.cdiv(vocab_size, state.TILE)
+    pdl = supports_pdl(logits)
+    options = {"launch_pdl": True} if pdl else {}
+    part_stride, row_stride = buffers.parts.stride(0), buffers.processed.stride(0)
+    mask = tokens.rows if vocab_mask is None else vocab_mask
+    # Fused multiply-adds would round the penalties otherwise than the reference does, and perhaps the noise too.
+    _prepare[(num_tokens, tiles)](
+        logits, logits.stride(0), vocab_size,
+        tokens.token_ids, tokens.positions, tokens.parents, tokens.rows, tokens.root, tokens.table_rows,
+        tables.float_params, tables.int_params, tables.counts, tables.bias, mask, mask.stride(0),
+        buffers.processed, row_stride, buffers.parts, part_stride, buffers.part_ids, buffers.part_masses,
+        HAS_MASK=vocab_mask is not None, LOSSY=lossy, PDL=pdl, TILE=state.TILE,
+        num_warps=4, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    _finish[(num_tokens,)](
+        vocab_size, tokens.positions, tokens.rows, tokens.root, tokens.table_rows,
+        tables.float_params, tables.int_params,
+        buffers.processed, row_stride, buffers.candidate_ids,
+        buffers.parts, part_stride, buffers.part_ids, buffers.part_masses, tiles,
+        buffers.sampled, buffers.bad, buffers.totals,
+        LOSSY=lossy, PDL=pdl, TILES=triton.next_power_of_2(tiles),
+        CANDIDATES=buffers.candidate_ids.shape[1], BLOCK=min(2048, triton.next_power_of_2(vocab_size)),
+        num_warps=16, enable_fp_fusion=False, **options,
+    )  # fmt: skip

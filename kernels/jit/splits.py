@@ -1,0 +1,113 @@
+"""Keys split among programs: what each leaves behind, and the sum of it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention_tiles import TileConfig, power_of_two
+from kernels.jit.online import find_row
+
+
+@triton.jit
+def split_steps(num_steps, num_splits, SPAN: tl.constexpr):
+    """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN."""
+    return tl.maximum(tl.cdiv(num_steps, num_splits), SPAN)
+
+
+@triton.jit
+def put(
+    output, partials, stats, at, top, mass, acc, num_pairs, split, row_ok,
+    DIM: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile: the attention itself where keys are not split, else the parts of `combine`.
+
+    `at` [ROWS] int64 numbers the (token, head) pair of each tile row among `num_pairs`.
+    """
+    dims = tl.arange(0, DIM)
+    if DIRECT:
+        result = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
+        where = output + at[:, None] * DIM + dims[None, :]
+        tl.store(where, result.to(output.dtype.element_ty), mask=row_ok[:, None])
+    else:
+        at += split.to(tl.int64) * num_pairs
+        tl.store(partials + at[:, None] * DIM + dims[None, :], acc, mask=row_ok[:, None])
+        tl.store(stats + at * 2, top, mask=row_ok)
+        tl.store(stats + at * 2 + 1, mass, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
+def combine(
+    partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
+    ROWS_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, heads): add up the splits of a (token, head) pair, in their order. Padding tokens get zeros."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = find_row(first, num_rows, token, ROWS_PAD)
+    real = row < num_rows
+    cached = tl.load(cached_len + row, mask=real, other=0)
+    if PATHS:
+        own = tl.sum((tl.load(path + token * DEPTH + tl.arange(0, DEPTH)) >= 0).to(tl.int32), 0)
+        used = tl.minimum(tl.cdiv(tl.cdiv(cached + own, KEYS), SPAN), num_splits)
+    else:
+        own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
+        num_tiles = tl.cdiv(cached + own, KEYS)
+        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, SPAN))
+    used = tl.where(real, used, 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    splits = tl.arange(0, SPLITS_PAD)
+    dims = tl.arange(0, DIM)
+    there = splits < used
+    num_pairs = (num_tokens * HEADS).to(tl.int64)
+    at = token.to(tl.int64) * HEADS + head
+    pairs = splits.to(tl.int64) * num_pairs + at
+    parts = tl.load(partials + pairs[:, None] * DIM + dims[None, :], mask=there[:, None], other=0.0)
+    tops = tl.load(stats + pairs * 2, mask=there, other=float("-inf"))
+    masses = tl.load(stats + pairs * 2 + 1, mask=there, other=0.0)
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shares = tl.exp2(tops - base)
+    mass = tl.sum(shares * masses, 0)
+    result = tl.sum(shares[:, None] * parts, 0) / tl.where(mass > 0.0, mass, 1.0)
+    tl.store(output + at * DIM + dims, result.to(output.dtype.element_ty))
+
+
+def tile_tokens(config: TileConfig, num_heads: int, kv_heads: int) -> int:
+    """Tokens whose query heads of a kv head fill a tile. Raises ValueError where not even one fits."""
+    tokens = config.rows * kv_heads // num_heads
+    if not tokens:
+        raise ValueError(f"{num_heads // kv_heads} query heads to a kv head do not fit a tile of {config.rows} rows")
+    return tokens
+
+
+def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Of each split, (token, head) pair by pair: the weighted sum of values; the top score and the mass."""
+    if num_splits == 1:
+        return q, q
+    pairs = (num_splits, q.shape[0] * q.shape[1])
+    partials = torch.empty(*pairs, q.shape[2], dtype=torch.float32, device=q.device)
+    return partials, torch.empty(*pairs, 2, dtype=torch.float32, device=q.device)
+
+
+def add_up(
+    partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
+    num_splits: int, config: TileConfig, num_heads: int, pdl: bool,
+) -> None:  # fmt: skip
+    """Launch `combine`."""
+    num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
+    splits_pad = power_of_two(num_splits)
+    combine[(num_tokens, num_heads)](
+        partials, stats, out, first, cached_len, first if path is None else path, num_rows, num_tokens, num_splits,
+        HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
+        ROWS_PAD=power_of_two(num_rows + 1), SPLITS_PAD=splits_pad,
+        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], PDL=pdl,
+        num_warps=min(max(splits_pad * dim // 1024, 1), 4), launch_pdl=pdl,
+    )  # fmt: skip

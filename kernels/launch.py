@@ -1,0 +1,49 @@
+"""Where a kernel runs: Triton on CUDA devices, its interpreter on a CPU when asked for, torch references elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_interpreting = False
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether functions of this package run their Triton kernels on `tensor`'s device."""
+    return tensor.is_cuda or _interpreting
+
+
+@contextmanager
+def triton_on_cpu() -> Iterator[None]:
+    """Run Triton kernels on CPU tensors meanwhile. Needs TRITON_INTERPRET=1 from before triton was first imported."""
+    global _interpreting
+    before, _interpreting = _interpreting, True
+    try:
+        yield
+    finally:
+        _interpreting = before
+
+
+def supports_pdl(tensor: Tensor) -> bool:
+    """Whether kernels on this device may start before the one before them ends (programmatic dependent launch)."""
+    return tensor.is_cuda and _capability(tensor.device.index or 0) >= (9, 0)
+
+
+def num_processors(where: Tensor | torch.device) -> int:
+    """Streaming multiprocessors of a device, or of a tensor's; a small stand-in for a CPU."""
+    device = where.device if isinstance(where, Tensor) else where
+    return _num_processors(device.index or 0) if device.type == "cuda" else 4
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
+def _num_processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

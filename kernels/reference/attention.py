@@ -1,0 +1,65 @@
+"""See kernels.attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def tree_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
+    page_size: int, scale: float, path: Tensor | None, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """As kernels.attention.tree_attention."""
+    out.zero_()
+    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
+        hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
+        hidden[:, :cached] = False
+        for i in range(end - begin):
+            own = _set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
+            hidden[i, cached + own.long()] = False
+        out[begin:end] = _attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+    return out
+
+
+def prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor,
+    page_size: int, scale: float, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """As kernels.attention.prefill_attention."""
+    out.zero_()
+    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
+        hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device).triu(cached + 1)
+        out[begin:end] = _attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+    return out
+
+
+def _rows(
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, page_size: int
+) -> Iterator[tuple[int, int, int, Tensor]]:
+    """First token, last token + 1, context and KV slots of every row that has tokens."""
+    starts = first.tolist()
+    for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
+        begin, end = starts[row], starts[row + 1]
+        if begin < end:
+            logical = torch.arange(cached + end - begin, device=first.device)
+            slots = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
+            yield begin, end, cached, slots
+
+
+def _set_bits(words: Tensor) -> Tensor:
+    bits = words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
+    return bits.view(-1).nonzero().view(-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """q [n, H, D], k and v [L, KVH, D], hidden [n, L] -> [n, H * D]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
+    scores = torch.einsum("nhd,lhd->nhl", q.float(), k) * scale
+    weights = scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+    return torch.einsum("nhl,lhd->nhd", weights, v).flatten(1).to(q.dtype)

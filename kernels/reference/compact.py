@@ -1,0 +1,25 @@
+"""See kernels.compact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compact(
+    k: Tensor, v: Tensor, first: Tensor, cached_len: Tensor, table_rows: Tensor, page_tables: Tensor,
+    root: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int,
+) -> None:  # fmt: skip
+    """As kernels.compact.compact."""
+    for row, count in enumerate(num_tokens.tolist()):
+        if int(root[row]) < 0 or count < 2:
+            continue
+        begin = int(first[row])
+        old = accepted[row, : count - 1].long() - begin
+        new = int(root[row]) - begin + 1 + torch.arange(count - 1, device=old.device)
+        table = page_tables[int(table_rows[row])].long()
+        source, target = (int(cached_len[row]) + place for place in (old, new))
+        source = table[source // page_size] * page_size + source % page_size
+        target = table[target // page_size] * page_size + target % page_size
+        for cache in (k, v):
+            cache[:, target] = cache[:, source]

@@ -1,0 +1,31 @@
+"""See kernels.rope."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As kernels.rope.rotary_angles."""
+    angles = positions.float().unsqueeze(1) * inv_freq
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope_write(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    qk_norm: Tensor | None, eps: float, q: Tensor,
+) -> None:  # fmt: skip
+    """As kernels.rope.rope_write."""
+    num_heads, kv_heads = q.shape[1], k_cache.shape[1]
+    queries_keys, values = heads[:, : num_heads + kv_heads].float(), heads[:, num_heads + kv_heads :]
+    if qk_norm is not None:
+        power = queries_keys.square().mean(-1, keepdim=True)
+        queries_keys = queries_keys * torch.rsqrt(power + eps) * qk_norm.float()
+    low, high = queries_keys.chunk(2, -1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(heads.dtype)
+    q.copy_(rotated[:, :num_heads])
+    written = slots >= 0
+    k_cache[slots[written].long()] = rotated[written, num_heads:]
+    v_cache[slots[written].long()] = values[written]

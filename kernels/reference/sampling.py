@@ -1,0 +1,101 @@
+"""See kernels.sampling. One token at a time, with sorts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import sampling_state as state
+from kernels.reference.gumbel import gumbel
+from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables
+
+
+def sample_rows(
+    logits: Tensor,
+    vocab_size: int,
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    vocab_mask: Tensor | None,
+    lossy: bool,
+) -> None:
+    """As kernels.sampling.sample_rows."""
+    for index in range(tokens.token_ids.shape[0]):
+        buffers.sampled[index], buffers.bad[index] = -1, 0
+        row = int(tokens.rows[index])
+        root = int(tokens.root[row]) if row >= 0 else -1
+        if root < 0 or index < root:
+            continue
+        table_row = int(tokens.table_rows[row])
+        raw = logits[index, :vocab_size].float()
+        adjusted = adjust(raw, index, root, tokens, tables, table_row, vocab_mask)
+        if bool((raw.isnan() | (raw == torch.inf)).any()) or not bool(adjusted.max().isfinite()):
+            buffers.bad[index] = 1
+            continue
+        floats, ints = tables.float_params[table_row], tables.int_params[table_row]
+        if float(floats[state.TEMPERATURE]) > 0:
+            adjusted = adjusted.masked_fill(~kept(adjusted, floats, ints), -torch.inf)
+            if lossy and accepts_loosely(floats):
+                buffers.processed[index, :vocab_size] = adjusted
+                buffers.totals[index] = adjusted.double().logsumexp(0)
+            ids = torch.arange(vocab_size, device=logits.device)[None]
+            position = tokens.positions[index : index + 1] + 1
+            adjusted = adjusted + gumbel(ints[None, : state.CHOICE_INDEX + 1], position, ids)[0]
+        # max(dim) and argmax do not promise the first of equal maxima on every device.
+        buffers.sampled[index] = (adjusted == adjusted.max()).nonzero()[0, 0]
+
+
+def accepts_loosely(floats: Tensor) -> bool:
+    """Whether a request with these float parameters [8] has acceptance thresholds that take effect."""
+    thresholds = floats[[state.ACCEPT_SINGLE, state.ACCEPT_ACC]]
+    return bool(floats[state.TEMPERATURE] > 0) and bool((thresholds < 1).any())
+
+
+def adjust(
+    row: Tensor,
+    index: int,
+    root: int,
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    table_row: int,
+    vocab_mask: Tensor | None,
+) -> Tensor:
+    """Penalties, bias, mask and temperature on one row of logits: float32 [V], a new tensor or `row` itself."""
+    floats, flags = tables.float_params[table_row], int(tables.int_params[table_row, state.FLAGS])
+    if flags & state.PENALIZED:
+        counts = tables.counts[table_row] & (state.IN_PROMPT - 1)
+        present = (tables.counts[table_row] & state.IN_PROMPT) != 0
+        node = index
+        while node > root:
+            counts[int(tokens.token_ids[node])] += 1
+            node = int(tokens.parents[node])
+        repetition = floats[state.REPETITION]
+        row = torch.where(present | (counts > 0), torch.where(row < 0, row * repetition, row / repetition), row)
+        less = row - floats[state.FREQUENCY] * counts.float()
+        row = torch.where(counts > 0, less - floats[state.PRESENCE], row)
+    if flags & state.BIASED:
+        row = row + tables.bias[table_row]
+    if flags & state.MASKED and vocab_mask is not None:
+        ids = torch.arange(len(row), device=row.device)
+        row = row.masked_fill((vocab_mask[index][ids // 32] >> (ids % 32)) & 1 == 0, -torch.inf)
+    if float(floats[state.TEMPERATURE]) > 0:
+        row = row / floats[state.TEMPERATURE].clamp(min=state.MIN_TEMPERATURE)
+    return row
+
+
+def kept(row: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
+    """Which tokens of a processed row [V] are left by top-k, top-p and min-p: bool [V]."""
+    top_k, top_p, min_p = int(ints[state.TOP_K]), float(floats[state.TOP_P]), float(floats[state.MIN_P])
+    order = row.sort(descending=True, stable=True).indices
+    alive = torch.ones_like(row, dtype=torch.bool)
+    if 0 < top_k < len(row):
+        alive[order[top_k:]] = False
+        order = order[:top_k]
+    distance = row.double() - row.max().double()
+    if top_p < 1:
+        mass = distance[order].exp().cumsum(0)
+        # The likeliest stays; another one does if those before it have less mass than wanted.
+        alive[order[1:][mass[:-1] >= top_p * mass[-1]]] = False
+    if min_p > 0:
+        alive &= distance >= torch.tensor(min(min_p, 1.0), dtype=torch.float64, device=row.device).log()
+    return alive

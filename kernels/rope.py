@@ -1,0 +1,71 @@
+"""Rotary positions: angles once a round; norm, rotation and the writing of k and v once a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.launch import supports_pdl, use_triton
+from kernels.reference import rope as reference
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each."""
+    if use_triton(positions):
+        from kernels.jit import rope
+
+        return rope.rotary_angles(positions, inv_freq, scale)
+    return reference.rotary_angles(positions, inv_freq, scale)
+
+
+def rope_write(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    pdl: bool = True,
+) -> Tensor:
+    """Rotate query and key heads; write keys and values to their slots. One launch.
+
+    Pairs are (i, i + D / 2). All arithmetic is float32, with one rounding at the end.
+
+    Args:
+        heads: [M, H + 2 * KVH, D], query, then key, then value heads, contiguous; D a power of two, at least 16.
+        cos: float32 [M, D / 2], as sin.
+        slots: int32 [M]; k and v of a token whose slot is -1 are not written.
+        k_cache: [S, KVH, D] of the heads' dtype, contiguous, written; so is `v_cache`.
+        num_heads: H.
+        qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation.
+        eps: added to the mean square.
+        pdl: start before the launch in front has ended, where the device can.
+
+    Returns:
+        q [M, H, D] in the heads' dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    kv_heads, dim = k_cache.shape[1:]
+    if heads.shape[1:] != (num_heads + 2 * kv_heads, dim) or v_cache.shape != k_cache.shape:
+        raise ValueError(f"{num_heads} query heads, heads {list(heads.shape)}, a cache of {list(k_cache.shape)}")
+    if dim < 16 or dim & (dim - 1):
+        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
+    if not (heads.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("heads and caches must be contiguous")
+    if qk_norm is not None and (qk_norm.shape != (num_heads + kv_heads, dim) or not qk_norm.is_contiguous()):
+        raise ValueError(f"norm weights must be contiguous [{num_heads + kv_heads}, {dim}], got {list(qk_norm.shape)}")
+    q = torch.empty(heads.shape[0], num_heads, dim, dtype=heads.dtype, device=heads.device)
+    if not use_triton(heads):
+        reference.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q)
+        return q
+    from kernels.jit import rope
+
+    pdl = pdl and supports_pdl(heads)
+    rope.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, pdl)
+    return q

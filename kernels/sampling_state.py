@@ -1,0 +1,149 @@
+"""What sampling reads and writes on the device: a round's tokens, the requests' parameters, buffers for the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, ACCEPT_SINGLE, ACCEPT_ACC = range(8)
+"""Columns of `SamplingTables.float_params`."""
+SEED_LOW, SEED_HIGH, CHOICE_INDEX, TOP_K, NUM_LOGPROBS, FLAGS = range(6)
+"""Columns of `SamplingTables.int_params`; two more are free."""
+PENALIZED, BIASED, MASKED = 1, 2, 4
+"""Bits of the column FLAGS."""
+IN_PROMPT = 1 << 30
+"""Bit of `SamplingTables.counts`: the token occurs in the prompt. The bits below count the output."""
+MIN_TEMPERATURE = 1e-6
+"""Temperatures between 0 and this count as this."""
+MAX_TOP_LOGPROBS = 20
+"""The likeliest tokens that `logprobs` can list."""
+CANDIDATES = 2048
+"""Filters look at a list of a row's best tokens if so many are enough, and else at the whole row."""
+TILE = 1024
+"""Tokens of the vocabulary that one program of the first pass takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTokens:
+    """The tokens of a decode round, int32. The tokens of row b are first[b] .. first[b + 1] - 1."""
+
+    token_ids: Tensor
+    """[M]"""
+    positions: Tensor
+    """[M], absolute. The token sampled at token i is the one at positions[i] + 1."""
+    parents: Tensor
+    """[M], the parent's index in this round; less than the token's own index; -1 for the first token of a row."""
+    rows: Tensor
+    """[M], the token's row; -1 for padding."""
+    first: Tensor
+    """[B + 1]"""
+    root: Tensor
+    """[B], index of the last committed token, behind which the row's nodes lie; -1 where the row does not sample."""
+    table_rows: Tensor
+    """[B], the request's row in the tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTables:
+    """Parameters and histories of running requests, one row each; V is the vocabulary without padding."""
+
+    float_params: Tensor
+    """float32 [R, 8]: temperature, top_p, min_p, presence, frequency and repetition penalty, accept thresholds."""
+    int_params: Tensor
+    """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags."""
+    counts: Tensor
+    """int32 [R, V]: how often the token is in the output, plus IN_PROMPT. Read where the flag PENALIZED is set."""
+    bias: Tensor
+    """float32 [R, V], added to the logits where the flag BIASED is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBuffers:
+    """Results of `sample_rows` for M tokens, and its scratch memory."""
+
+    sampled: Tensor
+    """int32 [M], the token sampled at each token; -1 where nothing is sampled or the logits are unusable."""
+    bad: Tensor
+    """int32 [M], 1 where the logits hold NaN or +inf or leave no token, else 0."""
+    processed: Tensor
+    """float32 [M, V + C]: processed logits of rows that are filtered, then a list of their C best. Rows with
+    lossy acceptance hold -inf where a filter dropped a token."""
+    totals: Tensor
+    """float64 [M]: log of the summed exponentials of what the filters left; of rows with lossy acceptance only."""
+    candidate_ids: Tensor
+    """int32 [M, C], the ids of that list."""
+    parts: Tensor
+    """float32 [3, M, T]: best score, largest processed logit and usability of each of T tiles."""
+    part_ids: Tensor
+    """int32 [M, T]: token with the best score."""
+    part_masses: Tensor
+    """float64 [M, T]: the tile's sum of exponentials, relative to its largest logit."""
+
+    @classmethod
+    def new(
+        cls, num_tokens: int, vocab_size: int, device: torch.device | str, candidates: int = CANDIDATES
+    ) -> SampleBuffers:
+        """Buffers for up to `num_tokens` tokens a round; about 4 bytes a token and vocabulary entry."""
+        tiles = -(-vocab_size // TILE)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            sampled=empty(num_tokens),
+            bad=empty(num_tokens),
+            processed=empty(num_tokens, vocab_size + candidates, dtype=torch.float32),
+            totals=empty(num_tokens, dtype=torch.float64),
+            candidate_ids=empty(num_tokens, candidates),
+            parts=empty(3, num_tokens, tiles, dtype=torch.float32),
+            part_ids=empty(num_tokens, tiles),
+            part_masses=empty(num_tokens, tiles, dtype=torch.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WalkOutputs:
+    """What a round commits: B rows, at most D tokens each. Rows may be strided views, entries of a row not."""
+
+    num_tokens: Tensor
+    """int32 [B], accepted tokens and the bonus token; 0 for rows that do not sample and for failed ones."""
+    tokens: Tensor
+    """int32 [B, D], the committed tokens; -1 behind them."""
+    accepted: Tensor
+    """int32 [B, D], indices in the round of the accepted nodes (one less than there are tokens); -1 behind them."""
+    error: Tensor
+    """int32 [B], 1 where the walk came to unusable logits, else 0."""
+
+    @classmethod
+    def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> WalkOutputs:
+        """Buffers for `num_rows` rows of at most `max_depth` tokens."""
+        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in (
+            (num_rows,), (num_rows, max_depth), (num_rows, max_depth), (num_rows,)
+        )))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobOutputs:
+    """Log-probabilities of a round's committed tokens. Entries of requests that want none are not written.
+
+    Rows may be strided views; the rest is contiguous.
+    """
+
+    logprobs: Tensor
+    """float32 [B, D], of the committed token."""
+    top_ids: Tensor
+    """int32 [B, D, MAX_TOP_LOGPROBS], likeliest first, as many as the request wants; -1 behind them."""
+    top_logprobs: Tensor
+    """float32 [B, D, MAX_TOP_LOGPROBS]; -inf behind them."""
+
+    @classmethod
+    def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> LogprobOutputs:
+        """Buffers for `num_rows` rows of at most `max_depth` tokens."""
+        shape = (num_rows, max_depth, MAX_TOP_LOGPROBS)
+        return cls(
+            torch.zeros(shape[:2], dtype=torch.float32, device=device),
+            torch.full(shape, -1, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+        )

@@ -1,0 +1,59 @@
+"""What a round's tree means to attention, from the parents of its tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.launch import use_triton
+from kernels.reference import tree as reference
+
+# The most tokens from the end of a row's context down to a node.
+MAX_PATH = 64
+
+
+def expand_tree(
+    parents: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    cached_len: Tensor,
+    table_rows: Tensor,
+    page_tables: Tensor,
+    positions: Tensor,
+    page_size: int,
+    max_row_tokens: int,
+    slots: Tensor,
+    mask: Tensor,
+    path: Tensor,
+) -> None:
+    """Fill slots, mask and path of a round. One launch. All tensors are int32.
+
+    Args:
+        parents: [M], the parent's place in the round, -1 for the first token of a row; parents come before children.
+        rows: [M], -1 for padding.
+        first: [B + 1], tokens of row b are first[b] .. first[b + 1] - 1.
+        cached_len: [B].
+        table_rows: [B].
+        page_tables: [R, P], rows contiguous.
+        positions: [M], one more than the parent's; of a row's first token, its cached_len.
+        page_size: tokens in a page.
+        max_row_tokens: no row has more tokens.
+        slots: [M], filled with the KV slot of each token, -1 for padding.
+        mask: [M, W], filled; bit j % 32 of word j // 32 is set where the token is, or descends from, token
+            first[b] + j of its row. 0 for padding.
+        path: [M, D], filled with the place within its row of the token's ancestor at position cached_len[b] + k, for
+            k up to the token itself; -1 behind it and for padding.
+
+    Raises:
+        ValueError: outputs that cannot hold it.
+    """
+    if mask.shape[1] * 32 < max_row_tokens:
+        raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
+    if not (mask.is_contiguous() and path.is_contiguous()) or page_tables.stride(1) != 1:
+        raise ValueError("mask, path and the rows of the page tables must be contiguous")
+    inputs = (parents, rows, first, cached_len, table_rows, page_tables, positions)
+    if use_triton(parents):
+        from kernels.jit import tree
+
+        tree.expand_tree(*inputs, page_size, slots, mask, path)
+    else:
+        reference.expand_tree(*inputs, page_size, slots, mask, path)

@@ -1,0 +1,137 @@
+"""A forward whose lengths live in device memory, so that one CUDA graph serves every round of its shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention_tiles import PATH_SPLITS, choose_splits
+from kernels.pages import update_pages
+from kernels.tree import expand_tree
+from outrider.attention.base import TokenBatch
+from outrider.attention.lengths import HostLengths
+
+__all__ = ["PATH_SPLITS", "PagedBatch", "TreeBuffers", "TreeTokens", "choose_splits", "update_page_tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTokens:
+    """The tokens of a decode round, as a host lays them out. All int32; M token slots, B rows.
+
+    Attributes:
+        token_ids, positions: [M].
+        parents: [M], the token that each hangs below, -1 for a row's first.
+        rows: [M], the row of each token, -1 for padding.
+        first: [B + 1], where each row's tokens begin.
+        cached_len: [B], tokens with valid KV.
+        root: [B], the token that is the last committed one; nodes lie behind it. -1 for a row that does not sample.
+        table_rows: [B], the row's place in the tables of requests.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    parents: Tensor
+    rows: Tensor
+    first: Tensor
+    cached_len: Tensor
+    root: Tensor
+    table_rows: Tensor
+
+
+@dataclass(slots=True)
+class PagedBatch(TokenBatch):
+    """M token slots over B rows, one row a request; the tokens of a row follow each other. All tensors int32.
+
+    A row's logical positions:
+
+        [ cached_len positions with valid KV ][ its own tokens, written in this forward ]
+
+    Token i of row b lies at logical position cached_len[b] + i - first[b] of the row's page table. Slot of logical
+    position p: page_tables[table_rows[b], p // page_size] * page_size + p % page_size.
+
+    Attributes:
+        first: [B + 1], where each row's tokens begin; tokens behind first[B] are padding, padding rows are empty.
+        cached_len: [B].
+        table_rows: [B], a row's place in `page_tables`.
+        page_tables: [R, P] page numbers.
+        slots: [M], the KV slot of each token; -1 for padding.
+        page_size: tokens in a page.
+        max_row_tokens: no row has more tokens of its own than this.
+        mask: [M, ceil(max_row_tokens / 32)] bits; bit j of a token says whether it sees token j of its own row. None
+            means causal.
+        path: [M, D], for a token the places within its row of its ancestors, by position from cached_len on, and
+            itself; -1 behind it. Given when results must not depend on the shape of the tree.
+        num_splits: programs that share the keys of one tile of queries.
+        lengths: `first` and `cached_len` in host memory, where a host made the batch.
+    """
+
+    first: Tensor
+    cached_len: Tensor
+    table_rows: Tensor
+    page_tables: Tensor
+    slots: Tensor
+    page_size: int
+    max_row_tokens: int
+    mask: Tensor | None = None
+    path: Tensor | None = None
+    num_splits: int = 1
+    lengths: HostLengths | None = None
+
+
+class TreeBuffers:
+    """Memory for what attention wants to know of a round's trees; the same at every replay of a graph."""
+
+    def __init__(self, max_tokens: int, max_path: int, device: torch.device) -> None:
+        self._slots = torch.empty(max_tokens, dtype=torch.int32, device=device)
+        self._mask = torch.empty(max_tokens * -(-max_tokens // 32), dtype=torch.int32, device=device)
+        self._path = torch.empty(max_tokens, max_path, dtype=torch.int32, device=device)
+
+    def batch(
+        self,
+        tokens: TreeTokens,
+        page_tables: Tensor,
+        page_size: int,
+        max_row_tokens: int,
+        num_splits: int,
+        by_path: bool,
+    ) -> PagedBatch:
+        """Expand the trees, on the device, into a batch. `by_path`: attend so that the tree's shape does not matter."""
+        num_tokens = tokens.token_ids.shape[0]
+        words = -(-max_row_tokens // 32)
+        slots, path = self._slots[:num_tokens], self._path[:num_tokens]
+        mask = self._mask[: num_tokens * words].view(num_tokens, words)
+        expand_tree(
+            tokens.parents,
+            tokens.rows,
+            tokens.first,
+            tokens.cached_len,
+            tokens.table_rows,
+            page_tables,
+            tokens.positions,
+            page_size=page_size,
+            max_row_tokens=max_row_tokens,
+            slots=slots,
+            mask=mask,
+            path=path,
+        )
+        return PagedBatch(
+            token_ids=tokens.token_ids,
+            positions=tokens.positions,
+            first=tokens.first,
+            cached_len=tokens.cached_len,
+            table_rows=tokens.table_rows,
+            page_tables=page_tables,
+            slots=slots,
+            page_size=page_size,
+            max_row_tokens=max_row_tokens,
+            mask=mask,
+            path=path if by_path else None,
+            num_splits=num_splits,
+        )
+
+
+def update_page_tables(page_tables: Tensor, updates: Tensor) -> None:
+    """page_tables[row, place] = page for each (row, place, page) of `updates` [U, 3]; negative rows mean nothing."""
+    update_pages(page_tables, updates)

@@ -1,0 +1,49 @@
+"""Attention by our own kernels over pages; on a CPU, by their references."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.attention import prefill_attention, tree_attention
+from kernels.rope import rope_write, rotary_angles
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.paged import PagedBatch
+from outrider.cache.kv import KVCache
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
+
+
+class TritonAttention(AttentionBackend):
+    """Tree attention without host planning, and causal attention for prefill."""
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """See AttentionBackend."""
+        if not isinstance(batch, PagedBatch):
+            raise ValueError("the triton backend needs a paged batch")
+        return TritonPlan(batch, kv, num_heads, rotary)
+
+
+class TritonPlan(AttentionPlan):
+    """One launch a layer for rotation and writing, one or two for attention."""
+
+    def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
+        self.batch = batch
+        self._kv = kv
+        self._num_heads = num_heads
+        self._scale = kv.k.shape[-1] ** -0.5
+        self._cos, self._sin = rotary_angles(batch.positions, rotary.half_frequencies, rotary.scale)
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """See AttentionPlan."""
+        k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
+        norm_weight, eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
+        q = rope_write(heads, self._cos, self._sin, self.batch.slots, k, v, self._num_heads, norm_weight, eps)
+        return self._attention(q, k, v)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch = self.batch
+        where = (batch.page_tables, batch.table_rows, batch.first, batch.cached_len)
+        shape = {"page_size": batch.page_size, "max_row_tokens": batch.max_row_tokens, "scale": self._scale}
+        if batch.mask is None:
+            return prefill_attention(q, k, v, *where, **shape)
+        return tree_attention(q, k, v, *where, batch.mask, num_splits=batch.num_splits, path=batch.path, **shape)

@@ -1,0 +1,128 @@
+"""Sampling for all requests of a round on the GPU: parameters and histories in tables, one row a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.logprobs import logprobs
+from kernels.sampling import sample_rows
+from kernels.sampling_state import (
+    BIASED,
+    IN_PROMPT,
+    PENALIZED,
+    LogprobOutputs,
+    RoundTokens,
+    SampleBuffers,
+    SamplingTables,
+    WalkOutputs,
+)
+from kernels.walk import walk
+from outrider.attention.paged import TreeTokens
+from outrider.device import put
+from outrider.sampling.lossy import AcceptRule
+from outrider.sampling.params import SamplingParams
+from outrider.tokens import TokenLogprobs
+
+
+class DeviceSampler:
+    """Tables of `num_rows` requests, and what samples from them. See docs/sampling.md for what is computed."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_tokens: int,
+        max_depth: int,
+        vocab_size: int,
+        device: torch.device,
+        rule: AcceptRule,
+    ) -> None:
+        """`num_rows` requests in the tables, `max_tokens` tokens in a round, `max_depth` committed ones a request."""
+        self._vocab_size = vocab_size
+        self._rule = rule
+        self._lossy = rule.lossy
+        self._tables = SamplingTables(
+            float_params=torch.zeros(num_rows, 8, dtype=torch.float32, device=device),
+            int_params=torch.zeros(num_rows, 8, dtype=torch.int32, device=device),
+            counts=torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device),
+            bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
+        )
+        self._buffers = SampleBuffers.new(max_tokens, vocab_size, device)
+        self._mask = torch.full((max_tokens, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        self._logprobs = LogprobOutputs.new(num_rows, max_depth, device)
+
+    def admit(self, row: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
+        """Give a row to a request whose committed tokens are `tokens`."""
+        flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
+        wanted = -1 if params.num_logprobs is None else params.num_logprobs
+        words = [params.seed & 0xFFFFFFFF, params.seed >> 32, params.choice_index]
+        ints = np.array([*words, min(params.top_k, self._vocab_size), wanted & 0xFFFFFFFF, flags, 0, 0], np.uint32)
+        penalties = [params.presence_penalty, params.frequency_penalty, params.repetition_penalty]
+        thresholds = [self._rule.single, self._rule.acc]
+        floats = np.array([params.temperature, params.top_p, params.min_p, *penalties, *thresholds], np.float32)
+        tables, device = self._tables, self._tables.bias.device
+        put(ints.view(np.int32), device, into=tables.int_params[row])
+        put(floats, device, into=tables.float_params[row])
+        if params.penalized:
+            put(self._history(tokens, prompt_len), device, into=tables.counts[row])
+        if params.logit_bias:
+            dense = np.zeros(self._vocab_size, np.float32)
+            dense[list(params.logit_bias)] = list(params.logit_bias.values())
+            put(dense, device, into=tables.bias[row])
+
+    def commit(
+        self,
+        logits: Tensor,
+        tokens: TreeTokens,
+        max_row_tokens: int,
+        num_tokens: Tensor,
+        error: Tensor,
+        committed: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        """Sample at every token of a round and walk its trees, on the device.
+
+        Writes, for B rows, what is committed: `num_tokens` [B], `committed` [B, D], the accepted nodes' places in the
+        round `accepted` [B, D], and `error` [B], 1 where logits were unusable. All int32.
+        """
+        told = RoundTokens(
+            tokens.token_ids,
+            tokens.positions,
+            tokens.parents,
+            tokens.rows,
+            tokens.first,
+            tokens.root,
+            tokens.table_rows,
+        )
+        out = WalkOutputs(num_tokens, committed, accepted, error)
+        size, tables, lossy = self._vocab_size, self._tables, self._lossy
+        mask = self._mask[: tokens.token_ids.shape[0]]
+        sample_rows(logits, size, told, tables, self._buffers, vocab_mask=mask, lossy=lossy)
+        walk(told, tables, self._buffers, out, max_row_tokens=max_row_tokens, vocab_size=size, lossy=lossy)
+        num_rows = num_tokens.shape[0]
+        listed = self._logprobs
+        view = LogprobOutputs(listed.logprobs[:num_rows, :], listed.top_ids[:num_rows], listed.top_logprobs[:num_rows])
+        logprobs(logits, size, told, tables, out, view)
+
+    def read_logprobs(self, row: int, token_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprobs]:
+        """Those of the tokens that a row committed in the last round. Waits for the device."""
+        listed, count = self._logprobs, len(token_ids)
+        own = listed.logprobs[row, :count].tolist()
+        ids = listed.top_ids[row, :count, :num_logprobs].tolist()
+        values = listed.top_logprobs[row, :count, :num_logprobs].tolist()
+        return [
+            TokenLogprobs(
+                own[i], [(token, value) for token, value in zip(ids[i], values[i], strict=True) if token >= 0]
+            )
+            for i in range(count)
+        ]
+
+    def _history(self, tokens: Sequence[int], prompt_len: int) -> NDArray[np.int32]:
+        ids = np.asarray(tokens, np.int64)
+        counts: NDArray[np.int32] = np.bincount(ids[prompt_len:], minlength=self._vocab_size).astype(np.int32)
+        counts[ids[:prompt_len]] |= IN_PROMPT
+        return counts

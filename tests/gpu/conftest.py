@@ -1,0 +1,46 @@
+"""What tests on a GPU share: models that are made once, and the engine's test helpers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.base import CausalLM
+
+# The engine is driven on a GPU as it is on a CPU.
+sys.path.append(str(Path(__file__).parent.parent / "verify"))
+
+Models = Callable[..., CausalLM]
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """cuda_harness.small_model on the GPU, each made once."""
+    from cuda_harness import small_model
+
+    made: dict[tuple[object, ...], CausalLM] = {}
+
+    def make(
+        family: str = "Llama", head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any
+    ) -> CausalLM:
+        key = (family, head_dim, dtype, *sorted(changes.items()))
+        if key not in made:
+            made[key] = small_model(tmp_path_factory.mktemp("small"), family, head_dim, dtype, "cuda", **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def test_model() -> Path:
+    """The folder of a real checkpoint."""
+    folder = os.environ.get("OUTRIDER_TEST_MODEL")
+    if not folder:
+        pytest.skip("OUTRIDER_TEST_MODEL names no folder with a checkpoint")
+    return Path(folder)

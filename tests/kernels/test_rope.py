@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.reference import rope as reference
+from kernels.rope import rope_write, rotary_angles
+
+SHAPES = [(4, 2, 16), (9, 3, 64), (5, 1, 32)]
+
+
+def near(dtype: torch.dtype) -> dict[str, float]:
+    """Both compute in float32 and round once: at most one step of the dtype apart."""
+    step = torch.finfo(dtype).eps
+    return {"rtol": 2 * step, "atol": 4 * step}
+
+
+def inputs(shape: tuple[int, int, int], count: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    num_heads, kv_heads, dim = shape
+    torch.manual_seed(count)
+    positions = torch.randint(0, 5000, (count,), dtype=torch.int32, device=device)
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    slots = torch.randperm(3 * count)[:count].to(torch.int32).to(device)
+    slots[-1] = -1
+    heads = torch.randn(count, num_heads + 2 * kv_heads, dim, device=device).to(dtype)
+    norm = torch.randn(num_heads + kv_heads, dim, device=device).to(dtype)
+    return {"positions": positions, "inv_freq": inv_freq, "slots": slots, "heads": heads, "norm": norm}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_write_equals_reference(
+    shape: tuple[int, int, int], dtype: torch.dtype, normed: bool, device: str, count: int = 5
+) -> None:
+    num_heads, kv_heads, dim = shape
+    given = inputs(shape, count, dtype, device)
+    norm = given["norm"] if normed else None
+    cos, sin = reference.rotary_angles(given["positions"], given["inv_freq"], 1.3)
+    caches = [torch.randn(3 * count, kv_heads, dim, device=device).to(dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    expected_q = torch.empty(count, num_heads, dim, dtype=dtype, device=device)
+    reference.rope_write(given["heads"], cos, sin, given["slots"], *expected, norm, 1e-5, expected_q)
+    q = rope_write(given["heads"], cos, sin, given["slots"], *caches, num_heads, norm, 1e-5)
+    torch.testing.assert_close(q, expected_q, **near(dtype))
+    torch.testing.assert_close(caches[0], expected[0], **near(dtype))
+    assert torch.equal(caches[1], expected[1])
+
+
+def test_padding_writes_nothing(device: str) -> None:
+    given = inputs(SHAPES[0], 3, torch.float32, device)
+    given["slots"].fill_(-1)
+    cos, sin = reference.rotary_angles(given["positions"], given["inv_freq"], 1.0)
+    caches = [torch.full((4, 2, 16), 7.0, device=device) for _ in range(2)]
+    rope_write(given["heads"], cos, sin, given["slots"], *caches, 4)
+    assert all(bool((cache == 7.0).all()) for cache in caches)
+
+
+def test_angles_of_far_positions(device: str) -> None:
+    positions = torch.tensor([0, 1, 31, 4097, 131071], dtype=torch.int32, device=device)
+    inv_freq = 1.0 / 500000.0 ** (torch.arange(0, 24, dtype=torch.float32, device=device) / 24)
+    cos, sin = rotary_angles(positions, inv_freq, 0.9)
+    # The product is rounded to float32 in either case; what is made of it must be right to its last bits.
+    angles = (positions.float().unsqueeze(1) * inv_freq).double()
+    torch.testing.assert_close(cos.double(), angles.cos() * 0.9, rtol=0, atol=2e-7)
+    torch.testing.assert_close(sin.double(), angles.sin() * 0.9, rtol=0, atol=2e-7)
+
+
+def test_wrong_shapes_are_refused(device: str) -> None:
+    given = inputs(SHAPES[0], 3, torch.float32, device)
+    cos, sin = reference.rotary_angles(given["positions"], given["inv_freq"], 1.0)
+    caches = [torch.zeros(9, 2, 16, device=device) for _ in range(2)]
+    with pytest.raises(ValueError, match="query heads"):
+        rope_write(given["heads"], cos, sin, given["slots"], *caches, 5)
+    with pytest.raises(ValueError, match="norm weights"):
+        rope_write(given["heads"], cos, sin, given["slots"], *caches, 4, given["norm"][:5])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(32, 8, 128), (40, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("count", [1, 64, 700])
+def test_large_write(shape: tuple[int, int, int], count: int, device: str) -> None:
+    test_write_equals_reference(shape, torch.bfloat16, True, device, count)

@@ -1,0 +1,251 @@
+"""Sampled tokens equal the reference sampler's, for every processor and along every path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import interpreter  # noqa: F401
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling_cases import Case, Round, make_round, random_logits
+
+from kernels.sampling import sample_rows
+from outrider.errors import InternalError
+from outrider.sampling.history import TokenHistory
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.processors import LogitsProcessor
+
+VOCAB = 70
+TOKENS = st.integers(0, VOCAB - 1)
+# Values that float32 holds, so that both sides compare with the same numbers.
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.75]),
+    top_k=st.sampled_from([0, 1, 5, 40, VOCAB]),
+    top_p=st.sampled_from([1.0, 0.875, 0.3125]),
+    min_p=st.sampled_from([0.0, 0.0625]),
+    seed=st.sampled_from([0, 1, 2**63, 2**64 - 1]),
+    choice_index=st.integers(0, 2),
+    presence_penalty=st.sampled_from([0.0, 0.75]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 0.9]),
+    repetition_penalty=st.sampled_from([1.0, 0.9, 1.4]),
+    logit_bias=st.sampled_from([{}, {3: 5.0, 60: -100.0}]),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_nodes = draw(st.integers(0, 5))
+    return Case(
+        params=draw(PARAMS),
+        prompt=draw(st.lists(TOKENS, min_size=2, max_size=6)),
+        output=draw(st.lists(TOKENS, max_size=4)),
+        parents=[draw(st.integers(-1, node - 1)) for node in range(num_nodes)],
+        token_ids=[draw(TOKENS) for _ in range(num_nodes)],
+        extend=draw(st.integers(1, 2)),
+        samples=draw(st.integers(0, 4)) > 0,
+        masked=draw(st.booleans()),
+    )
+
+
+def check(trial: Round, logits: torch.Tensor, candidates: int = 2048) -> None:
+    """Sample a round and compare every token of it."""
+    buffers = trial.buffers(candidates)
+    buffers.sampled.fill_(-7)
+    sample_rows(logits, trial.vocab_size, trial.tokens, trial.tables, buffers, vocab_mask=trial.mask)
+    assert not buffers.bad.any()
+    expected = torch.full_like(buffers.sampled, -1)
+    for row, case in enumerate(trial.cases):
+        for node in range(-1, len(case.parents) if case.samples else -1):
+            expected[trial.index(row, node)] = trial.expected(logits, row, node)
+    assert torch.equal(buffers.sampled, expected)
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases=st.lists(cases(), min_size=1, max_size=3), seed=st.integers(0, 9))
+def test_tokens_equal_the_reference_sampler(device: str, candidates: int, cases: list[Case], seed: int) -> None:
+    trial = make_round(cases, VOCAB, device, seed=seed)
+    check(trial, random_logits(len(trial.tokens.rows), VOCAB + 3, seed, device), candidates)
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases=st.lists(cases(), min_size=1, max_size=3), seed=st.integers(0, 9))
+def test_the_torch_reference_equals_the_reference_sampler(cases: list[Case], seed: int) -> None:
+    trial = make_round(cases, VOCAB, "cpu", seed=seed)
+    check(trial, random_logits(len(trial.tokens.rows), VOCAB + 3, seed, "cpu"))
+
+
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "noise": SamplingParams(seed=5),
+    "top-k": SamplingParams(seed=5, top_k=7),
+    "top-p": SamplingParams(seed=5, top_p=0.875),
+    "min-p": SamplingParams(seed=5, min_p=0.0625),
+    "all": SamplingParams(seed=5, temperature=0.75, top_k=50, top_p=0.875, min_p=0.03125, presence_penalty=0.5),
+}
+
+
+def one_row_each(params: list[SamplingParams], vocab_size: int, device: str) -> Round:
+    return make_round([Case(each, [1, 2], []) for each in params], vocab_size, device)
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+@pytest.mark.parametrize("scale", [0.5, 2.5])
+def test_vocabularies_of_several_tiles(device: str, candidates: int, scale: float) -> None:
+    vocab_size = 4500
+    trial = one_row_each(list(SETTINGS.values()), vocab_size, device)
+    check(trial, random_logits(len(trial.tokens.rows), vocab_size, 11, device, scale), candidates)
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        *(SamplingParams(top_k=k, seed=3) for k in (1, 2, 10, 29, 30, 31, 60)),
+        # Four levels of 25 equal logits: borders fall inside a level and, with 0.5, between two tokens of one.
+        *(SamplingParams(top_p=top_p, seed=3) for top_p in (0.0625, 0.5, 0.75, 0.96875)),
+        SamplingParams(top_p=0.5, top_k=40, seed=3),
+        SamplingParams(min_p=0.0625, seed=3),
+    ],
+    ids=str,
+)
+def test_ties_go_to_the_lowest_id(device: str, candidates: int, params: SamplingParams) -> None:
+    row = np.random.default_rng(0).permutation(np.repeat([3.0, 2.5, 0.0, -1.0], 25)).astype(np.float32)
+    row[row == 0.0] *= np.random.default_rng(1).choice([1.0, -1.0], 25)
+    seeds = [replace(params, seed=seed) for seed in range(4)]
+    trial = one_row_each(seeds, 100, device)
+    # Two rows of each case are the root and the padding row's stand-in, so one logits row serves them all.
+    check(trial, torch.from_numpy(row).to(device).expand(len(trial.tokens.rows), -1).contiguous(), candidates)
+
+
+def test_a_row_of_equal_logits_ties_everywhere(device: str) -> None:
+    params = [SamplingParams(temperature=0.0), SamplingParams(top_k=33, seed=1), SamplingParams(top_p=0.5, seed=1)]
+    trial = one_row_each(params, 100, device)
+    for candidates in (16, 2048):
+        check(trial, torch.full((len(trial.tokens.rows), 100), -7.25, device=device), candidates)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_widened_first(device: str, dtype: torch.dtype) -> None:
+    trial = one_row_each(list(SETTINGS.values()), 300, device)
+    check(trial, random_logits(len(trial.tokens.rows), 320, 4, device).to(dtype))
+
+
+def test_the_smallest_temperatures_count_as_one(device: str) -> None:
+    trial = one_row_each([SamplingParams(temperature=t, top_p=0.5, seed=2) for t in (1e-9, 1e-6, 2e-6)], 90, device)
+    check(trial, random_logits(len(trial.tokens.rows), 90, 4, device))
+
+
+def test_a_path_counts_for_its_own_node_alone(device: str) -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=1.0, repetition_penalty=1.5)
+    chain = Case(params, [1, 2], [3, 3], parents=[-1, 0, 1, 2, -1], token_ids=[5, 5, 3, 5, 6], extend=3)
+    trial = make_round([chain], 12, device)
+    check(trial, torch.full((len(trial.tokens.rows), 12), 2.0, device=device) - torch.arange(12, device=device) / 64)
+
+
+@pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities in the interpreter
+def test_unusable_logits_are_told_apart_by_row(device: str, params: SamplingParams) -> None:
+    """Row by row what the reference refuses, and nothing else."""
+    vocab_size = 1300
+    biased = replace(params, logit_bias={3: 1.0})
+    trial = one_row_each([*[params] * 7, biased], vocab_size, device)
+    logits = random_logits(len(trial.tokens.rows), vocab_size, 3, device)
+    logits[0, 1200], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 7:] = -torch.inf
+    logits[4, 1299], logits[5, 0] = -torch.inf, -3.0e38
+    logits[7, 3], logits[7, 4] = 1.0, torch.nan
+    buffers = trial.buffers()
+    sample_rows(logits, vocab_size, trial.tokens, trial.tables, buffers)
+    for row in range(8):
+        try:
+            expected = trial.expected(logits, row, -1)
+        except InternalError:
+            expected = -1
+        assert int(buffers.sampled[row]) == expected
+        assert int(buffers.bad[row]) == (expected == -1)
+    assert buffers.bad[:8].tolist() == [1, 1, 1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_that_allows_nothing_is_an_error_and_one_that_hides_nan_too(device: str, temperature: float) -> None:
+    cases = [Case(SamplingParams(temperature=temperature), [1], [], masked=masked) for masked in (True, True, False)]
+    trial = make_round(cases, 64, device)
+    trial.mask[0], trial.mask[1] = 0, ~1
+    logits = torch.zeros(len(trial.tokens.rows), 64, device=device)
+    logits[1, 0] = torch.nan
+    buffers = trial.buffers()
+    sample_rows(logits, 64, trial.tokens, trial.tables, buffers, vocab_mask=trial.mask)
+    assert buffers.bad.tolist() == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+def test_rows_for_lossy_acceptance_hold_what_the_filters_left(device: str, candidates: int) -> None:
+    params = [
+        *(each for each in SETTINGS.values() if not each.greedy),
+        # The border of one filter lies above or below what the other one needs to see.
+        *(SamplingParams(top_k=k, min_p=min_p) for k in (2, 4, 30) for min_p in (0.5, 0.0625, 2.0**-12)),
+        *(SamplingParams(top_p=top_p, min_p=min_p) for top_p in (0.25, 0.96875) for min_p in (0.5, 2.0**-12)),
+    ]
+    trial = make_round([Case(each, [1], [], thresholds=(1.0, 0.5)) for each in params], 90, device)
+    logits = random_logits(len(trial.tokens.rows), 90, 8, device)
+    buffers = trial.buffers(candidates)
+    sample_rows(logits, 90, trial.tokens, trial.tables, buffers, lossy=True)
+    for row, each in enumerate(params):
+        history = TokenHistory([1], 90)
+        expected = LogitsProcessor(each, 90).process(logits[row].cpu().numpy(), history, []).dense(90)
+        np.testing.assert_array_equal(buffers.processed[row, :90].cpu().numpy(), expected)
+        total = np.logaddexp.reduce(expected.astype(np.float64))
+        assert float(buffers.totals[row]) == pytest.approx(total, abs=1e-12)
+        assert int(buffers.sampled[row]) == trial.expected(logits, row, -1)
+
+
+def test_sizes_are_checked() -> None:
+    trial = one_row_each([SamplingParams()], 40, "cpu")
+    other = one_row_each([SamplingParams()], 41, "cpu")
+    logits = random_logits(len(trial.tokens.rows), 40, 0, "cpu")
+    with pytest.raises(ValueError, match="logits"):
+        sample_rows(logits, 41, other.tokens, other.tables, other.buffers())
+    with pytest.raises(ValueError, match="tables"):
+        sample_rows(logits, 40, trial.tokens, other.tables, trial.buffers())
+    with pytest.raises(ValueError, match="buffers"):
+        sample_rows(logits, 40, trial.tokens, trial.tables, other.buffers())
+    with pytest.raises(ValueError, match="mask"):
+        sample_rows(logits, 40, trial.tokens, trial.tables, trial.buffers(), vocab_mask=trial.mask[:, :1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [49152, 128256])
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_large_vocabularies(vocab_size: int, scale: float) -> None:
+    params = [replace(each, seed=seed) for seed in range(4) for each in SETTINGS.values()]
+    params += [SamplingParams(top_k=k, top_p=0.875, seed=k) for k in (50, 5000, 40000)]
+    trial = make_round([Case(each, [1, 2], [3]) for each in params], vocab_size, "cuda")
+    check(trial, random_logits(len(trial.tokens.rows), vocab_size, 1, "cuda", scale))
+
+
+@pytest.mark.gpu
+def test_a_captured_round_follows_its_inputs() -> None:
+    vocab_size = 5000
+    trial = one_row_each(list(SETTINGS.values()), vocab_size, "cuda")
+    logits, buffers = random_logits(len(trial.tokens.rows), vocab_size, 1, "cuda"), trial.buffers()
+
+    def run() -> None:
+        sample_rows(logits, vocab_size, trial.tokens, trial.tables, buffers)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in (2, 3):
+        logits.copy_(random_logits(len(trial.tokens.rows), vocab_size, seed, "cuda"))
+        trial.tokens.positions.add_(seed)
+        graph.replay()
+        replayed = buffers.sampled.clone()
+        run()
+        assert torch.equal(replayed, buffers.sampled)

@@ -1,0 +1,128 @@
+"""Verify's tree against one that is kept in the plainest way."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.tree.messages import Grow
+from outrider.tree.mirror import TreeMirror
+from outrider.tree.preorder import preorder
+
+VOCAB = 4
+
+parent_lists = st.lists(st.integers(0, 10**6), max_size=30).map(
+    lambda picks: [-1, *(pick % (node + 1) for node, pick in enumerate(picks))]
+)
+
+
+@given(parent_lists)
+def test_in_preorder_every_subtree_is_a_slice(parents: list[int]) -> None:
+    rows, ends = preorder(parents)
+    assert sorted(rows) == list(range(len(parents))) and rows[0] == 0
+    for node, row in enumerate(rows):
+        below = {node}
+        for child in range(node + 1, len(parents)):  # parents first, so one pass finds all
+            if parents[child] in below:
+                below.add(child)
+        assert sorted(rows[child] for child in below) == list(range(row, ends[row]))
+    siblings = [(parents[node], rows[node]) for node in range(1, len(parents))]
+    for parent in set(parents[1:]):
+        order = [row for above, row in siblings if above == parent]
+        assert order == sorted(order)
+
+
+class PlainTree:
+    """Paths below the root and their scores."""
+
+    def __init__(self) -> None:
+        self.scores: dict[tuple[int, ...], float] = {}
+        self.path_of: dict[int, tuple[int, ...]] = {0: ()}
+
+    def add(self, node_id: int, parent: int, token: int, score: float) -> None:
+        above = self.path_of.get(parent)
+        if above is not None and (*above, token) not in self.scores:
+            self.path_of[node_id] = (*above, token)
+            self.scores[*above, token] = score
+
+    def commit(self, token: int) -> None:
+        self.scores = {path[1:]: score for path, score in self.scores.items() if path[0] == token and len(path) > 1}
+        self.path_of = {n: path[1:] for n, path in self.path_of.items() if path and path[0] == token}
+
+    def path_scores(self) -> dict[tuple[int, ...], float]:
+        return {path: sum(self.scores[path[: i + 1]] for i in range(len(path))) for path in self.scores}
+
+
+def paths_of(mirror: TreeMirror) -> dict[tuple[int, ...], float]:
+    """Path and path score of every node that the mirror offers."""
+    paths: dict[int, tuple[int, ...]] = {mirror.root: ()}
+    found = {}
+    for row in range(mirror.root + 1, mirror.root + 1 + mirror.num_nodes):
+        paths[row] = (*paths[row - int(mirror.nodes[1, row])], int(mirror.nodes[0, row]))
+        assert mirror.nodes[2, row] - mirror.nodes[2, mirror.root] == len(paths[row])
+        found[paths[row]] = float(mirror.log_probs[row - mirror.root - 1])
+    return found
+
+
+steps = st.one_of(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, VOCAB - 1), st.floats(-4, 0, width=32)), max_size=6),
+    st.integers(0, VOCAB - 1),
+)
+
+
+@given(st.lists(steps, max_size=25))
+def test_the_mirror_is_the_plain_tree(trace: list) -> None:
+    tokens = [0]
+    mirror, plain, next_id = TreeMirror(tokens, VOCAB, 400), PlainTree(), 1
+    for step in trace:
+        if isinstance(step, int):
+            if (step,) not in plain.scores:
+                continue  # a miss: what follows is the epochs' business
+            tokens.append(step)
+            mirror.commit()
+            plain.commit(step)
+        else:
+            parents = [pick % (next_id + index) for index, (pick, _, _) in enumerate(step)]
+            for index, (parent, (_, token, score)) in enumerate(zip(parents, step, strict=True)):
+                plain.add(next_id + index, parent, token, score)
+            token_ids = np.array([token for _, token, _ in step], np.int32)
+            scores = np.array([score for _, _, score in step], np.float32)
+            sources = np.zeros(len(step), np.uint8)
+            mirror.insert(Grow(1, 1, 1, 1, next_id, np.array(parents, np.uint32), token_ids, scores, sources))
+            next_id += len(step)
+        mirror.check_integrity()
+        expected = plain.path_scores()
+        got = paths_of(mirror)
+        assert got.keys() == expected.keys()
+        assert all(abs(got[path] - expected[path]) < 1e-5 for path in got)
+
+
+def test_every_child_of_a_committed_token_is_observed_once_also_when_it_comes_late() -> None:
+    tokens = [0]
+    mirror = TreeMirror(tokens, VOCAB, 16)
+
+    def grow(first_id: int, *children: int) -> None:
+        count = len(children)
+        scores = np.full(count, -0.5, np.float32)
+        mirror.insert(
+            Grow(1, 1, 1, 1, first_id, np.zeros(count, np.uint32), np.array(children, np.int32), scores,
+                 np.zeros(count, np.uint8))
+        )  # fmt: skip
+
+    def observed() -> list[tuple[float, bool]]:
+        return [(seen.score, seen.hit) for seen in mirror.take_observations()]
+
+    grow(1, 1, 2)
+    assert observed() == []
+    tokens.append(3)
+    mirror.commit()
+    assert observed() == [(-0.5, False)] * 2 and mirror.num_nodes == 0
+    tokens.append(1)
+    mirror.commit()
+    grow(3, 3)
+    assert observed() == [(-0.5, True)]
+    assert mirror.num_unresolved == 1
+    tokens.append(2)
+    mirror.commit()
+    assert observed() == []

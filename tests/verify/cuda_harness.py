@@ -1,0 +1,130 @@
+"""The GPU's executor on a small model, under an engine; runs on a CPU, too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import PAGE_SIZE, Answer, Silence
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.triton_backend import TritonAttention
+from outrider.models.base import CausalLM
+from outrider.models.loader import load_model
+from outrider.sampling.lossy import EXACT, AcceptRule
+from outrider.sampling.params import SamplingParams
+from verify_service.budget import CostModel
+from verify_service.cuda_executor import CudaExecutor, CudaLimits
+from verify_service.engine import Engine
+from verify_service.limits import EngineLimits
+from verify_service.memory import Memory
+from verify_service.round_buffers import MAX_DEPTH, MAX_EXTEND
+
+VOCAB = 61
+
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=3),
+    SamplingParams(temperature=1.0, seed=4, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2),
+    SamplingParams(temperature=1.2, seed=5, top_k=12, min_p=0.02, logit_bias={7: 3.0, 9: -100.0}),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, num_logprobs=0),
+    SamplingParams(temperature=0.7, seed=2**64 - 1, choice_index=3, num_logprobs=3),
+]
+"""One of each way to sample."""
+
+
+def jobs() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 40 tokens, some with a shared beginning, with all kinds of sampling."""
+    source = random.Random(5)
+    shared = [source.randrange(VOCAB) for _ in range(19)]
+    prompts = [[source.randrange(VOCAB) for _ in range(source.randint(1, 40))] for _ in range(8)]
+    for place in (1, 4, 9):  # apart, so that a later one finds an earlier one's pages in the cache
+        prompts.insert(place, [*shared, source.randrange(VOCAB)])
+    return [(prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts)]
+
+
+def texts(truth: Sequence[Answer]) -> dict[tuple[int, ...], list[int]]:
+    """What the jobs' prompts and answers were, for drafts that know it all."""
+    return {tuple(prompt): prompt + answer.token_ids for (prompt, _), answer in zip(jobs(), truth, strict=True)}
+
+
+def small_model(
+    folder: Path,
+    family: str = "Llama",
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **changes: Any,
+) -> CausalLM:
+    """A random model of 61 tokens; its logits are spread, so that text does not hang on rounding."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 60,
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes | changes)
+    torch.manual_seed(11)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(5.0)
+    model.save_pretrained(folder)
+    return load_model(folder, dtype, device)
+
+
+def make_paged_engine(
+    model: CausalLM,
+    num_pages: int = 256,
+    page_size: int = PAGE_SIZE,
+    attention: AttentionBackend | None = None,
+    use_graphs: bool = True,
+    max_graph_rows: int = 64,
+    deterministic: bool = False,
+    rule: AcceptRule = EXACT,
+    **limits: Any,
+) -> tuple[Engine, CudaExecutor]:
+    """An engine that finds every draft token cheap, so that speculation is exercised."""
+    memory = Memory(num_pages, page_size, share_generated=not deterministic)
+    values: dict[str, Any] = {
+        "vocab_size": model.config.vocab_size,
+        "context_length": model.config.max_positions,
+        "max_running": 8,
+        "chunk_size": 16,
+        "max_nodes": 24,
+        "max_round_tokens": 32,
+        "max_depth": MAX_DEPTH,
+        "max_extend": MAX_EXTEND,
+        "root_apart": True,
+        "generated_in_decode": deterministic,
+    }
+    bounds = EngineLimits(**values | limits)
+    told = CudaLimits(
+        vocab_size=bounds.vocab_size,
+        context_length=bounds.context_length,
+        max_running=bounds.max_running,
+        max_round_tokens=bounds.max_round_tokens,
+        chunk_size=bounds.chunk_size,
+        max_graph_rows=max_graph_rows,
+        use_graphs=use_graphs,
+        deterministic=deterministic,
+        accept_rule=rule,
+    )
+    executor = CudaExecutor(model, num_pages, page_size, told, attention or TritonAttention())
+    executor.capture()
+    widths = executor.buckets.widths
+    cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
+    return Engine(executor, memory, cost, bounds, Silence()), executor

@@ -1,0 +1,94 @@
+"""An engine behind a real socket, as in its own process, but on a thread that tests can look into."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from outrider.config.verify import VerifyOptions
+from verify_service.assembly import Built
+from verify_service.engine import Engine, Observer
+from verify_service.inbox import Inbox
+from verify_service.pipe import Pipe
+from verify_service.remote import RemoteEngine
+from verify_service.wire import Ready, RoundReport
+from verify_service.worker import serve_engine
+
+
+class WatchedEngine(RemoteEngine):
+    """A remote engine that tells whenever it has heard something."""
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundReport] = []
+        super().__init__(self.rounds.append)
+        self._heard = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._heard.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something holds that the engine's words bring about."""
+        async with asyncio.timeout(20):
+            while not true():
+                self._heard.clear()
+                await self._heard.wait()
+
+
+@dataclass
+class EngineThread:
+    """Both ends."""
+
+    remote: WatchedEngine
+    engine: Engine
+    exit_codes: list[int]
+
+    def ask(self, question: Callable[[], None]) -> None:
+        """Run something on the engine's thread between two rounds; one that is idle looks after 0.25 s."""
+        self.engine.ask(question)
+
+
+def ready_of(engine: Engine) -> Ready:
+    """What the door is told of an engine."""
+    limits = engine.limits
+    return Ready(
+        model_path="folder",
+        tokenizer_hash="hash",
+        vocab_size=limits.vocab_size,
+        context_length=limits.context_length,
+        dtype="float32",
+        eos_token_ids=[60],
+        max_running=limits.max_running,
+        max_waiting=limits.max_waiting,
+    )
+
+
+@asynccontextmanager
+async def engine_thread(engine: Engine) -> AsyncIterator[EngineThread]:
+    """The door's view of an engine that has not run yet, and its run. Leaving stops it."""
+    ours, theirs = socket.socketpair()
+    codes: list[int] = []
+
+    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+        engine._inbox, engine._observer = inbox, observer
+        return Built(engine, ready_of(engine))
+
+    def run() -> None:
+        with theirs:
+            codes.append(serve_engine(Pipe(theirs), VerifyOptions(), build))
+
+    thread = threading.Thread(target=run, name="engine")
+    thread.start()
+    _, remote = await asyncio.get_running_loop().create_unix_connection(WatchedEngine, sock=ours)
+    try:
+        await asyncio.wait_for(remote.ready(), 20)
+        yield EngineThread(remote, engine, codes)
+    finally:
+        remote.stop()
+        await asyncio.wait_for(remote.lost(), 20)
+        remote.close()
+        await asyncio.to_thread(thread.join)

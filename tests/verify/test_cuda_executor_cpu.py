@@ -1,0 +1,182 @@
+"""The GPU's executor gives what the CPU's gives: everything but kernels and graphs, run on torch references."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from harness import Answer, make_engine, make_request, run_all
+from local_draft import Guess, LocalDraft, noise, oracle, wrong
+
+from outrider.errors import InternalError
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
+from verify_service.cuda_executor import CudaExecutor
+from verify_service.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    """Plain decoding by the CPU's executor, one request at a time."""
+    engine = make_engine(model)
+    engine.start()
+    answers = run_all(engine, jobs(), width=1, speculate=False)
+    engine.stop()
+    return answers
+
+
+Made = list[tuple[Engine, CudaExecutor]]
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    """Engines that a test makes; in the end nothing may be left in them."""
+    engines: Made = []
+    yield engines
+    for engine, executor in engines:
+        engine.stop()
+        assert engine.scheduler.running == [] and not engine.scheduler.waiting
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+        assert len(executor.rows) == 0, "a row leaked"
+
+
+def start(made: Made, model: CausalLM, guess: Guess | None = None, **options: object) -> Engine:
+    engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
+    made.append((engine, executor))
+    if guess is not None:
+        engine.draft_connected(LocalDraft(engine, VOCAB, guess))
+    engine.start()
+    return engine
+
+
+def guesser(name: str, truth: list[Answer]) -> Guess | None:
+    match name:
+        case "right":
+            return oracle(texts(truth), VOCAB)
+        case "wrong":
+            return wrong(texts(truth), VOCAB)
+        case "random":
+            return noise(9, VOCAB)
+    return None
+
+
+def check_same(answers: list[Answer], truth: list[Answer]) -> None:
+    """Tokens are the same, and logprobs but for rounding."""
+    for answer, expected in zip(answers, truth, strict=True):
+        assert answer.token_ids == expected.token_ids
+        got, want = ([entry for update in text.updates for entry in update.logprobs] for text in (answer, expected))
+        assert [entry.logprob for entry in got] == pytest.approx([entry.logprob for entry in want], rel=1e-3, abs=1e-4)
+        assert [[token for token, _ in entry.top] for entry in got] == [[token for token, _ in e.top] for e in want]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "num_pages", "deterministic"),
+    [
+        ("none", 4, 256, False),
+        ("none", 4, 24, False),
+        ("right", 1, 256, False),
+        ("right", 4, 24, False),
+        ("wrong", 4, 256, False),
+        ("random", 4, 256, False),
+        ("none", 4, 24, True),
+        ("right", 4, 256, True),
+        ("random", 4, 24, True),
+    ],
+)
+def test_tokens_are_those_of_the_cpu(
+    model: CausalLM, truth: list[Answer], made: Made, name: str, width: int, num_pages: int, deterministic: bool
+) -> None:
+    guess = guesser(name, truth)
+    engine = start(made, model, guess, num_pages=num_pages, deterministic=deterministic)
+    answers = run_all(engine, jobs(), width)
+    check_same(answers, truth)
+    accepted = sum(answer.num_accepted for answer in answers)
+    if name == "right":
+        assert accepted > 0.5 * sum(len(answer.token_ids) for answer in answers)
+    if num_pages == 24:
+        assert engine.scheduler.num_preemptions > 0
+    else:
+        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_request_may_fill_a_round(model: CausalLM, truth: list[Answer], made: Made, deterministic: bool) -> None:
+    right, random_nodes = oracle(texts(truth), VOCAB, depth=20), noise(3, VOCAB)
+
+    def wide(author: TreeAuthor) -> None:
+        right(author)
+        for _ in range(6):
+            random_nodes(author)
+
+    engine = start(made, model, wide, deterministic=deterministic, max_running=64, max_round_tokens=64, max_nodes=63)
+    answers = run_all(engine, jobs()[:3], 1)
+    check_same(answers, truth[:3])
+    assert max(update.num_draft_tokens for answer in answers for update in answer.updates) > 40
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_requests_than_a_round_has_tokens_take_turns(
+    model: CausalLM, truth: list[Answer], made: Made, deterministic: bool
+) -> None:
+    guess = guesser("right", truth)
+    engine = start(made, model, guess, deterministic=deterministic, max_running=16, max_round_tokens=8, max_nodes=7)
+    check_same(run_all(engine, jobs(), len(jobs())), truth)
+
+
+def test_logits_wider_than_the_vocabulary_give_no_token_without_text(made: Made, model: CausalLM) -> None:
+    engine = start(made, model, vocab_size=20)
+    params = [SamplingParams(temperature=2.0, seed=seed) for seed in range(4)]
+    answers = run_all(engine, [([1, 2, 3], each) for each in params])
+    tokens = [token for answer in answers for token in answer.token_ids]
+    assert max(tokens) < 20 and len(set(tokens)) > 10
+
+
+def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(
+    truth: list[Answer], made: Made, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = small_model(tmp_path_factory.mktemp("poisoned"))
+    poison = VOCAB - 1
+    with torch.inference_mode():
+        model.embedding[poison] = torch.nan  # type: ignore[attr-defined]
+    plain = [(prompt, params) for prompt, params in jobs() if poison not in prompt]
+    expected = [answer for (prompt, _), answer in zip(jobs(), truth, strict=True) if poison not in prompt]
+    usable = [poison not in answer.token_ids for answer in expected]
+    engine = start(made, model, num_pages=32)
+    for bad in ([poison], [1, 2, 3, poison, 4, 5, 6, 7, 8, 9, 10]):
+        group = [(bad, GREEDY), *plain]
+        failed, *others = run_all(engine, group, len(group))
+        assert isinstance(failed.updates[-1].error, InternalError)
+        assert not failed.token_ids
+        for answer, want, usual in zip(others, expected, usable, strict=True):
+            if usual:
+                assert answer.token_ids == want.token_ids
+
+
+def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:
+    source = random.Random(2)
+    engine = start(made, model, noise(4, VOCAB), num_pages=48)
+    waiting: list[Answer] = []
+    for _ in range(60):
+        answer = Answer()
+        prompt = [source.randrange(VOCAB) for _ in range(source.randint(1, 30))]
+        request = make_request(answer, prompt, GREEDY, VOCAB, max_tokens=source.randint(1, 12))
+        engine.submit(request)
+        if source.random() < 0.5:
+            engine.cancel(request)
+        else:
+            waiting.append(answer)
+    for answer in waiting:
+        assert answer.done.wait(60)
+        assert answer.updates[-1].finish is not None

@@ -1,0 +1,170 @@
+"""Door and engine as two processes: a start that fails, an end from either side, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import tiny_model
+from tokenizers import Tokenizer, models
+
+from outrider.config.base import options_to_argv
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, InternalError, UnavailableError
+from outrider.sampling.params import SamplingParams
+from verify_service import engine_process
+from verify_service.engine_process import EngineProcess
+from verify_service.submission import Submission, Update
+from verify_service.wire import RoundReport
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model(folder)
+    words = {f"word{number}": number for number in range(61)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def options_for(model: str | Path, **fields: str) -> VerifyOptions:
+    return VerifyOptions(
+        model=str(model), dtype="float32", threads=1, max_total_tokens=1024, metrics_address="", draft=(), **fields
+    )
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 60) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if happened():
+            return
+        pause.wait(0.02)
+    pytest.fail(f"did not happen within {seconds} s")
+
+
+def start_door(options: VerifyOptions) -> subprocess.Popen[str]:
+    """The service as from a terminal: a process group of its own."""
+    command = [sys.executable, "-m", "verify_service", *options_to_argv(options)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def engine_of(door: subprocess.Popen[str]) -> psutil.Process:
+    """The engine process that belongs to a door."""
+    children: list[psutil.Process] = []
+
+    def found() -> bool:
+        children[:] = psutil.Process(door.pid).children()
+        return bool(children)
+
+    wait_until(found)
+    return children[0]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
+    rounds: list[RoundReport] = []
+    process = await EngineProcess.start(options_for(folder), rounds.append)
+    try:
+        ready = await process.ready(asyncio.Event())
+        assert ready is not None and (ready.vocab_size, ready.context_length) == (61, 256)
+        assert ready.eos_token_ids == [60] and ready.dtype == "float32" and ready.model_path == str(folder)
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+        greedy = SamplingParams(temperature=0.0)
+        process.engine.submit(Submission("r", [1, 2], greedy, 8, frozenset(), False), updates.put_nowait)
+        count = 0
+        while True:
+            update = await asyncio.wait_for(updates.get(), 20)
+            count += len(update.token_ids)
+            if update.last:
+                break
+        assert count == 8
+        await process.stop()
+        assert process.engine.gone
+    finally:
+        await process.close()
+    assert process._process.returncode == 0
+
+
+async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) -> None:
+    process = await EngineProcess.start(options_for(folder / "nowhere"), lambda report: None)
+    try:
+        with pytest.raises(ConfigError, match="nowhere"):
+            await process.ready(asyncio.Event())
+    finally:
+        await process.close()
+
+
+async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
+    process = await EngineProcess.start(VerifyOptions(), lambda report: None)
+    try:
+        with pytest.raises(InternalError, match="exit code 1"):
+            await process.ready(asyncio.Event())
+    finally:
+        await process.close()
+
+
+async def test_a_killed_engine_fails_the_streams_and_ends_the_service(folder: Path, tmp_path: Path) -> None:
+    process = await EngineProcess.start(options_for(folder), lambda report: None)
+    try:
+        await process.ready(asyncio.Event())
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+        asked = Submission("r", [1, 2], SamplingParams(temperature=0.0), 250, frozenset(), False)
+        process._process.send_signal(signal.SIGSTOP)
+        process.engine.submit(asked, updates.put_nowait)
+        process._process.kill()
+        assert isinstance((await asyncio.wait_for(updates.get(), 20)).error, InternalError)
+        await asyncio.wait_for(process.engine.lost(), 20)
+        with pytest.raises(UnavailableError):
+            process.engine.submit(asked, updates.put_nowait)
+    finally:
+        await process.close()
+
+
+def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready"
+    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+        wait_until(ready_file.exists)
+        engine_of(door).kill()
+        assert door.wait(30) == 1
+    assert not ready_file.exists()
+
+
+def test_an_engine_outlives_its_door_in_no_case(folder: Path, tmp_path: Path) -> None:
+    ready_file = tmp_path / "ready"
+    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+        wait_until(ready_file.exists)
+        engine = engine_of(door)
+        door.kill()
+        wait_until(lambda: is_gone(engine))
+
+
+@pytest.mark.parametrize("loading", [True, False])
+def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path, loading: bool) -> None:
+    ready_file = tmp_path / "ready"
+    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+        engine = engine_of(door)
+        if not loading:
+            wait_until(ready_file.exists)
+        os.killpg(door.pid, signal.SIGINT)
+        _, words = door.communicate(timeout=30)
+    assert door.returncode == 0 and is_gone(engine)
+    assert "Traceback" not in words and "KeyboardInterrupt" not in words and words.count("SIGINT: stopping") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(folder: Path, tmp_path: Path) -> None:
+    with start_door(options_for(tmp_path / "nowhere", address=f"unix:{tmp_path}/v")) as door:
+        _, words = door.communicate(timeout=60)
+    assert door.returncode == 2
+    assert words.count("\n") == 1 and words.startswith("verify: error: ") and "nowhere" in words

@@ -1,0 +1,223 @@
+"""The engine behind its socket does what it does without: tokens, refusals, drafts, figures, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from engine_thread import EngineThread, engine_thread
+from harness import make_engine, run_all, tiny_model
+from local_draft import LocalDraft, oracle
+
+from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tokens import FinishReason
+from outrider.tree.messages import DraftMessage, Grow, Hello, VerifyMessage
+from verify_service.remote import MAX_UNREAD
+from verify_service.submission import Submission, Update
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9, seed=2**63 + 1, num_logprobs=2),
+    SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.5, logit_bias={3: 1.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def wanted(model: CausalLM) -> list[list[int]]:
+    engine = make_engine(model)
+    engine.start()
+    try:
+        return [
+            answer.token_ids for answer in run_all(engine, list(zip(PROMPTS, PARAMS, strict=True)), speculate=False)
+        ]
+    finally:
+        engine.stop()
+
+
+def submission(prompt: list[int], params: SamplingParams = PARAMS[0], max_tokens: int = 24) -> Submission:
+    return Submission("r", prompt, params, max_tokens, frozenset(), True)
+
+
+class Stream:
+    """Updates of one request."""
+
+    def __init__(self, thread: EngineThread, asked: Submission) -> None:
+        self.updates: list[Update] = []
+        self._done = asyncio.Event()
+        self.number = thread.remote.submit(asked, self._take)
+
+    def _take(self, update: Update) -> None:
+        self.updates.append(update)
+        if update.last:
+            self._done.set()
+
+    async def end(self) -> Update:
+        await asyncio.wait_for(self._done.wait(), 20)
+        return self.updates[-1]
+
+    async def token_ids(self) -> list[int]:
+        await self.end()
+        return [token for update in self.updates for token in update.token_ids]
+
+
+class Silent:
+    """A draft that answers nothing by itself."""
+
+    address = "silent"
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+        self.told: list[VerifyMessage] = []
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        self.told += messages
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+def flood(num_nodes: int) -> list[DraftMessage]:
+    nodes = np.zeros(num_nodes, np.uint32)
+    return [Grow(1, 1, 1, 1, 1, nodes, nodes.astype(np.int32), nodes.astype(np.float32), nodes.astype(np.uint8))]
+
+
+async def test_tokens_are_those_of_the_engine_alone(model: CausalLM, wanted: list[list[int]]) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        streams = [Stream(thread, submission(*job)) for job in zip(PROMPTS, PARAMS, strict=True)]
+        assert [await stream.token_ids() for stream in streams] == wanted
+        assert [update.finish for update in streams[1].updates if update.last] == [FinishReason.LENGTH]
+        assert sum(len(update.logprobs) for update in streams[1].updates) == 24
+
+
+async def test_drafts_reach_the_engine_and_change_no_token(model: CausalLM, wanted: list[list[int]]) -> None:
+    texts = {tuple(prompt): prompt + tokens for prompt, tokens in zip(PROMPTS, wanted, strict=True)}
+    async with engine_thread(make_engine(model)) as thread:
+        draft = LocalDraft(thread.remote, 61, oracle(texts, 61))  # type: ignore[arg-type]
+        thread.remote.draft_connected(draft)
+        accepted = 0
+        # The first answers may be over before the draft's first word is here.
+        for _ in range(20):
+            streams = [Stream(thread, submission(*job)) for job in zip(PROMPTS, PARAMS, strict=True)]
+            assert [await stream.token_ids() for stream in streams] == wanted
+            accepted += sum(update.num_accepted_tokens for stream in streams for update in stream.updates)
+        assert accepted > 0
+        assert sum(sum(report.accepted) for report in thread.remote.rounds) == accepted
+        thread.remote.draft_disconnected(draft)
+        assert await Stream(thread, submission(PROMPTS[0])).token_ids() == wanted[0]
+        assert draft.num_resets == 0
+
+
+async def test_rounds_and_state_are_reported(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        remote = thread.remote
+        await remote.until(lambda: remote.snapshot.num_pages == 256)
+        assert await Stream(thread, submission(PROMPTS[1])).token_ids()
+        await remote.until(lambda: sum(sum(report.committed) for report in remote.rounds) == 24)
+        assert sum(report.num_prefilled for report in remote.rounds) == 4
+        assert all(report.seconds > 0 and report.num_failed == 0 for report in remote.rounds)
+        assert remote.snapshot.cost
+        await remote.until(lambda: remote.snapshot.num_pages_used > 0 and not remote.snapshot.num_running)
+        assert remote.num_running == remote.num_waiting == 0
+
+
+async def test_a_cancelled_request_is_unfinished_until_the_engine_has_ended_it(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model, max_running=1, max_waiting=0)) as thread:
+        may_run = threading.Event()
+        thread.ask(lambda: may_run.wait(20) and None)
+        stream = Stream(thread, submission(PROMPTS[0], max_tokens=200))
+        thread.remote.cancel(stream.number)
+        with pytest.raises(OverloadedError, match="0 requests are waiting"):
+            Stream(thread, submission(PROMPTS[0]))
+        may_run.set()
+        await thread.remote.until(lambda: thread.remote.num_waiting + thread.remote.num_running == 0)
+        assert not any(update.last for update in stream.updates)
+        assert len(await Stream(thread, submission(PROMPTS[0])).token_ids()) == 24
+
+
+async def test_cancelling_what_has_ended_does_nothing(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        stream = Stream(thread, submission(PROMPTS[0]))
+        await stream.end()
+        thread.remote.cancel(stream.number)
+        assert len(await Stream(thread, submission(PROMPTS[0])).token_ids()) == 24
+
+
+async def test_stopping_tells_everybody_and_refuses_the_next(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model, max_running=1)) as thread:
+        streams = [Stream(thread, submission(PROMPTS[0], max_tokens=200)) for _ in range(3)]
+        await thread.remote.until(lambda: bool(streams[0].updates))
+        thread.remote.stop()
+        for stream in streams:
+            assert isinstance((await stream.end()).error, UnavailableError)
+        with pytest.raises(UnavailableError):
+            Stream(thread, submission(PROMPTS[0]))
+        await asyncio.wait_for(thread.remote.lost(), 20)
+    assert thread.exit_codes == [0]
+
+
+async def test_a_failing_engine_tells_everybody_and_ends_with_another_code(model: CausalLM) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of order")
+
+    async with engine_thread(make_engine(model)) as thread:
+        stream = Stream(thread, submission(PROMPTS[0], max_tokens=200))
+        await thread.remote.until(lambda: bool(stream.updates))
+        thread.ask(fail)
+        error = (await stream.end()).error
+        assert isinstance(error, InternalError) and "out of order" not in error.message
+        await asyncio.wait_for(thread.remote.lost(), 20)
+        assert not thread.remote.alive
+    assert thread.exit_codes == [1]
+
+
+async def test_an_engine_that_hangs_up_without_a_word_fails_all_streams(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        may_run = threading.Event()
+        thread.ask(lambda: may_run.wait(20) and None)
+        stream = Stream(thread, submission(PROMPTS[0]))
+        assert thread.remote._transport is not None
+        thread.remote._transport.abort()
+        error = (await stream.end()).error
+        assert isinstance(error, InternalError)
+        with pytest.raises(OutriderError):
+            Stream(thread, submission(PROMPTS[0]))
+        may_run.set()
+
+
+async def test_a_draft_that_floods_loses_its_session_and_nothing_gathers(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        may_run = threading.Event()
+        thread.ask(lambda: may_run.wait(20) and None)
+        draft, honest = Silent(), Silent()
+        for port in (draft, honest):
+            thread.remote.draft_connected(port)
+        for _ in range(100):
+            thread.remote.draft_received(draft, flood(4096))
+        assert draft.num_resets == 100 - MAX_UNREAD // (4096 + 16)
+        thread.remote.draft_received(honest, flood(4096))
+        assert honest.num_resets == 0
+        may_run.set()
+        assert len(await Stream(thread, submission(PROMPTS[0])).token_ids()) == 24
+        await thread.remote.until(lambda: not any(thread.remote._unread.values()))
+        before = draft.num_resets
+        thread.remote.draft_received(draft, flood(4096))
+        assert draft.num_resets == before, "what was read makes room"
+
+
+async def test_what_a_draft_should_not_send_is_counted(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        draft = Silent()
+        thread.remote.draft_connected(draft)
+        thread.remote.draft_received(draft, [Hello(1, 1), Grow(99, 1, 1, 1, 1)])
+        await thread.remote.until(lambda: thread.remote.snapshot.dropped.get("unexpected") == 1)
+        thread.remote.draft_disconnected(draft)

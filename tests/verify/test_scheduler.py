@@ -1,0 +1,119 @@
+"""What a round may hold: prefill, roots, recomputed tokens, nodes; and which pages are anybody's."""
+
+from __future__ import annotations
+
+import pytest
+from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
+from harness import Answer, make_request
+from local_draft import LocalDraft, chain
+
+from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
+from verify_service.engine import Engine
+from verify_service.memory import Memory
+from verify_service.request import Request
+
+
+def rounds_of(device: FakeDevice, request: Request) -> list[tuple[int, int]]:
+    """Extension and nodes of each round that a request took part in."""
+    return [(extend, nodes) for entries in device.rounds for one, extend, nodes in entries if one is request]
+
+
+def run(engine: Engine, *answers: Answer) -> None:
+    engine.start()
+    assert all(answer.done.wait(10) for answer in answers)
+    engine.stop()
+
+
+def test_chunks_reach_the_root_or_stop_before_it() -> None:
+    for root_apart, expected in ((False, [4, 4, 2, 1]), (True, [4, 4, 1, 1, 1])):
+        device = FakeDevice()
+        engine = fake_engine(device, chunk_size=4, root_apart=root_apart)
+        answer = submit(engine, prompt_len=10, max_tokens=2)
+        run(engine, answer)
+        assert [extend for extend, _ in rounds_of(device, answer.request)] == expected
+
+
+def test_running_requests_go_on_beside_the_prefill_of_another() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=4, root_apart=True)
+    first = submit(engine, prompt_len=2, max_tokens=12)
+    late: list[Answer] = []
+
+    def come() -> None:
+        if len(device.rounds) == 3:
+            late.append(submit(engine, prompt_len=17, max_tokens=2))
+
+    device.during = come
+    run(engine, first)
+    assert [extend for extend, _ in rounds_of(device, late[0].request)] == [4, 4, 4, 4, 1, 1]
+    assert all(len(entries) == 2 for entries in device.rounds[3:9])
+
+
+def test_generated_tokens_are_recomputed_beside_roots_after_a_preemption() -> None:
+    device = FakeDevice()
+    limits = {"root_apart": True, "generated_in_decode": True, "max_extend": 3, "chunk_size": 16, "max_nodes": 0}
+    engine = fake_engine(device, num_pages=9, keep_prefixes=False, **limits)
+    old, young = submit(engine, 6, max_tokens=16), submit(engine, 6, max_tokens=16)
+    run(engine, old, young)
+    assert engine.scheduler.num_preemptions == 1
+    assert young.token_ids == [count_up(position) for position in range(6, 22)]
+    extends = [extend for extend, _ in rounds_of(device, young.request)]
+    again = extends.index(5, 1)
+    num_generated = again - 1
+    assert extends[:again] == [5] + [1] * num_generated
+    # Five tokens of the prompt as a chunk; then its last one and what was generated, three at a time; then on.
+    recomputed = [min(3, num_generated + 1 - done) for done in range(0, num_generated + 1, 3)]
+    assert num_generated > 3 and extends[again:] == [5, *recomputed] + [1] * (16 - num_generated - 1)
+
+
+def test_requests_take_turns_where_a_round_has_room_for_few() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, max_round_tokens=2, root_apart=True, max_nodes=0)
+    answers = [submit(engine, max_tokens=6) for _ in range(5)]
+    run(engine, *answers)
+    decode = [[one for one, extend, _ in entries if extend == 1] for entries in device.rounds[1:]]
+    assert max(map(len, decode)) == 2
+    shares = [[entries.count(answer.request) for entries in decode[:10]] for answer in answers]
+    assert {sum(share) for share in shares} == {4}, "ten rounds of two are four for each of five"
+
+
+def test_nodes_keep_to_what_a_round_can_hold() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, max_round_tokens=6, max_depth=3)
+
+    def guess(author: TreeAuthor) -> None:
+        chain(author, [count_up(author.committed_len + ahead) for ahead in range(8)])
+
+    engine.draft_connected(LocalDraft(engine, VOCAB, guess))
+    answers = [submit(engine, max_tokens=30), submit(engine, max_tokens=50)]
+    run(engine, *answers)
+    totals = [sum(extend + nodes for _, extend, nodes in entries) for entries in device.rounds[1:]]
+    assert max(totals) == 6
+    assert max(nodes for entries in device.rounds for _, _, nodes in entries) == 3
+    for answer in answers:
+        assert answer.token_ids == [count_up(3 + index) for index in range(len(answer.token_ids))]
+
+
+@pytest.mark.parametrize(("share", "pages"), [(True, 3), (False, 2)])
+def test_generated_tokens_are_shared_or_not(share: bool, pages: int) -> None:
+    memory = Memory(16, 4, share_generated=share)
+    tokens = list(range(9))
+
+    def request(tokens: list[int], prompt_len: int) -> Request:
+        made = make_request(Answer(), tokens, SamplingParams(), VOCAB)
+        made.prompt_len = prompt_len
+        return made
+
+    first = request(tokens, 9)
+    memory.attach(first)
+    assert memory.reserve(first, 13)
+    first.tokens += [40, 41, 42, 43]
+    first.cached_len = 12
+    memory.release(first)
+    assert memory.radix.num_pages == pages
+    for prompt_len, found in ((13, pages), (6, 3 if share else 1)):
+        again = request([*tokens, 40, 41, 42, 43], prompt_len)
+        memory.attach(again)
+        assert len(again.pages) == found and again.cached_len == 4 * found
+        memory.pool.release(again.pages)

@@ -1,0 +1,54 @@
+"""Rounds and the engine's state as Prometheus sees them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from prometheus_client import generate_latest
+
+from verify_service.metrics import VerifyMetrics
+from verify_service.wire import PeerPart, RoundReport, Snapshot
+
+
+def test_a_round_is_counted_in_every_figure() -> None:
+    metrics = VerifyMetrics()
+    metrics.observe(
+        RoundReport(6, 9, committed=[3, 1], accepted=[2], num_failed=1, seconds=0.02, held=0.5, gap=2e-4, gpu=0.01)
+    )
+    metrics.observe(RoundReport(0, 0, [1], [], 0, 0.03, 0.0))
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"outrider_verify_{name}", labels)
+
+    assert value("rounds_total") == 2 and value("hold_seconds_total") == 0.5
+    assert value("round_seconds_sum") == 0.05 and value("round_draft_tokens_sum") == 6
+    assert value("committed_tokens_total") == 5 and value("prefilled_tokens_total") == 9
+    assert value("draft_tokens_total") == 6 and value("accepted_tokens_total") == 2 and metrics.num_rejected == 4
+    assert value("accepted_tokens_per_position_total", position="1") == 1
+    assert value("accept_length_count") == 3 and value("failed_requests_total") == 1
+    # What nobody measured is not counted as no time.
+    assert value("host_gap_seconds_count") == 1 and value("host_gap_seconds_bucket", le="0.0002") == 1
+    assert value("gpu_seconds_count") == 1 and value("gpu_seconds_sum") == 0.01
+    assert metrics.tokens_per_second == 1.0
+
+
+def test_the_page_shows_the_engine_s_last_word() -> None:
+    metrics = VerifyMetrics()
+    peers = [PeerPart("far:1", True, 0.002)]
+    snapshot = Snapshot(3, 4, 100, 50, 2, {"duplicate": 7}, {"gap": 1}, peers, {1: 0.5})
+    engine = SimpleNamespace(snapshot=snapshot, num_running=3, num_waiting=4, num_healthy=1)
+    metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
+    page = generate_latest(metrics.registry).decode()
+    for line in (
+        "running_requests 3.0",
+        "waiting_requests 4.0",
+        "kv_pages_used 50.0",
+        "healthy_drafts 1.0",
+        'wasted_draft_tokens_total{reason="duplicate"} 7.0',
+        'declines_total{reason="gap"} 1.0',
+        "preemptions_total 2.0",
+        'draft_connected{address="far:1"} 1.0',
+        'draft_answer_seconds{address="far:1"} 0.002',
+        'round_cost_seconds{tokens="1"} 0.5',
+    ):
+        assert f"outrider_verify_{line}\n" in page

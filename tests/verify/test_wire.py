@@ -1,0 +1,226 @@
+"""What crosses between the door and the engine arrives as it left, however the stream is cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+)
+from outrider.sampling.params import SamplingParams
+from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Hello, Open, Pause, Resume
+from verify_service.submission import Submission, Update
+from verify_service.wire import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    DraftSaid,
+    DraftTold,
+    FrameReader,
+    FromDoor,
+    FromEngine,
+    RoundReport,
+    Snapshot,
+    Start,
+    Submit,
+    Told,
+    from_door,
+    from_engine,
+    pack,
+)
+from verify_service.wire_codec import (
+    pack_drafts,
+    pack_submission,
+    pack_update,
+    pack_verify,
+    unpack_drafts,
+    unpack_submission,
+    unpack_update,
+    unpack_verify,
+)
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=8)
+ids = st.integers(0, 2**31 - 1)
+numbers = st.floats(allow_nan=False)
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 100),
+    seed=st.integers(0, 2**64 - 1),
+    choice_index=st.integers(0, 9),
+    logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=3),
+    num_logprobs=st.none() | st.integers(0, 20),
+)
+submissions = st.builds(
+    Submission,
+    request_id=st.text(max_size=9),
+    tokens=tokens,
+    sampling=sampling,
+    max_tokens=st.integers(1, 99),
+    stop_ids=st.frozensets(ids, max_size=4),
+    speculate=st.booleans(),
+)
+updates = st.builds(
+    Update,
+    token_ids=tokens,
+    origins=st.lists(st.sampled_from(TokenOrigin), max_size=4),
+    logprobs=st.lists(
+        st.builds(TokenLogprobs, numbers, st.lists(st.tuples(ids, numbers), max_size=3)),
+        max_size=3,
+    ),
+    num_draft_tokens=st.integers(0, 99),
+    num_accepted_tokens=st.integers(0, 99),
+    num_cached_prompt_tokens=ids,
+    finish=st.none() | st.sampled_from(FinishReason),
+)
+words = st.text(max_size=9)
+errors: st.SearchStrategy[OutriderError] = st.one_of(
+    st.builds(InternalError, words, code=st.just("unusable_logits")),
+    st.builds(InvalidRequestError, words, words, words, code=st.just("odd")),
+    st.builds(ContextLengthError, words, words, words),
+    st.builds(OverloadedError, words, retry_after=st.floats(0, 60)),
+    st.builds(UnavailableError, words, retry_after=st.floats(0, 60)),
+)
+
+
+def array(values: list[int], dtype: type[np.generic]) -> np.ndarray:  # type: ignore[type-arg]
+    return np.array(values, dtype)
+
+
+def int32s(values: list[int]) -> np.ndarray:  # type: ignore[type-arg]
+    return array(values, np.int32)
+
+
+grows = st.builds(
+    Grow,
+    request=ids,
+    epoch=ids,
+    base_len=ids,
+    acked_len=ids,
+    first_id=st.integers(0, 2**32),
+    parents=tokens.map(lambda values: array(values, np.uint32)),
+    token_ids=tokens.map(int32s),
+    scores=st.lists(st.floats(width=32, allow_nan=False), max_size=5).map(lambda values: np.array(values, np.float32)),
+    sources=st.lists(st.integers(0, 255), max_size=5).map(lambda values: array(values, np.uint8)),
+)
+declines = st.builds(Decline, ids, st.sampled_from(DeclineReason), st.booleans(), words)
+verify_messages = st.one_of(
+    st.builds(Open, ids, tokens.map(int32s), ids, sampling, ids),
+    st.builds(Commit, ids, ids, tokens.map(int32s), ids, st.integers(0, 2**40), st.none() | ids, ids),
+    st.builds(Pause, ids),
+    st.builds(Resume, ids, ids),
+    st.builds(Close, ids),
+)
+
+
+def to_engine(frame: FromDoor) -> FromDoor:
+    (body,) = FrameReader().feed(bytes(pack(frame)))
+    return from_door.decode(body)
+
+
+def to_door(frame: FromEngine) -> FromEngine:
+    (body,) = FrameReader().feed(bytes(pack(frame)))
+    return from_engine.decode(body)
+
+
+def same(one: object, other: object) -> bool:
+    """Equality of messages that hold arrays."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if is_dataclass(one) and not isinstance(one, SamplingParams):
+        return type(one) is type(other) and all(
+            same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)
+        )
+    return one == other
+
+
+@given(submissions)
+def test_a_submission_arrives_as_it_left(submission: Submission) -> None:
+    frame = to_engine(pack_submission(7, submission))
+    assert isinstance(frame, Submit) and frame.number == 7
+    assert unpack_submission(frame) == submission
+
+
+@given(updates)
+def test_an_update_arrives_as_it_left(update: Update) -> None:
+    frame = to_door(Told([pack_update(7, update)], [], [], {}, None))
+    assert isinstance(frame, Told) and frame.updates[0].number == 7
+    assert unpack_update(frame.updates[0]) == update
+
+
+@given(errors)
+def test_an_error_arrives_with_all_that_a_client_is_told(error: OutriderError) -> None:
+    frame = to_door(Told([pack_update(7, Update(error=error))], [], [], {}, None))
+    assert isinstance(frame, Told)
+    got = unpack_update(frame.updates[0]).error
+    assert type(got) is type(error) and got is not None and str(got) == str(error)
+    for name in ("message", "code", "field", "problem", "fix", "retry_after"):
+        assert getattr(got, name, None) == getattr(error, name, None)
+
+
+@given(st.lists(grows | declines, max_size=3))
+def test_what_drafts_say_arrives_as_it_left(messages: list[Grow | Decline]) -> None:
+    frame = to_engine(DraftSaid(3, 1.5, 16, pack_drafts(messages)))
+    assert isinstance(frame, DraftSaid)
+    assert all(map(same, messages, unpack_drafts(frame.messages))) and len(frame.messages) == len(messages)
+
+
+@given(st.lists(verify_messages, max_size=4))
+def test_what_drafts_are_told_arrives_as_it_left(messages: list[Commit]) -> None:
+    frame = to_door(DraftTold(3, pack_verify(messages)))
+    assert isinstance(frame, DraftTold)
+    assert all(map(same, messages, unpack_verify(frame.messages))) and len(frame.messages) == len(messages)
+
+
+def test_a_hello_in_mid_stream_stays_one_for_the_engine_to_count() -> None:
+    frame = to_engine(DraftSaid(3, 1.5, 16, pack_drafts([Hello(1, 1)])))
+    assert isinstance(frame, DraftSaid)
+    assert isinstance(unpack_drafts(frame.messages)[0], Hello)
+    with pytest.raises(TypeError, match="the door's"):
+        pack_verify([Hello(1, 1)])
+
+
+def test_options_arrive_as_they_left() -> None:
+    options = VerifyOptions(draft=("a:1", "b:2"), max_hold_ms=1.5, disable_radix_cache=True, threads=3)
+    assert to_engine(Start(options)) == Start(options)
+
+
+def test_numbers_of_numpy_arrive_as_plain_ones_and_other_things_do_not_leave() -> None:
+    update = Update(token_ids=[np.int32(5)], logprobs=[TokenLogprobs(np.float32(-0.5), [(np.int64(5), -math.inf)])])  # type: ignore[list-item,arg-type]
+    frame = to_door(Told([pack_update(1, update)], [], [], {}, None))
+    assert isinstance(frame, Told)
+    got = unpack_update(frame.updates[0])
+    assert got.token_ids == [5] and got.logprobs == [TokenLogprobs(-0.5, [(5, -math.inf)])]
+    with pytest.raises(TypeError, match="does not travel"):
+        pack(Cancel(object()))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 2**40), max_size=6), st.integers(1, 9))
+def test_a_stream_may_be_cut_anywhere(sessions: list[int], size: int) -> None:
+    stream = b"".join(bytes(pack(Cancel(number))) for number in sessions)
+    reader = FrameReader()
+    got = [body for start in range(0, len(stream), size) for body in reader.feed(stream[start : start + size])]
+    assert [from_door.decode(body) for body in got] == [Cancel(number) for number in sessions]
+
+
+def test_an_absurd_length_is_refused_before_memory_is_taken() -> None:
+    with pytest.raises(InternalError, match="broken"):
+        FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_a_frame_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        to_engine(Told([], [], [RoundReport(0, 0, [], [], 0, 0.0, 0.0)], {}, Snapshot()))  # type: ignore[arg-type]

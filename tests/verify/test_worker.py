@@ -1,0 +1,236 @@
+"""The engine's end of the socket: what leaves when, what a slow or lost door does to it, and how a start ends."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, InternalError
+from outrider.tree.messages import Close
+from verify_service.assembly import Built
+from verify_service.engine import Observer
+from verify_service.inbox import Inbox, ThreadInbox
+from verify_service.pipe import MAX_BACKLOG_BYTES, Pipe
+from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
+from verify_service.submission import Update
+from verify_service.wire import (
+    Cancel,
+    DraftReset,
+    DraftTold,
+    FrameReader,
+    FromEngine,
+    Refused,
+    Start,
+    Stop,
+    Told,
+    from_engine,
+    pack,
+)
+from verify_service.worker import SocketInbox, await_start, serve_engine
+
+
+@dataclass
+class Wire:
+    """The engine's pipe and the door's bare socket."""
+
+    pipe: Pipe
+    door: socket.socket
+    reader: FrameReader
+
+    def read(self) -> list[FromEngine]:
+        """The frames of one read."""
+        return [from_engine.decode(body) for body in self.reader.feed(self.door.recv(1 << 20))]
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    with ours, theirs:
+        yield Wire(Pipe(theirs), ours, FrameReader())
+
+
+def test_the_first_frame_brings_the_options(wire: Wire) -> None:
+    options = VerifyOptions(threads=3)
+    wire.door.sendall(pack(Start(options)))
+    assert await_start(wire.pipe) == options
+
+
+def test_a_door_that_is_gone_before_its_first_frame_ends_the_start(wire: Wire) -> None:
+    wire.door.close()
+    assert await_start(wire.pipe) is None
+
+
+def test_another_first_frame_is_refused(wire: Wire) -> None:
+    wire.door.sendall(pack(Stop()))
+    with pytest.raises(InternalError, match="first frame"):
+        await_start(wire.pipe)
+
+
+def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: Wire) -> None:
+    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+        raise ConfigError("--model: no such folder; use a folder")
+
+    assert serve_engine(wire.pipe, VerifyOptions(), build) == 2
+    assert wire.read() == [Refused("--model: no such folder; use a folder")]
+
+
+def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -> None:
+    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+        raise RuntimeError("out of order")
+
+    assert serve_engine(wire.pipe, VerifyOptions(), build) == 1
+    wire.door.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        wire.read()
+
+
+def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> None:
+    reporter = Reporter(wire.pipe)
+    for number in (1, 2, 3):
+        reporter.update(number, Update(token_ids=[number]))
+    reporter.ended(4)
+    reporter.read(9, 16)
+    reporter.read(9, 32)
+    reporter.round([], [], 0.5, 0.1, gap=0.001, gpu=0.4)
+    wire.door.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        wire.read()
+    reporter.flush()
+    (told,) = wire.read()
+    assert isinstance(told, Told)
+    assert [(part.number, part.token_ids) for part in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
+    assert told.ended == [4] and told.read == {9: 48}
+    assert [(report.seconds, report.held, report.gap, report.gpu) for report in told.rounds] == [(0.5, 0.1, 0.001, 0.4)]
+    reporter.flush()
+    with pytest.raises(BlockingIOError):
+        wire.read()
+
+
+def test_drafts_are_told_at_once(wire: Wire) -> None:
+    port = ReporterPort(7, "far:1", wire.pipe)
+    port.send([Close(3), Close(4)])
+    port.reset()
+    told, reset = wire.read()
+    assert isinstance(told, DraftTold) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
+    assert reset == DraftReset(7)
+
+
+def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire) -> None:
+    now = 100.0
+    reporter = Reporter(wire.pipe, clock=lambda: now)
+    scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0)
+    engine = SimpleNamespace(
+        scheduler=scheduler,
+        memory=SimpleNamespace(num_pages=8, num_used=0),
+        drafts=SimpleNamespace(dropped={}, declined={}, peers={}),
+        budget=SimpleNamespace(cost=SimpleNamespace(table=lambda: {1: 0.5})),
+    )
+    reporter.watch(engine)  # type: ignore[arg-type]
+
+    def told() -> int | None:
+        """Running requests in the snapshot that leaves now, if one does."""
+        wire.door.setblocking(False)
+        reporter.flush()
+        try:
+            (frame,) = wire.read()
+        except BlockingIOError:
+            return None
+        assert isinstance(frame, Told) and frame.snapshot is not None and frame.snapshot.cost == {1: 0.5}
+        return frame.snapshot.num_running
+
+    assert told() == 0
+    scheduler.running = ["a"]
+    assert told() == 1, "no longer idle"
+    scheduler.running = ["a", "b"]
+    assert told() is None
+    now += SNAPSHOT_SECONDS
+    assert told() == 2
+    now += SNAPSHOT_SECONDS
+    assert told() is None, "nothing changed"
+    scheduler.running = []
+    assert told() == 0, "idle again"
+
+
+def test_a_door_that_does_not_read_costs_no_frame_and_no_wait(wire: Wire) -> None:
+    port = ReporterPort(7, "far:1", wire.pipe)
+    count = 20_000
+    for number in range(count):
+        port.send([Close(number)])
+    seen: list[int] = []
+    while len(seen) < count:
+        wire.pipe.flush()
+        for frame in wire.read():
+            assert isinstance(frame, DraftTold)
+            seen += [part.request for part in frame.messages]
+    assert seen == list(range(count))
+
+
+def test_what_waits_for_a_door_that_does_not_read_is_bounded(wire: Wire) -> None:
+    text = "x" * (MAX_BACKLOG_BYTES // 4)
+    backlogs: list[int] = []
+
+    def send() -> None:
+        for _ in range(8):
+            wire.pipe.send(Refused(text))
+            backlogs.append(len(wire.pipe._backlog))
+        wire.pipe.drain(20)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    got: list[FromEngine] = []
+    while len(got) < 8:
+        got += wire.read()
+    sender.join()
+    assert got == [Refused(text)] * 8
+    assert max(backlogs) <= MAX_BACKLOG_BYTES
+
+
+def test_a_door_that_is_gone_takes_what_is_sent_with_it(wire: Wire) -> None:
+    wire.door.close()
+    wire.pipe.send(Refused("x"))
+    wire.pipe.drain(20)
+    assert wire.pipe.closed and wire.pipe.receive() == []
+    wire.pipe.wait(20)
+
+
+def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None:
+    inbox = SocketInbox(wire.pipe)
+    assert inbox.take(None) == [] and inbox.take(0.0) == []
+    inbox.post(lambda: None)
+    assert len(inbox.take(20)) == 1
+    wire.door.sendall(pack(Cancel(1)))
+    assert inbox.take(20) == [], "no engine yet: nobody to cancel for"
+    wire.door.sendall(pack(Stop()))
+    inbox.take(20)
+    assert inbox.stopped
+    assert inbox.take(20) == [], "a stopped inbox waits for nothing"
+
+
+def test_a_door_that_hangs_up_stops_the_engine(wire: Wire) -> None:
+    inbox = SocketInbox(wire.pipe)
+    wire.door.close()
+    assert inbox.take(20) == [] and inbox.stopped
+
+
+def test_the_inbox_of_threads_wakes_who_waits() -> None:
+    inbox = ThreadInbox()
+    assert inbox.take(None) == [] and inbox.take(0.0) == []
+    poster = threading.Thread(target=inbox.post, args=(lambda: None,))
+    poster.start()
+    assert len(inbox.take(20)) == 1
+    poster.join()
+    assert len(inbox) == 0
+
+
+def test_the_door_needs_no_torch() -> None:
+    program = "import sys, verify_service.main; print(*sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"

@@ -1,0 +1,215 @@
+"""Runs rounds on a GPU: decoding as one CUDA graph, prefill as chunks behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.device import num_processors
+from outrider.errors import InternalError
+from outrider.models.base import CausalLM
+from outrider.sampling.device import DeviceSampler
+from outrider.sampling.lossy import EXACT, AcceptRule
+from verify_service.cuda_graphs import Buckets, GraphPool
+from verify_service.cuda_prefill import Prefill
+from verify_service.request import Request
+from verify_service.request_rows import RequestRows
+from verify_service.round import Entry, Result
+from verify_service.round_buffers import MAX_PATH, NUM_COMMITTED, Bucket, RoundInput, RoundOutput
+
+
+@dataclass(frozen=True)
+class CudaLimits:
+    """What an executor is built for."""
+
+    vocab_size: int
+    """Legal token ids; the model's logits may be wider."""
+    context_length: int
+    max_running: int = 64
+    max_round_tokens: int = 128
+    """Tokens of a decode round at most."""
+    chunk_size: int = 2048
+    """Prompt tokens of one round at most."""
+    max_graph_rows: int = 64
+    """Rounds with more requests than this run kernel by kernel."""
+    use_graphs: bool = True
+    deterministic: bool = False
+    """One shape for all rounds and one for all prefill, so that results depend on neither."""
+    accept_rule: AcceptRule = EXACT
+
+
+class CudaExecutor:
+    """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
+
+    def __init__(
+        self, model: CausalLM, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
+    ) -> None:
+        device = model.device
+        self.limits = limits
+        self.page_size = page_size
+        self._model = model
+        self._attention = attention
+        self._on_gpu = device.type == "cuda"
+        self._kv = model.new_kv(num_pages * page_size)
+        tokens, rows = limits.max_round_tokens, limits.max_running
+        self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
+        self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
+        self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device)
+        self._input = RoundInput(tokens, rows, self.rows.spare, device)
+        self._output = RoundOutput(rows, device)
+        self._trees = TreeBuffers(tokens, MAX_PATH, device)
+        chunk = limits.chunk_size if limits.deterministic else None
+        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, fixed_size=chunk)
+        self._num_processors = num_processors(device)
+        self.graphs = GraphPool(self._body, self._prepare)
+        self._last_end: int | None = None
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture a graph for every bucket, and warm prefill up; on a CPU there is nothing to do. Trashes the cache."""
+        if not self._on_gpu:
+            return
+        for size in (self.limits.chunk_size, 48):
+            self._prefill.warm_up(min(size, self._kv.num_slots))
+        if self.limits.use_graphs:
+            buckets = [bucket for bucket in self.buckets.all() if bucket.rows <= self.limits.max_graph_rows]
+            self._input.clear()
+            self.graphs.capture(buckets, progress)
+
+    @torch.inference_mode()
+    def launch(self, entries: Sequence[Entry]) -> CudaRound:
+        """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
+        decode = [entry for entry in entries if self._decodes(entry)]
+        prefill = [entry for entry in entries if not self._decodes(entry)]
+        done: torch.cuda.Event | None = None
+        if decode:
+            bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+            self._input.fill(decode, self.rows)
+            self.graphs.run(bucket)
+            done = self._mark()
+        if prefill:
+            self._prefill.run(prefill)
+            # With decoding going on, nobody waits for a chunk but the next round's graph.
+            done = done or self._mark()
+        return CudaRound(self, entries, decode, done, clean=not prefill)
+
+    def forget(self, request: Request) -> None:
+        """The request ended or gave up its pages: its row is free, for work queued from now on."""
+        self.rows.forget(request)
+
+    def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
+        """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
+        begin, end = self._output.clock
+        gap = None if self._last_end is None else (begin - self._last_end) * 1e-9
+        self._last_end = end if clean else None
+        results = []
+        for row, (entry, answer) in enumerate(zip(decode, self._output.read(len(decode)), strict=True)):
+            num_tokens, error = answer[:2]
+            if error:
+                results.append(Result(error=InternalError("the model's logits are unusable", code="unusable_logits")))
+                continue
+            token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.sampling.num_logprobs
+            listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
+            results.append(Result(token_ids, listed))
+        return results, gap, (end - begin) * 1e-9
+
+    def _decodes(self, entry: Entry) -> bool:
+        """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
+        if entry.samples:
+            return True
+        return self.limits.deterministic and entry.request.cached_len >= entry.request.prompt_len - 1
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _prepare(self, bucket: Bucket) -> None:
+        self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
+
+    def _body(self, bucket: Bucket) -> None:
+        """The whole of a round on the device, copies included."""
+        self._input.to_device()
+        self._output.stamp(0)
+        tokens = self._input.tokens(bucket)
+        tables = self.rows.page_tables
+        self.rows.update(self._input.updates)
+        splits = self._num_splits(bucket)
+        fixed = self.limits.deterministic
+        batch = self._trees.batch(tokens, tables, self.page_size, bucket.max_row_tokens, splits, by_path=fixed)
+        hidden = self._model.forward(batch, self._kv, self._attention)
+        logits = self._model.logits(hidden)
+        num_tokens, error, committed, accepted = self._output.fields(bucket)
+        self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
+        self._kv.compact(tokens, accepted, num_tokens, tables, self.page_size)
+        self._output.stamp(1)
+        self._output.to_host(bucket)
+
+    def _num_splits(self, bucket: Bucket) -> int:
+        if self.limits.deterministic:
+            return PATH_SPLITS
+        config = self._model.config
+        heads = (config.num_heads, config.num_kv_heads)
+        return choose_splits(bucket.tokens, bucket.rows, bucket.max_row_tokens, *heads, self._num_processors)
+
+    @torch.inference_mode()
+    def measure(self, width: int, context: int = 1024, repeats: int = 5) -> float:
+        """Seconds of the fastest round of `width` tokens in one row over `context` cached ones. Trashes the cache."""
+        context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
+        num_pages = -(-(context + width) // self.page_size)
+        self.rows.page_tables[self.rows.spare, :num_pages] = torch.arange(num_pages, dtype=torch.int32)
+        self._input.fill_chain(min(width, self.buckets.tokens[-1]), context)
+        bucket = self.buckets.fit(min(width, self.buckets.tokens[-1]), 1)
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.graphs.run(bucket)
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+
+class CudaRound:
+    """A round that the device works on."""
+
+    def __init__(
+        self,
+        executor: CudaExecutor,
+        entries: Sequence[Entry],
+        decode: Sequence[Entry],
+        event: torch.cuda.Event | None,
+        clean: bool,
+    ) -> None:
+        self._executor = executor
+        self._entries = entries
+        self._decode = decode
+        self._event = event
+        self._clean = clean
+        self.gpu_seconds: float | None = None
+        """Time that the device worked on the decode round; known after `wait`."""
+        self.gap_seconds: float | None = None
+        """Idle time of the device between the decode round before and this one; None where prefill lay between."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[Result]:
+        """Results in the order of the entries."""
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._decode:
+            return [Result()] * len(self._entries)
+        results, self.gap_seconds, self.gpu_seconds = self._executor.read(self._decode, self._clean)
+        if len(results) == len(self._entries):
+            return results
+        found = dict(zip(self._decode, results, strict=True))
+        return [found.get(entry, Result()) for entry in self._entries]

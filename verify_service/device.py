@@ -1,0 +1,89 @@
+"""Which device the model runs on, and what fits there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from outrider.cache.kv import KVCache
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider.models.config import ModelConfig
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+"""What our attention kernels run with."""
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'--device: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f'--device: {device.type} is not supported; use "auto", "cpu", "cuda" or "cuda:0"')
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"--device: {name} is not there; torch sees {count} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
+    """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
+    if config.head_dim not in HEAD_DIMS:
+        raise ConfigError(f"config.json: head_dim {config.head_dim} does not run on a GPU; supported are {HEAD_DIMS}")
+    free, total = torch.cuda.mem_get_info(device)
+    budget = min(int(total * mem_fraction), free)
+    needed = num_parameters(config) * dtype.itemsize
+    if needed > budget:
+        raise ConfigError(
+            f"the weights take {_gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
+            f"{_gib(total)}, of which {_gib(free)} are free, allows {_gib(budget)}; choose a smaller model or another "
+            f"GPU, or end what else runs on this one"
+        )
+
+
+def kv_tokens(model: CausalLM, mem_fraction: float, reserve: int) -> int:
+    """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations."""
+    config = model.config
+    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    room = free - int(total * (1 - mem_fraction)) - reserve
+    if room < 1024 * per_token:
+        raise ConfigError(
+            f"--mem-fraction-static: {mem_fraction} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} GiB for KV, too "
+            f"little for 1024 tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose a smaller model"
+        )
+    return room // per_token
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Elements of all weights, but for norms and biases."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    matrices = 1 if config.tie_embeddings else 2
+    return config.num_layers * layer + matrices * config.vocab_size * config.hidden_size
+
+
+@contextmanager
+def out_of_memory(what: str, fix: str) -> Iterator[None]:
+    """Turn a device that runs out of memory while it makes room for `what` into a ConfigError with the fix."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[0]
+        raise ConfigError(f"the GPU has no memory for {what}: {_gib(free)} are free; {fix}") from error
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,52 @@
+"""Where the engine finds what others ask of it: a queue for threads of its own process, a socket for another one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+Action = Callable[[], None]
+
+
+class Inbox(Protocol):
+    """Actions for the engine, in the order in which they came. The engine takes them between two rounds."""
+
+    def post(self, action: Action) -> None:
+        """Leave an action; wakes an engine that waits."""
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """All actions that have come since the last call; the engine runs them in order.
+
+        None does not wait; a number waits up to so many seconds for something to come, and returns as soon as it has.
+        """
+
+
+class ThreadInbox:
+    """Actions of other threads of this process."""
+
+    def __init__(self) -> None:
+        self._actions: deque[Action] = deque()
+        self._filled = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._actions)
+
+    def post(self, action: Action) -> None:
+        """Leave an action; any thread may."""
+        with self._filled:
+            self._actions.append(action)
+            self._filled.notify()
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """All actions, after waiting for one up to `timeout` seconds; None does not wait."""
+        # Looked at without the lock first: an engine that polls between two looks at the GPU mostly finds nothing.
+        if timeout is None and not self._actions:
+            return []
+        with self._filled:
+            if timeout is not None and not self._actions:
+                self._filled.wait(timeout)
+            actions = list(self._actions)
+            self._actions.clear()
+        return actions

@@ -1,0 +1,59 @@
+"""What a round brought: what is committed at once, and what is told of it while the next one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.tokens import FinishReason, TokenOrigin
+from verify_service.round import Entry, Pending, Result
+from verify_service.submission import Update
+
+
+class Commit(NamedTuple):
+    """What a round did for one request."""
+
+    entry: Entry
+    result: Result
+    tokens: Sequence[int]
+    """Committed ones."""
+    finish: FinishReason | None
+
+    def update(self) -> Update:
+        """What the request is told; nothing after a chunk of prefill."""
+        if self.result.error is not None:
+            return Update(error=self.result.error)
+        if not self.tokens:
+            return Update()
+        num_nodes, num_accepted = len(self.entry.nodes), self.result.num_accepted
+        own = TokenOrigin.BONUS if num_nodes else TokenOrigin.PLAIN
+        return Update(
+            token_ids=self.tokens,
+            origins=[TokenOrigin.ACCEPTED if i < num_accepted else own for i in range(len(self.tokens))],
+            logprobs=self.result.logprobs[: len(self.tokens)],
+            num_draft_tokens=num_nodes,
+            num_accepted_tokens=min(num_accepted, len(self.tokens)),
+            num_cached_prompt_tokens=self.entry.request.num_cached_prompt_tokens or 0,
+            finish=self.finish,
+        )
+
+
+class RoundDone(NamedTuple):
+    """A round that was committed and that nobody has been told of. Times in seconds."""
+
+    entries: Sequence[Entry]
+    commits: Sequence[Commit | None]
+    """None for a request that was cancelled while the round ran."""
+    pending: Pending
+    num_tokens: int
+    prefills: bool
+    """Whether prefill was part of it, so that its time says little of a round of so many tokens."""
+    seconds: float
+    held: float
+    host_gap: float | None
+    """From the end of the round before to this one's launch, holding aside; None after a pause."""
+
+    @property
+    def gap(self) -> float | None:
+        """How long the device had nothing to do before it, as it measured itself if it did."""
+        return self.host_gap if self.pending.gap_seconds is None else self.pending.gap_seconds

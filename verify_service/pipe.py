@@ -1,0 +1,77 @@
+"""The engine's end of its socket to the door: no thread, no event loop, and no waiting unless asked for."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+from verify_service.wire import FrameReader, FromDoor, FromEngine, from_door, pack
+
+MAX_BACKLOG_BYTES = 4 << 20
+"""Bytes that may wait for a door that does not read; with more, the engine waits, too."""
+
+_BUFFER_BYTES = 1 << 18
+
+
+class Pipe:
+    """Frames to and from the door.
+
+    Sending never blocks while the door reads; what the kernel does not take at once leaves with a later call. When
+    the door is gone, `closed` is set and what is sent is lost.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.closed = False
+        self._socket = sock
+        self._reader = FrameReader()
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._backlog = bytearray()
+
+    def send(self, frame: FromEngine) -> None:
+        """Send a frame, after all earlier ones."""
+        self._backlog += pack(frame)
+        self.flush()
+        if len(self._backlog) > MAX_BACKLOG_BYTES:
+            self.drain(None, MAX_BACKLOG_BYTES)
+
+    def flush(self) -> None:
+        """Hand the kernel what it takes of earlier frames."""
+        while self._backlog and not self.closed:
+            try:
+                del self._backlog[: self._socket.send(self._backlog)]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.closed = True
+
+    def drain(self, timeout: float | None, most: int = 0) -> None:
+        """Wait until at most `most` bytes are left to send, at most `timeout` seconds for each step forward."""
+        self.flush()
+        while len(self._backlog) > most and not self.closed:
+            _, writable, _ = select.select([], [self._socket], [], timeout)
+            if not writable:
+                return
+            self.flush()
+
+    def receive(self) -> list[FromDoor]:
+        """All frames that have come, without waiting. Raises InternalError or msgspec's errors for what is none."""
+        frames: list[FromDoor] = []
+        while not self.closed:
+            try:
+                count = self._socket.recv_into(self._buffer)
+            except BlockingIOError:
+                break
+            except OSError:
+                count = 0
+            self.closed = count == 0
+            frames += map(from_door.decode, self._reader.feed(memoryview(self._buffer)[:count]))
+            if count < len(self._buffer):
+                break
+        return frames
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
+        if not self.closed:
+            select.select([self._socket], [self._socket] if self._backlog else [], [], timeout)
+            self.flush()

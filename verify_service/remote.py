@@ -1,0 +1,242 @@
+"""The engine as the door sees it: requests and drafts go in, updates and figures come out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from outrider.errors import ConfigError, InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.logs import get_logger
+from outrider.tree.messages import DraftMessage, Grow, VerifyMessage
+from verify_service.submission import Submission, Update
+from verify_service.wire import (
+    Cancel,
+    DraftDown,
+    DraftReset,
+    DraftSaid,
+    DraftTold,
+    DraftUp,
+    FrameReader,
+    FromDoor,
+    FromEngine,
+    Ready,
+    Refused,
+    RoundReport,
+    Snapshot,
+    Start,
+    Stop,
+    Told,
+    from_engine,
+    pack,
+)
+from verify_service.wire_codec import pack_drafts, pack_submission, unpack_update, unpack_verify
+
+log = get_logger(__name__)
+
+MAX_UNREAD = 65536
+"""Nodes of one draft, and 16 for each message, that the engine may not have taken yet: about 0.1 s of work."""
+
+Deliver = Callable[[Update], None]
+
+
+class Port(Protocol):
+    """A session with one draft service. Methods must not block."""
+
+    address: str
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
+class RemoteEngine(asyncio.Protocol):
+    """The door's end of the socket to the engine process. Everything happens on the event loop.
+
+    `on_round` is told of every round.
+    """
+
+    def __init__(self, on_round: Callable[[RoundReport], None]) -> None:
+        self.snapshot = Snapshot()
+        """The engine's state a moment ago."""
+        self._on_round = on_round
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        # Whoever waits for it is told; nobody has to.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        self._lost = asyncio.Event()
+        self._serving = False
+        self._stopping = False
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Deliver | None] = {}
+        """Requests that the engine has not ended yet; None where nobody listens any more."""
+        self._most_unfinished = 0
+        self._most_waiting = 0
+        self._sessions: dict[Port, int] = {}
+        self._ports: dict[int, Port] = {}
+        self._unread: Counter[int] = Counter()
+
+    def start(self, frame: Start) -> None:
+        """Have the engine load its model."""
+        self._send(frame)
+
+    async def ready(self) -> Ready:
+        """What the engine serves, once it does. Raises ConfigError when it cannot, InternalError when it died."""
+        return await asyncio.shield(self._ready)
+
+    async def lost(self) -> None:
+        """Return when the engine is gone, whether it was told to stop or not."""
+        await self._lost.wait()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine serves; False for good once it was told to stop or is gone."""
+        return self._serving
+
+    @property
+    def gone(self) -> bool:
+        """Whether the engine has hung up."""
+        return self._lost.is_set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests in rounds."""
+        return min(self.snapshot.num_running, len(self._answers))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._answers) - self.num_running
+
+    @property
+    def num_healthy(self) -> int:
+        """Draft services connected and answering."""
+        return sum(peer.good for peer in self.snapshot.peers)
+
+    def submit(self, submission: Submission, deliver: Deliver) -> int:
+        """Queue a request; returns its number. `deliver` gets every update, the last one included.
+
+        Raises OverloadedError when the queue is full, UnavailableError when stopping.
+        """
+        if not self.alive:
+            raise UnavailableError("the verify service is stopping")
+        if len(self._answers) >= self._most_unfinished:
+            raise OverloadedError(
+                f"{self._most_waiting} requests are waiting already, the most allowed; try again later"
+            )
+        number = next(self._numbers)
+        self._answers[number] = deliver
+        self._send(pack_submission(number, submission))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request without a further update; its pages are free before the next round."""
+        if number in self._answers:
+            self._answers[number] = None
+            self._send(Cancel(number))
+
+    def draft_connected(self, port: Port) -> None:
+        """A session with a draft service began."""
+        session = self._sessions[port] = next(self._numbers)
+        self._ports[session] = port
+        self._send(DraftUp(session, port.address))
+
+    def draft_disconnected(self, port: Port) -> None:
+        """A session with a draft service ended."""
+        session = self._sessions.pop(port)
+        self._ports.pop(session)
+        self._unread.pop(session, None)
+        self._send(DraftDown(session))
+
+    def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
+        """A draft service sent messages. One that sends more than it has credit for loses its session."""
+        session = self._sessions[port]
+        weight = sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
+        if self._unread[session] + weight > MAX_UNREAD:
+            log.warning("draft %s floods the engine; its session is reset", port.address)
+            port.reset()
+            return
+        self._unread[session] += weight
+        # They may lie unread for a whole round, which is no fault of the draft.
+        self._send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
+
+    def stop(self) -> None:
+        """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
+        self._serving, self._stopping = False, True
+        self._send(Stop())
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is ours."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came in."""
+        for body in self._reader.feed(data):
+            self._take(from_engine.decode(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The engine is gone; everybody who waits is told."""
+        self._serving = False
+        self._lost.set()
+        if not self._ready.done():
+            self._ready.set_exception(InternalError("the engine process ended before it was ready"))
+        reason: OutriderError = InternalError("the verify engine failed; the service restarts")
+        if self._stopping:
+            reason = UnavailableError("the verify service stopped before the answer was complete")
+        answers, self._answers = self._answers, {}
+        for deliver in answers.values():
+            if deliver is not None:
+                deliver(Update(error=reason))
+
+    def _send(self, frame: FromDoor) -> None:
+        if self._transport is not None and not self._lost.is_set():
+            self._transport.write(pack(frame))
+
+    def _take(self, frame: FromEngine) -> None:
+        match frame:
+            case Told():
+                self._note(frame)
+            case DraftTold():
+                # A session that ended meanwhile has no port any more.
+                if (port := self._ports.get(frame.session)) is not None:
+                    port.send(unpack_verify(frame.messages))
+            case DraftReset():
+                if (port := self._ports.get(frame.session)) is not None:
+                    port.reset()
+            case Ready():
+                self._most_waiting = frame.max_waiting
+                self._most_unfinished = frame.max_running + frame.max_waiting
+                self._serving = True
+                self._ready.set_result(frame)
+            case Refused():
+                self._ready.set_exception(ConfigError(frame.message))
+
+    def _note(self, told: Told) -> None:
+        for part in told.updates:
+            deliver = self._answers.get(part.number)
+            update = unpack_update(part)
+            if update.last:
+                self._answers.pop(part.number, None)
+            if deliver is not None:
+                deliver(update)
+        for number in told.ended:
+            self._answers.pop(number, None)
+        for report in told.rounds:
+            self._on_round(report)
+        for session, weight in told.read.items():
+            if session in self._ports:
+                self._unread[session] -= weight
+        if told.snapshot is not None:
+            self.snapshot = told.snapshot

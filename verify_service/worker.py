@@ -1,0 +1,217 @@
+"""The engine process: one thread, no event loop. `python -m verify_service.worker FD` with the socket to the door.
+
+It loads what the door's `Start` names, says `Ready` or `Refused`, and runs rounds until told to stop or the door is
+gone. Signals are the door's business: it starts this process with SIGINT and SIGTERM blocked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, InternalError, OutriderError
+from outrider.logs import configure_logging, get_logger
+from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
+from outrider.sampling.sampler import RequestSampler
+from verify_service.assembly import Built, assemble
+from verify_service.engine import Engine
+from verify_service.inbox import Action, Inbox
+from verify_service.pipe import Pipe
+from verify_service.reporter import Reporter, ReporterPort
+from verify_service.request import Request
+from verify_service.submission import Submission, Update
+from verify_service.wire import Cancel, DraftDown, DraftSaid, DraftUp, FromDoor, Refused, Start, Stop, Submit
+from verify_service.wire_codec import unpack_drafts, unpack_submission
+
+log = get_logger("verify_service.worker")
+
+_FAREWELL_SECONDS = 2.0
+"""How long the last frames may wait for the door to read them."""
+
+
+class Build(Protocol):
+    """Makes the engine that the options ask for."""
+
+    def __call__(self, options: VerifyOptions, inbox: Inbox, observer: Reporter) -> Built:
+        """Raises ConfigError when they cannot be met."""
+
+
+def main(argv: list[str]) -> int:
+    """Serve the door at the other end of an inherited socket; returns the exit code."""
+    os.set_inheritable(int(argv[0]), False)
+    with socket.socket(fileno=int(argv[0])) as sock:
+        pipe = Pipe(sock)
+        options = await_start(pipe)
+        if options is None:
+            return EXIT_FAILURE
+        configure_logging("verify", options.log_level)
+        return serve_engine(pipe, options, assemble)
+
+
+def await_start(pipe: Pipe) -> VerifyOptions | None:
+    """The options that the door sends first; None when it is gone before."""
+    while not pipe.closed:
+        for frame in pipe.receive():
+            if not isinstance(frame, Start):
+                raise InternalError("the door's first frame is not Start")
+            return frame.options
+        pipe.wait(None)
+    return None
+
+
+def serve_engine(pipe: Pipe, options: VerifyOptions, build: Build) -> int:
+    """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
+    inbox, reporter = SocketInbox(pipe), Reporter(pipe)
+    try:
+        built = build(options, inbox, reporter)
+    except ConfigError as error:
+        pipe.send(Refused(error.message))
+        pipe.drain(_FAREWELL_SECONDS)
+        return EXIT_CONFIG
+    except Exception:
+        log.exception("the engine could not be built")
+        return EXIT_FAILURE
+    reporter.watch(built.engine)
+    inbox.serve(built.engine, reporter)
+    pipe.send(built.ready)
+    built.engine.run()
+    reporter.flush()
+    pipe.drain(_FAREWELL_SECONDS)
+    return EXIT_OK if inbox.stopped else EXIT_FAILURE
+
+
+def make_request(submission: Submission, sink: Callable[[Update], None], vocab_size: int) -> Request:
+    """A request at its start, as the engine sees it. Raises InvalidRequestError for what the door should not let in."""
+    tokens = list(submission.tokens)
+    return Request(
+        request_id=submission.request_id,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        sampling=submission.sampling,
+        sampler=RequestSampler(submission.sampling, tokens, vocab_size),
+        max_tokens=submission.max_tokens,
+        stop_ids=submission.stop_ids,
+        speculate=submission.speculate,
+        sink=sink,
+    )
+
+
+class SocketInbox:
+    """The engine's inbox, fed by the door. The engine's thread alone uses it."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self.stopped = False
+        """Whether the door asked for the end, or is gone."""
+        self._pipe = pipe
+        self._actions: deque[Action] = deque()
+        self._handler: FrameHandler | None = None
+
+    def serve(self, engine: Engine, reporter: Reporter) -> None:
+        """From now on frames are for this engine; it posts here what they ask for."""
+        self._handler = FrameHandler(engine, reporter, self._pipe, self)
+
+    def post(self, action: Action) -> None:
+        """Leave an action."""
+        self._actions.append(action)
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """All actions, after waiting for the door up to `timeout` seconds; None does not wait.
+
+        Returns as soon as the door has said something, also where that asks for no action.
+        """
+        heard = self._receive()
+        if timeout is not None and not heard and not self._actions:
+            self._pipe.wait(timeout)
+            self._receive()
+        actions = list(self._actions)
+        self._actions.clear()
+        return actions
+
+    def _receive(self) -> bool:
+        """Take in what the door sent; whether there was anything, or never will be again."""
+        frames = self._pipe.receive()
+        for frame in frames:
+            self._handle(frame)
+        if self._pipe.closed and not self.stopped:
+            self._handle(Stop())
+        return bool(frames) or self.stopped
+
+    def _handle(self, frame: FromDoor) -> None:
+        if isinstance(frame, Stop):
+            self.stopped = True
+        if self._handler is not None:
+            self._handler.handle(frame)
+
+
+class FrameHandler:
+    """Does what the door's frames ask of an engine."""
+
+    def __init__(self, engine: Engine, reporter: Reporter, pipe: Pipe, inbox: Inbox) -> None:
+        self._engine = engine
+        self._reporter = reporter
+        self._pipe = pipe
+        self._inbox = inbox
+        self._requests: dict[int, Request] = {}
+        self._ports: dict[int, ReporterPort] = {}
+
+    def handle(self, frame: FromDoor) -> None:
+        """One frame, in the order of arrival. What it asks for is done when the engine takes its inbox."""
+        match frame:
+            case Submit():
+                self._submit(frame)
+            case Cancel():
+                self._cancel(frame.number)
+            case DraftSaid():
+                self._hear(frame)
+            case DraftUp():
+                port = self._ports[frame.session] = ReporterPort(frame.session, frame.address, self._pipe)
+                self._engine.draft_connected(port)
+            case DraftDown():
+                self._engine.draft_disconnected(self._ports.pop(frame.session))
+            case Stop():
+                self._engine.stop()
+            case Start():
+                raise InternalError("the door started twice")
+
+    def _submit(self, frame: Submit) -> None:
+        number = frame.number
+
+        def sink(update: Update) -> None:
+            if update.last:
+                self._requests.pop(number, None)
+            self._reporter.update(number, update)
+
+        try:
+            request = make_request(unpack_submission(frame), sink, self._engine.limits.vocab_size)
+            self._requests[number] = request
+            self._engine.submit(request)
+        except OutriderError as error:
+            sink(Update(error=error))
+
+    def _cancel(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        # One that ended meanwhile has said so in its last update.
+        if request is not None:
+            self._engine.cancel(request)
+            self._inbox.post(lambda: self._reporter.ended(number))
+
+    def _hear(self, frame: DraftSaid) -> None:
+        port = self._ports.get(frame.session)
+        if port is None:
+            return
+        messages = unpack_drafts(frame.messages)
+
+        def receive() -> None:
+            self._reporter.read(frame.session, frame.weight)
+            self._engine.drafts.receive(port, messages, frame.arrived_at)
+
+        self._inbox.post(receive)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
