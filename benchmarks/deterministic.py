@@ -82,16 +82,15 @@ async def answer_all(
     return list(answers), seconds
 
 
-def run_all(prompts: list[str], deterministic: bool, arguments: argparse.Namespace) -> list[Row]:
-    """All runs on services that are started for them."""
-    options = VerifyOptions(model=arguments.model, deterministic=deterministic)
-    mode = "deterministic" if deterministic else "fast"
+def run_all(prompts: list[str], mode: str, arguments: argparse.Namespace) -> list[Row]:
+    """All runs of a mode, on services that are started for them."""
+    options = VerifyOptions(model=arguments.model, deterministic=mode == "deterministic")
     truth: dict[float, Answers] = {}
     rows: list[Row] = []
     for scarce in (False, True):
         verify = replace(options, max_total_tokens=arguments.scarce_tokens) if scarce else options
         with Cluster(verify=verify) as cluster:
-            for run in (run for run in RUNS if run.scarce == scarce):
+            for run in (run for run in RUNS if run.scarce == scarce and run.batch in arguments.batches):
                 for temperature in (0.0, 0.8):
                     answers, seconds = asyncio.run(
                         answer_all(cluster.gateway_address, prompts, temperature, run, arguments)
@@ -114,15 +113,19 @@ def main() -> None:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--label", default="smollm2-135m")
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--modes", nargs="+", choices=("deterministic", "fast"), default=["deterministic", "fast"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--scarce-tokens", type=int, default=8704)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = [json.loads(line) for line in arguments.prompts.read_text().splitlines()][: arguments.limit]
     prompts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
-    rows = run_all(prompts, True, arguments) + run_all(prompts, False, arguments)
-    if arguments.out:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-        write_report(arguments.out, "deterministic", device, rows, ("torch", "triton"))
+    rows: list[Row] = []
+    for mode in arguments.modes:
+        rows += run_all(prompts, mode, arguments)
+        if arguments.out:
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+            write_report(arguments.out, "deterministic", device, rows, ("torch", "triton"))
 
 
 if __name__ == "__main__":

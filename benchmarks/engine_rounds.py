@@ -128,7 +128,7 @@ class Rounds:
             walls.append(now - before)
             before = now
             gpus.append(pending.gpu_seconds or 0.0)
-            gaps.append(pending.idle_seconds or 0.0)
+            gaps.append(pending.gap_seconds or 0.0)
             committed = sum(len(result.token_ids) for result in results)
         medians = [statistics.median(values[3:]) * 1e3 for values in (walls, gpus, gaps, launches)]
         return RoundTimes(*medians, accepted=committed / len(entries))

@@ -53,7 +53,12 @@ def scrape(url: str) -> dict[str, Histogram]:
     """The histograms of a metrics page."""
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     found = {}
+    held = rounds = 0.0
     for family in text_string_to_metric_families(text):
+        if family.name == "outrider_verify_hold_seconds":
+            held = family.samples[0].value
+        if family.name == "outrider_verify_rounds":
+            rounds = family.samples[0].value
         for metric, name in HISTOGRAMS.items():
             if family.name == name:
                 samples = {sample.name.removeprefix(name): sample.value for sample in family.samples}
@@ -61,6 +66,7 @@ def scrape(url: str) -> dict[str, Histogram]:
                     float(sample.labels["le"]): sample.value for sample in family.samples if "le" in sample.labels
                 }
                 found[metric] = Histogram(samples["_sum"], samples["_count"], bounds)
+    found["hold_ms"] = Histogram(held, rounds, {})
     return found
 
 
@@ -94,6 +100,8 @@ async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int,
         Row(case, "draft_tokens_per_round", drafted / max(rounds, 1), "tokens"),
         Row(case, "accept_rate", accepted / max(drafted, 1), "ratio"),
     ]
+    held = after["hold_ms"] - before["hold_ms"]
+    rows.append(Row(case, "hold_ms", 1e3 * held.total / max(held.count, 1), "ms"))
     for metric in HISTOGRAMS:
         seen = after[metric] - before[metric]
         rows.append(Row(case, metric, 1e3 * seen.total / max(seen.count, 1), "ms"))

@@ -74,8 +74,9 @@ class CudaExecutor:
         """Capture a graph for every bucket, and warm prefill up; on a CPU there is nothing to do. Trashes the cache."""
         if not self._on_gpu:
             return
+        room = min(self._kv.num_slots, self.limits.context_length)
         for size in (self.limits.chunk_size, 48):
-            self._prefill.warm_up(min(size, self._kv.num_slots))
+            self._prefill.warm_up(min(size, room))
         if self.limits.use_graphs:
             buckets = [bucket for bucket in self.buckets.all() if bucket.rows <= self.limits.max_graph_rows]
             self._input.clear()

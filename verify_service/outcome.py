@@ -55,5 +55,7 @@ class RoundDone(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """How long the device had nothing to do before it, as it measured itself if it did."""
-        return self.host_gap if self.pending.gap_seconds is None else self.pending.gap_seconds
+        """How long the device had nothing to do before it, holding aside; as it measured itself if it did."""
+        if self.host_gap is None or self.pending.gap_seconds is None:
+            return self.host_gap
+        return max(self.pending.gap_seconds - self.held, 0.0)
