@@ -80,7 +80,7 @@ class CudaExecutor:
         if self.limits.use_graphs:
             buckets = [bucket for bucket in self.buckets.all() if bucket.rows <= self.limits.max_graph_rows]
             self._input.clear()
-            self.graphs.capture(buckets, progress)
+            self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry]) -> CudaRound:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -12,6 +13,8 @@ from outrider.logs import get_logger
 from verify_service.round_buffers import Bucket
 
 log = get_logger(__name__)
+
+COMPILE_THREADS = 8
 
 TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -72,9 +75,16 @@ class GraphPool:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, buckets: Sequence[Bucket], progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every bucket. Each is run once first, so that kernels are compiled and libraries initialised."""
+    def capture(
+        self, buckets: Sequence[Bucket], together: bool, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Capture every bucket. Each is run once first, so that kernels are compiled and libraries initialised.
+
+        `together`: rounds may be run by several threads, which compiles on all cores.
+        """
         start = time.perf_counter()
+        if together:
+            self._compile(buckets)
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -97,6 +107,22 @@ class GraphPool:
         self.seconds = time.perf_counter() - start
         self.num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
         log.info("%d rounds captured in %.1f s, %.0f MiB", len(buckets), self.seconds, self.num_bytes / 2**20)
+
+    def _compile(self, buckets: Sequence[Bucket]) -> None:
+        """Run all buckets at the same time: compiling takes most of a first start.
+
+        On the device all of it is still one stream, where rounds that end up in each other do no harm as long as they
+        have no tokens.
+        """
+        device = torch.cuda.current_device()
+
+        def run(bucket: Bucket) -> None:
+            with torch.cuda.device(device), torch.inference_mode():
+                self._body(bucket)
+
+        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as pool:
+            for done in [pool.submit(run, bucket) for bucket in buckets]:
+                done.result()
 
     def run(self, bucket: Bucket) -> None:
         """Replay the round, or run it kernel by kernel if it was not captured."""

@@ -77,6 +77,9 @@ class AttentionPlan(ABC):
 class AttentionBackend(ABC):
     """Makes plans. Holds no request state; one backend serves every forward of a model."""
 
+    plans_on_host = False
+    """Whether `prepare` does work that forwards of trees cannot do without."""
+
     def prepare(self, num_tokens: int, lengths: HostLengths, page_tables: Tensor) -> None:  # noqa: B027
         """Told before every forward of trees with `num_tokens` token slots, a replay of a captured one included.
 

@@ -47,6 +47,7 @@ class FlashInferAttention(AttentionBackend):
         self._shape = shape
         self._triton = TritonAttention()
         self._prefill = PrefillCall(shape, device)
+        self.plans_on_host = trees
         self._memory = TreeMemory(device) if trees else None
         self._trees: dict[tuple[int, int], TreeCall] = {}
 
