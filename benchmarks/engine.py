@@ -186,7 +186,7 @@ class Benchmark:
         )
         executor = CudaExecutor(self.model, num_pages, options.page_size, limits, self._attention())
         if self.model.device.type == "cuda" and limits.use_graphs:
-            executor.graphs.capture(plan.buckets(executor))
+            executor.graphs.capture(plan.buckets(executor), together=True)
             self.add(f"{len(executor.graphs)} graphs", "capture_seconds", executor.graphs.seconds, "s")
             self.add(f"{len(executor.graphs)} graphs", "capture_mib", executor.graphs.num_bytes / 2**20, "MiB")
         rounds = Rounds(executor, self.model.config.vocab_size, num_pages, limits.chunk_size)
