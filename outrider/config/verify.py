@@ -57,7 +57,7 @@ class VerifyOptions(ServiceOptions):
     )
     attention_backend: str = option(
         "auto",
-        "Attention on a GPU: triton (ours), flashinfer, or mixed (flashinfer for prefill); auto takes the fastest.",
+        "Attention on a GPU: triton (ours), flashinfer, or mixed (flashinfer for prefill); auto takes triton.",
         choices=("auto", "triton", "flashinfer", "mixed"),
     )
     disable_cuda_graph: bool = option(False, "Run rounds kernel by kernel on a GPU; the same tokens, slower.")
