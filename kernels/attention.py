@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention_tiles import MAX_SPLITS, TileConfig, path_config, power_of_two, prefill_config, tree_config
+from kernels.attention_tiles import (
+    MAX_SPLITS,
+    TileConfig,
+    path_config,
+    power_of_two,
+    prefill_config,
+    tree_config,
+    usual_tokens,
+)
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import attention as reference
 
@@ -86,7 +94,8 @@ def tree_attention(
     pdl = pdl and supports_pdl(q)
     sizes = (page_size, num_splits, scale, pdl)
     if path is None:
-        config = config or tree_config(max_row_tokens, group, q.dtype)
+        usual = usual_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
+        config = config or tree_config(usual, group, q.dtype)
         jit.tree_attention(q, k_cache, v_cache, *lengths, mask, out, *sizes, max_row_tokens, config)
     else:
         config = config or path_config(group, q.dtype)

@@ -36,13 +36,22 @@ class TileConfig:
     max_registers: int | None = None
 
 
-def tree_config(max_row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for rows of at most `max_row_tokens` tokens, `group` query heads to a kv head."""
+def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
+    """Tokens that a row of a round has if all have as many: what tiles are cut for.
+
+    A row with more takes several tiles, which read its keys from L2; tiles for the longest row there could be would be
+    nearly empty in all others.
+    """
+    return min(max_row_tokens, ceil_div(num_tokens, num_rows))
+
+
+def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for rows of about `row_tokens` tokens, `group` query heads to a kv head."""
     if dtype == torch.float32:
         return _exact_config(group)
-    rows = max_row_tokens * group
+    rows = row_tokens * group
     # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits.
-    span = 1 + max_row_tokens // 16
+    span = 1 + row_tokens // 16
     if rows <= 32:
         return TileConfig(16, 32, 4, 4, span=2 * span) if rows <= 16 else TileConfig(32, 64, 4, 3, span=span)
     return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=span)
@@ -79,7 +88,7 @@ def choose_splits(
     have nothing to do and a larger sum make 1k a seventh slower (an H200, 32 queries of 32/8 heads of 128).
     """
     group = num_heads // num_kv_heads
-    rows = tree_config(max_row_tokens, group, torch.bfloat16).rows
+    rows = tree_config(usual_tokens(num_tokens, num_rows, max_row_tokens), group, torch.bfloat16).rows
     programs = max_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
     fitting = processors * (3 if rows == 16 else 1)
     return min(max(fitting // programs, 1), CHOSEN_SPLITS)

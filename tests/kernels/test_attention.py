@@ -8,7 +8,7 @@ from rounds import Round, chain, make_round, random_tree
 from torch import Tensor
 
 from kernels.attention import prefill_attention, tree_attention
-from kernels.attention_tiles import CHOSEN_SPLITS, TileConfig, choose_splits, max_tiles, tree_config
+from kernels.attention_tiles import CHOSEN_SPLITS, TileConfig, choose_splits, max_tiles, tree_config, usual_tokens
 from kernels.reference import attention as reference
 
 SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
@@ -259,3 +259,13 @@ def test_wrong_arguments_are_refused(device: str) -> None:
     made.max_row_tokens = 40
     with pytest.raises(ValueError, match="40 tokens"):
         run_tree(made, q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_row_may_have_nearly_all_tokens_of_a_round(dtype: torch.dtype, device: str) -> None:
+    """Tiles are cut for rows of equal length; a long one takes several."""
+    made = make_round([chain(1), random_tree(27, 3), chain(2), chain(1)], [5, 30, 9, 2], device=device).expand()
+    q, k, v = caches(made, HEADS, dtype)
+    assert tree_config(usual_tokens(31, 4, made.max_row_tokens), 2, dtype).rows < 2 * made.max_row_tokens
+    result = run_tree(made, q, k, v, num_splits=2, config=None)
+    torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(dtype))
