@@ -37,6 +37,8 @@ log = get_logger(__name__)
 
 CPU_CHUNK = 256
 GPU_CHUNK = 2048
+DETERMINISTIC_CHUNK = 512
+"""Every prompt is padded to it, so that a large one would make short prompts wait."""
 _MOST_CPU_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_TOKENS = 64
@@ -152,6 +154,12 @@ def _gpu_tokens(options: VerifyOptions, model: CausalLM) -> int:
     return kv_tokens(model, options.mem_fraction_static, rows * model.config.vocab_size * _LOGITS_BYTES)
 
 
+def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
+    if not on_gpu:
+        return CPU_CHUNK
+    return DETERMINISTIC_CHUNK if options.deterministic else GPU_CHUNK
+
+
 def _max_round_tokens(options: VerifyOptions) -> int:
     if options.deterministic:
         return _DETERMINISTIC_TOKENS
@@ -179,7 +187,7 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         context_length=options.context_length or most,
         max_running=options.max_running_requests,
         max_waiting=options.max_queued_requests,
-        chunk_size=options.chunked_prefill_size or (GPU_CHUNK if on_gpu else CPU_CHUNK),
+        chunk_size=options.chunked_prefill_size or _chunk_size(options, on_gpu),
         max_nodes=options.max_draft_tokens,
         max_hold_seconds=options.max_hold_ms / 1e3,
     )

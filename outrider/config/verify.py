@@ -39,7 +39,10 @@ class VerifyOptions(ServiceOptions):
     max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=1024)
     max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
     chunked_prefill_size: int = option(
-        0, "Prompt tokens computed in one round; 0 takes 256 on a CPU and 2048 on a GPU.", minimum=0, maximum=65536
+        0,
+        "Prompt tokens computed in one round; 0 takes 256 on a CPU, 2048 on a GPU (512 if deterministic).",
+        minimum=0,
+        maximum=65536,
     )
     disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
     draft: tuple[str, ...] = option(
