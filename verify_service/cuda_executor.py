@@ -78,7 +78,9 @@ class CudaExecutor:
         for size in (self.limits.chunk_size, 48):
             self._prefill.warm_up(min(size, room))
         if self.limits.use_graphs:
-            buckets = [bucket for bucket in self.buckets.all() if bucket.rows <= self.limits.max_graph_rows]
+            buckets = [
+                bucket for bucket in self.buckets.all() if bucket.only or bucket.rows <= self.limits.max_graph_rows
+            ]
             self._input.clear()
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
@@ -95,6 +97,8 @@ class CudaExecutor:
             done = self._mark()
         if prefill:
             self._prefill.run(prefill)
+            if not decode:
+                self._last_end = None
             # With decoding going on, nobody waits for a chunk but the next round's graph.
             done = done or self._mark()
         return CudaRound(self, entries, decode, done, clean=not prefill)

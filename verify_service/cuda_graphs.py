@@ -53,7 +53,7 @@ class Buckets:
     @property
     def widths(self) -> tuple[int, ...]:
         """Token counts whose times make a curve; at least two."""
-        return tuple(self.tokens) if len(self.tokens) > 1 else (1, *self.tokens)
+        return tuple(self.tokens) if len(self.tokens) > 1 else (1, max(self.tokens[0], 2))
 
     def all(self) -> list[Bucket]:
         """Largest first, so that a shared memory pool is sized by the first capture."""

@@ -30,6 +30,9 @@ from verify_service.request import Request
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
 
+CONFIRM_SECONDS = 0.1
+"""A peer is lost if it is found so for this long: once is no proof, its answer may lie behind a frame read in part."""
+
 PROMISE_NODES = 8
 """Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
 
@@ -76,6 +79,8 @@ class Peer:
     """Of this draft's sources; what another draft's scores are worth says nothing about it."""
     links: dict[int, Link] = field(default_factory=dict)
     outbox: list[VerifyMessage] = field(default_factory=list)
+    missed_at: float | None = None
+    """When it was first found lost; None while it is not."""
 
 
 class Drafts:
@@ -202,8 +207,14 @@ class Drafts:
 
         Call it when all that arrived was taken: during a round answers lie unread, and peers seem slow or lost.
         """
+        now = self._clock()
         for peer in list(self.peers.values()):
-            if peer.health.lost:
+            if not peer.health.lost:
+                peer.missed_at = None
+            elif peer.missed_at is None:
+                peer.missed_at = now
+            elif now - peer.missed_at > CONFIRM_SECONDS:
+                peer.missed_at = None
                 peer.health.restart()
                 peer.port.reset()
         self._assign_all()

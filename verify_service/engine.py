@@ -215,6 +215,7 @@ class Engine:
                 # A draft cannot answer what it has not been told.
                 self._catch_up()
                 self._take_inbox(seconds)
+                self.drafts.flush()
                 entries = [entry for entry in entries if not entry.request.finished]
                 offer = self.scheduler.choose(entries)
                 held = time.monotonic() - start
@@ -228,13 +229,14 @@ class Engine:
     def _round(self, entries: Sequence[Entry], held: float) -> None:
         """Run a round and commit what it brings; what others are to know of it waits for `_catch_up`."""
         num_tokens = sum(entry.num_tokens for entry in entries)
-        prefills = any(entry.num_extend > 1 for entry in entries)
+        num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
+        prefills = any(entry.num_extend > 1 or not entry.samples for entry in entries)
         start = time.monotonic()
         pending = self._executor.launch(entries)
         self._catch_up()
         self._take_inbox(None)
         self._attend()
-        self._watch(pending, entries, start + _SLEEP_SHARE * self.budget.cost.seconds(num_tokens))
+        self._watch(pending, entries, start + _SLEEP_SHARE * self.budget.cost.seconds(num_decoded))
         results = pending.wait()
         end = time.monotonic()
         if self._take_inbox(None):

@@ -87,7 +87,7 @@ def build(options: VerifyOptions, path: Path, model: CausalLM) -> Parts:
             executor = _cuda_executor(options, model, num_pages, limits)
             cost = CostModel.measured(executor.measure, executor.buckets.widths, executor.buckets.width)
         else:
-            executor = TorchExecutor(model, num_pages, options.page_size)
+            executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
             cost = CostModel.measured(executor.measure)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
     log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)

@@ -112,7 +112,8 @@ class Scheduler:
                 if missing == 1 or self._recomputes(request):
                     num_tokens += extend
                 else:
-                    chunk -= extend
+                    # Padded to a whole chunk, one entry is all that a round has time for.
+                    chunk -= chunk if self._limits.generated_in_decode else extend
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
 
@@ -125,7 +126,7 @@ class Scheduler:
         num_tokens = num_roots = num_apart = 0
         for entry in entries:
             if not entry.samples:
-                if self._is_apart(entry):
+                if self.is_apart(entry):
                     num_apart += entry.num_extend
                 else:
                     num_tokens += entry.num_extend
@@ -175,14 +176,14 @@ class Scheduler:
         """Whether the request's next token is one that chunks of prefill must not compute."""
         return self._limits.generated_in_decode and request.cached_len >= request.prompt_len - 1
 
-    def _is_apart(self, entry: Entry) -> bool:
+    def is_apart(self, entry: Entry) -> bool:
         """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
         return self._limits.root_apart and not entry.samples and not self._recomputes(entry.request)
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
         """As many as fit a round; those left out come first in the next one."""
-        chunks = [entry for entry in entries if self._is_apart(entry)]
-        others = [entry for entry in entries if not self._is_apart(entry)]
+        chunks = [entry for entry in entries if self.is_apart(entry)]
+        others = [entry for entry in entries if not self.is_apart(entry)]
         others.sort(key=lambda entry: entry.request.arrival < self._turn)
         room, taken = self._limits.max_round_tokens, []
         for entry in others:

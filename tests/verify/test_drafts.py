@@ -180,6 +180,9 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert port.num_resets == 0
     clock.now += 2
     drafts.attend()
+    assert port.num_resets == 0, "its answer may lie behind a frame that is read in part"
+    clock.now += 0.2
+    drafts.attend()
     assert port.num_resets == 1
 
 
@@ -243,6 +246,8 @@ def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) 
     assert link.awaited and drafts.peers[port].health.waited(link.number) == pytest.approx(0.01)
     assert hold_seconds(link) == 0, "the commit is late already"
     clock.now += 2
+    drafts.attend()
+    clock.now += 0.2
     drafts.attend()
     assert port.num_resets == 1
 
