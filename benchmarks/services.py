@@ -148,14 +148,16 @@ def rows_of(kind: str, runs: list[tuple[str, Run, Run, Run]], dtype: str) -> lis
 
 
 def memory_rows(cluster: Cluster) -> list[Row]:
-    """Peak resident memory of each service."""
+    """Peak resident memory and processor time of each service; of verify, of its engine process too."""
     rows = []
     for name in cluster.services:
-        status = Path(f"/proc/{cluster.children[name].pid}/status").read_text()
-        peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        seconds = sum(psutil.Process(cluster.children[name].pid).cpu_times()[:2])
-        rows.append(Row(f"{name} service", "peak_memory_mib", peak / 1024, "MiB"))
-        rows.append(Row(f"{name} service", "cpu_seconds", seconds, "s"))
+        process = psutil.Process(cluster.children[name].pid)
+        parts = [(f"{name} service", process), *((f"{name} engine", child) for child in process.children())]
+        for label, part in parts:
+            status = Path(f"/proc/{part.pid}/status").read_text()
+            peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+            rows.append(Row(label, "peak_memory_mib", peak / 1024, "MiB"))
+            rows.append(Row(label, "cpu_seconds", sum(part.cpu_times()[:2]), "s"))
     return rows
 
 
