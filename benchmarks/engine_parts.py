@@ -14,7 +14,7 @@ from kernels.attention import tree_attention
 from kernels.gemm import stream_linear
 from kernels.gemm_configs import MAX_ROWS
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens, choose_splits
+from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, TreeTokens, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.norm import RMSNorm
@@ -24,7 +24,7 @@ from outrider.models.config import ModelConfig
 from outrider.sampling.device import DeviceSampler
 from outrider.sampling.lossy import EXACT
 from outrider.sampling.params import SamplingParams
-from verify_service.round_buffers import MAX_PATH, NUM_COMMITTED, Bucket
+from verify_service.round_buffers import NUM_COMMITTED, Bucket
 
 # Layers with weights of their own: several times the L2 cache.
 DISTINCT_LAYERS = 4

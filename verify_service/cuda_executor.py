@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
 from outrider.device import num_processors
 from outrider.errors import InternalError
 from outrider.models.base import CausalLM
@@ -20,7 +20,7 @@ from verify_service.cuda_prefill import Prefill
 from verify_service.request import Request
 from verify_service.request_rows import RequestRows
 from verify_service.round import Entry, Result
-from verify_service.round_buffers import MAX_PATH, NUM_COMMITTED, Bucket, RoundInput, RoundOutput
+from verify_service.round_buffers import NUM_COMMITTED, Bucket, RoundInput, RoundOutput
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class CudaExecutor:
         """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
         if entry.samples:
             return True
-        return self.limits.deterministic and entry.request.cached_len >= entry.request.prompt_len - 1
+        return self.limits.deterministic and entry.request.past_prompt
 
     def _mark(self) -> torch.cuda.Event | None:
         if not self._on_gpu:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.lengths import HostLengths
@@ -44,21 +46,11 @@ class Prefill:
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a chunk that writes nothing, so that the first prompt need not wait for kernels to be compiled."""
-        device = self._model.device
         size = self._fixed_size or num_tokens
-
-        batch = PagedBatch(
-            token_ids=put([0] * size, device),
-            positions=put(range(size), device),
-            first=put([0, size], device),
-            cached_len=put([0], device),
-            table_rows=put([self._rows.spare], device),
-            page_tables=self._rows.page_tables,
-            slots=put([-1] * size, device),
-            page_size=self._page_size,
-            max_row_tokens=size,
-            lengths=HostLengths(np.array([0, size], np.int32), np.array([0], np.int32)),
-        )
+        slots = put([-1] * size, self._model.device)
+        # No more than page tables have room for, however large chunks are.
+        counts = [min(num_tokens, size)]
+        batch = self._paged([0] * size, put(range(size), slots.device), counts, [0], [self._rows.spare], slots)
         self._model.forward(batch, self._kv, self._attention)
 
     def _groups(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
@@ -79,29 +71,39 @@ class Prefill:
             token_ids += entry.request.tokens[cached : cached + entry.num_extend]
             positions += range(cached, cached + entry.num_extend)
         padding = [0] * (size - total)
-        table_rows = [self._rows.row(entry.request) for entry in entries]
+        rows = [self._rows.row(entry.request) for entry in entries]
         for entry in entries:
             self._rows.copy_pages(entry.request)
 
-        rows = put(table_rows, device)
         place = put(positions + padding, device)
-        owner = torch.repeat_interleave(rows, put(counts, device), output_size=total).long()
+        owner = torch.repeat_interleave(put(rows, device), put(counts, device), output_size=total).long()
         slots = torch.full((size,), -1, dtype=torch.int32, device=device)
         pages = self._rows.page_tables[owner, (place[:total] // self._page_size).long()]
         slots[:total] = pages * self._page_size + place[:total] % self._page_size
-        first = [0]
-        for count in counts:
-            first.append(first[-1] + count)
         cached_len = [entry.request.cached_len for entry in entries]
+        return self._paged(token_ids + padding, place, counts, cached_len, rows, slots)
+
+    def _paged(
+        self,
+        token_ids: list[int],
+        positions: Tensor,
+        counts: list[int],
+        cached_len: list[int],
+        table_rows: list[int],
+        slots: Tensor,
+    ) -> PagedBatch:
+        """Rows of `counts` tokens, one after the other, and padding behind them."""
+        device = self._model.device
+        first = [0, *accumulate(counts)]
         return PagedBatch(
-            token_ids=put(token_ids + padding, device),
-            positions=place,
+            token_ids=put(token_ids, device),
+            positions=positions,
             first=put(first, device),
             cached_len=put(cached_len, device),
-            table_rows=rows,
+            table_rows=put(table_rows, device),
             page_tables=self._rows.page_tables,
             slots=slots,
             page_size=self._page_size,
-            max_row_tokens=max(counts) if self._fixed_size is None else size,
+            max_row_tokens=max(counts) if self._fixed_size is None else self._fixed_size,
             lengths=HostLengths(np.array(first, np.int32), np.array(cached_len, np.int32)),
         )

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
-from outrider.tree.messages import DraftMessage, Grow
+from outrider.tree.messages import DraftMessage
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import DraftPort, Drafts
 from verify_service.hold import HoldPolicy
-from verify_service.inbox import Inbox, ThreadInbox
+from verify_service.inbox import MAX_UNREAD, Inbox, ThreadInbox, unread_weight
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
 from verify_service.outcome import Commit, RoundDone
@@ -34,9 +34,6 @@ _SLEEP_SHARE = 0.75
 
 _REHEARSAL_SECONDS = 2.5e-4
 """How often the choice of nodes is rehearsed then. After 5 ms without it its code took 5 times as long as when warm."""
-
-_MAX_UNREAD = 65536
-"""Nodes of one draft, and 16 for each message, that may lie unread in the inbox: about 0.1 s of work."""
 
 
 class Observer(Protocol):
@@ -164,7 +161,7 @@ class Engine:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
         # They may lie in the inbox for a whole round, which is no fault of the draft.
         arrived_at = time.monotonic()
-        weight = sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
+        weight = unread_weight(messages)
 
         def receive() -> None:
             with self._lock:
@@ -174,7 +171,7 @@ class Engine:
             self.drafts.receive(port, messages, arrived_at)
 
         with self._lock:
-            flooded = self._unread[port] + weight > _MAX_UNREAD
+            flooded = self._unread[port] + weight > MAX_UNREAD
             if not flooded:
                 self._unread[port] += weight
                 self._inbox.post(receive)
@@ -230,7 +227,7 @@ class Engine:
         """Run a round and commit what it brings; what others are to know of it waits for `_catch_up`."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
-        prefills = any(entry.num_extend > 1 or not entry.samples for entry in entries)
+        prefills = any(entry.prefills for entry in entries)
         start = time.monotonic()
         pending = self._executor.launch(entries)
         self._catch_up()

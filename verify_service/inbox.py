@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from outrider.tree.messages import DraftMessage, Grow
+
 Action = Callable[[], None]
+
+MAX_UNREAD = 65536
+"""Weight of one draft's messages that may lie unread: about 0.1 s of work."""
+
+
+def unread_weight(messages: Sequence[DraftMessage]) -> int:
+    """What messages of a draft count for while the engine has not taken them: their nodes, and 16 for each message."""
+    return sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
 
 
 class Inbox(Protocol):

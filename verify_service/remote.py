@@ -11,7 +11,8 @@ from typing import Protocol, cast
 
 from outrider.errors import ConfigError, InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
-from outrider.tree.messages import DraftMessage, Grow, VerifyMessage
+from outrider.tree.messages import DraftMessage, VerifyMessage
+from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     Cancel,
@@ -36,9 +37,6 @@ from verify_service.wire import (
 from verify_service.wire_codec import pack_drafts, pack_submission, unpack_update, unpack_verify
 
 log = get_logger(__name__)
-
-MAX_UNREAD = 65536
-"""Nodes of one draft, and 16 for each message, that the engine may not have taken yet: about 0.1 s of work."""
 
 Deliver = Callable[[Update], None]
 
@@ -158,7 +156,7 @@ class RemoteEngine(asyncio.Protocol):
     def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
         session = self._sessions[port]
-        weight = sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
+        weight = unread_weight(messages)
         if self._unread[session] + weight > MAX_UNREAD:
             log.warning("draft %s floods the engine; its session is reset", port.address)
             port.reset()

@@ -101,7 +101,7 @@ def report_round(
     """A round in figures."""
     return RoundReport(
         num_nodes=sum(len(entry.nodes) for entry in entries),
-        num_prefilled=sum(entry.num_extend for entry in entries if entry.num_extend > 1),
+        num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
         committed=[len(update.token_ids) for update in updates if update.token_ids],
         accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
         num_failed=sum(update.error is not None for update in updates),

@@ -52,6 +52,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def past_prompt(self) -> bool:
+        """Whether decoding is what first computes the next token: it is the prompt's last one or lies behind it."""
+        return self.cached_len >= self.prompt_len - 1
+
+    @property
     def draft_room(self) -> int:
         """Draft tokens that a round may accept; the last place is the bonus token's."""
         return self.max_tokens + self.prompt_len - len(self.tokens) - 1

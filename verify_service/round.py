@@ -45,6 +45,11 @@ class Entry:
         self.samples = self.request.cached_len + self.num_extend == len(self.request.tokens)
 
     @property
+    def prefills(self) -> bool:
+        """Whether more is computed than a root and its nodes."""
+        return self.num_extend > 1 or not self.samples
+
+    @property
     def num_tokens(self) -> int:
         """Token slots that the entry takes in the forward."""
         return self.num_extend + len(self.nodes)

@@ -20,8 +20,6 @@ MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
 MAX_EXTEND = 32
 """Committed tokens of one request that a decode round may compute."""
-MAX_PATH = 64
-"""Tokens of one request on a path of a round: extended ones and nodes."""
 NUM_COMMITTED = MAX_DEPTH + 1
 """Tokens that a round may commit for one request."""
 

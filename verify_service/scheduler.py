@@ -174,7 +174,7 @@ class Scheduler:
 
     def _recomputes(self, request: Request) -> bool:
         """Whether the request's next token is one that chunks of prefill must not compute."""
-        return self._limits.generated_in_decode and request.cached_len >= request.prompt_len - 1
+        return self._limits.generated_in_decode and request.past_prompt
 
     def is_apart(self, entry: Entry) -> bool:
         """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""

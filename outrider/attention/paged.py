@@ -9,35 +9,28 @@ from torch import Tensor
 
 from kernels.attention_tiles import PATH_SPLITS, choose_splits
 from kernels.pages import update_pages
-from kernels.tree import expand_tree
+from kernels.sampling_state import RoundTokens
+from kernels.tree import MAX_PATH, expand_tree
 from outrider.attention.base import TokenBatch
 from outrider.attention.lengths import HostLengths
 
-__all__ = ["PATH_SPLITS", "PagedBatch", "TreeBuffers", "TreeTokens", "choose_splits", "update_page_tables"]
+__all__ = [
+    "MAX_PATH",
+    "PATH_SPLITS",
+    "PagedBatch",
+    "TreeBuffers",
+    "TreeTokens",
+    "choose_splits",
+    "update_page_tables",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class TreeTokens:
-    """The tokens of a decode round, as a host lays them out. All int32; M token slots, B rows.
+class TreeTokens(RoundTokens):
+    """The tokens of a decode round, as a host lays them out: what sampling reads of them, and where their KV goes."""
 
-    Attributes:
-        token_ids, positions: [M].
-        parents: [M], the token that each hangs below, -1 for a row's first.
-        rows: [M], the row of each token, -1 for padding.
-        first: [B + 1], where each row's tokens begin.
-        cached_len: [B], tokens with valid KV.
-        root: [B], the token that is the last committed one; nodes lie behind it. -1 for a row that does not sample.
-        table_rows: [B], the row's place in the tables of requests.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    parents: Tensor
-    rows: Tensor
-    first: Tensor
     cached_len: Tensor
-    root: Tensor
-    table_rows: Tensor
+    """[B], tokens with valid KV."""
 
 
 @dataclass(slots=True)

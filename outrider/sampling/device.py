@@ -22,7 +22,6 @@ from kernels.sampling_state import (
     WalkOutputs,
 )
 from kernels.walk import walk
-from outrider.attention.paged import TreeTokens
 from outrider.device import put
 from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import SamplingParams
@@ -77,7 +76,7 @@ class DeviceSampler:
     def commit(
         self,
         logits: Tensor,
-        tokens: TreeTokens,
+        tokens: RoundTokens,
         max_row_tokens: int,
         num_tokens: Tensor,
         error: Tensor,
@@ -89,24 +88,15 @@ class DeviceSampler:
         Writes, for B rows, what is committed: `num_tokens` [B], `committed` [B, D], the accepted nodes' places in the
         round `accepted` [B, D], and `error` [B], 1 where logits were unusable. All int32.
         """
-        told = RoundTokens(
-            tokens.token_ids,
-            tokens.positions,
-            tokens.parents,
-            tokens.rows,
-            tokens.first,
-            tokens.root,
-            tokens.table_rows,
-        )
         out = WalkOutputs(num_tokens, committed, accepted, error)
         size, tables, lossy = self._vocab_size, self._tables, self._lossy
         mask = self._mask[: tokens.token_ids.shape[0]]
-        sample_rows(logits, size, told, tables, self._buffers, vocab_mask=mask, lossy=lossy)
-        walk(told, tables, self._buffers, out, max_row_tokens=max_row_tokens, vocab_size=size, lossy=lossy)
+        sample_rows(logits, size, tokens, tables, self._buffers, vocab_mask=mask, lossy=lossy)
+        walk(tokens, tables, self._buffers, out, max_row_tokens=max_row_tokens, vocab_size=size, lossy=lossy)
         num_rows = num_tokens.shape[0]
         listed = self._logprobs
         view = LogprobOutputs(listed.logprobs[:num_rows, :], listed.top_ids[:num_rows], listed.top_logprobs[:num_rows])
-        logprobs(logits, size, told, tables, out, view)
+        logprobs(logits, size, tokens, tables, out, view)
 
     def read_logprobs(self, row: int, token_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprobs]:
         """Those of the tokens that a row committed in the last round. Waits for the device."""
