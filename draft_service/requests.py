@@ -57,7 +57,7 @@ class Requests:
         self._drafter = drafter
         self._options = options
         floor = math.log(options.min_path_probability) if options.min_path_probability else -math.inf
-        self._limits = Limits(options.num_draft_tokens, options.max_depth, floor)
+        self._limits = Limits(options.speculative_num_draft_tokens or 64, options.speculative_num_steps or 48, floor)
         self._handles = itertools.count(1)
         self._trees: dict[tuple[Peer, int], TreeGrowth] = {}
         self._peers: dict[int, Peer] = {}

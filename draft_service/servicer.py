@@ -95,7 +95,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return Hello(
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
-            model=self._options.drafter,
+            model="+".join(self._options.speculative_algorithm),
             tokenizer_hash=needs.tokenizer_hash,
             vocab_size=needs.vocab_size,
             hidden_size=needs.hidden_size,

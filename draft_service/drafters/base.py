@@ -149,8 +149,10 @@ def register(name: str, factory: DrafterFactory) -> None:
 
 
 def build_drafter(options: DraftOptions) -> Drafter:
-    """Return the drafter that `options.drafter` names. Raises ConfigError naming those known."""
-    factory = _FACTORIES.get(options.drafter)
+    """Return the drafter that `options.speculative_algorithm` names. Raises ConfigError naming those known."""
+    name = options.speculative_algorithm[0]
+    factory = _FACTORIES.get(name)
     if factory is None:
-        raise ConfigError(f"--drafter: {options.drafter!r} is not known; use one of {', '.join(sorted(_FACTORIES))}")
+        known = ", ".join(sorted(_FACTORIES))
+        raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
     return factory(options)

@@ -17,11 +17,45 @@ class DraftOptions(ServiceOptions):
         "127.0.0.1:50053", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
     )
     metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
-    drafter: str = option("NGRAM", "Which drafter guesses.")
+    speculative_algorithm: tuple[str, ...] = option(
+        ("NGRAM",),
+        "Which drafters guess, comma separated: EAGLE, EAGLE3, NEXTN or STANDALONE, or NGRAM, or both together.",
+    )
+    speculative_draft_model_path: str = option(
+        "", "Draft model or head: a local folder or a hub id; for NEXTN empty takes the target's own."
+    )
+    speculative_draft_model_revision: str = option("", "Revision of the draft model on the hub.")
+    speculative_num_steps: int = option(
+        0, "Most draft tokens from the root to a leaf; 0 chooses.", minimum=0, maximum=1024
+    )
+    speculative_eagle_topk: int = option(0, "Most children of a node; 0 chooses.", minimum=0, maximum=16)
+    speculative_num_draft_tokens: int = option(
+        0, "Most live nodes of a request's tree; 0 leaves it to verify's credit.", minimum=0
+    )
+    speculative_token_map: str = option(
+        "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
+    )
+    target_model_path: str = option("", "Target's folder, for heads that share its embedding or output matrix.")
+    device: str = option("auto", 'Where a draft model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if any.')
+    dtype: str = option(
+        "auto",
+        "Number format of a draft model; auto takes what is fastest on a CPU, the checkpoint's half format on a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    attention_backend: str = option(
+        "auto", "Attention of a draft model; auto takes triton on a GPU.", choices=("auto", "triton", "torch")
+    )
+    disable_cuda_graph: bool = option(False, "Run draft steps kernel by kernel on a GPU; slower.")
+    max_total_tokens: int = option(
+        0, "Context tokens that the draft model's KV cache holds; 0 sizes it from free memory.", minimum=0
+    )
+    mem_fraction_static: float = option(
+        0.5, "Share of the GPU's memory for a draft model and its KV.", minimum=0.01, maximum=0.98
+    )
+    lockstep: bool = option(
+        False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
+    )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
-
-    num_draft_tokens: int = option(64, "Most live nodes of a request's tree; verify's credit may be lower.", minimum=1)
-    max_depth: int = option(48, "Most draft tokens from the root to a leaf.", minimum=1)
     min_path_probability: float = option(
         0.02, "Nodes less likely than this to be committed are not grown.", minimum=0, maximum=1
     )

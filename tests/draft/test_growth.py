@@ -67,7 +67,7 @@ def test_credit_bounds_the_nodes(credit: int) -> None:
 
 
 def test_num_draft_tokens_bounds_the_nodes_whatever_the_credit() -> None:
-    requests, _ = one(ScriptedDrafter(), credit=1000, num_draft_tokens=12, min_path_probability=0.0)
+    requests, _ = one(ScriptedDrafter(), credit=1000, speculative_num_draft_tokens=12, min_path_probability=0.0)
     assert requests.growth.num_live == 12
 
 
@@ -79,7 +79,7 @@ def test_hopeless_nodes_are_not_grown() -> None:
 
 def test_depth_is_bounded() -> None:
     drafter = ScriptedDrafter(lambda node: {1: 0.99})
-    requests, peer = one(drafter, max_depth=5)
+    requests, peer = one(drafter, speculative_num_steps=5)
     assert requests.growth.num_live == 5
     requests.handle(peer, commit_message(2, [1]))
     requests.growth.grow(FOREVER, never)

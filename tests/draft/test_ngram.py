@@ -243,13 +243,13 @@ def test_noise_is_trusted_as_far_as_it_foretells() -> None:
 
 def test_an_unknown_drafter_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="NGRAM"):
-        build_drafter(DraftOptions(drafter="CRYSTAL"))
+        build_drafter(DraftOptions(speculative_algorithm=("CRYSTAL",)))
 
 
 def test_a_drafter_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draft_service.drafters.base._FACTORIES", {})
     register("OWN", NgramDrafter)
-    assert isinstance(build_drafter(DraftOptions(drafter="OWN")), NgramDrafter)
+    assert isinstance(build_drafter(DraftOptions(speculative_algorithm=("OWN",))), NgramDrafter)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Draft models: heads that take the target's features, and small language models."""
