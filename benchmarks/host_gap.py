@@ -1,6 +1,8 @@
 """Time that the engine's Python takes between the end of a round and the launch of the next, on a fake device.
 
 Trees are grown and followed as in service, by a draft in the same process whose time is not counted. Needs no model.
+With `--answer-ms` the draft's answers come so long after a commit, each tree in messages of 16 nodes, and rounds may be
+held for them, so that gaps after holds and beside late answers are seen, too.
 
 python benchmarks/host_gap.py --out benchmarks/results/host_gap.json
 """
@@ -10,11 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import heapq
+import itertools
 import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from report import Row, cpu_name, write_report
@@ -25,6 +29,8 @@ from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Commit, Open, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
 from verify_service.engine import Engine
+from verify_service.garbage import take_over
+from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
 from verify_service.request import Request
@@ -39,12 +45,13 @@ CHANCES = (0.9, 0.06, 0.04)
 class FakeRound:
     """A round that ends at a given time."""
 
-    gap_seconds = None
-
     def __init__(self, device: FakeDevice, entries: Sequence[Entry], gpu_seconds: float) -> None:
         self.gpu_seconds = gpu_seconds
         self._device = device
-        self._end = time.perf_counter() + gpu_seconds
+        now = time.perf_counter()
+        # From the end itself, which the engine may have seen late.
+        self.gap_seconds = None if device.idle_since is None else now - device.idle_since
+        self._end = device.idle_since = now + gpu_seconds
         self._results = [Result(accepted(entry, device.luck)) if entry.samples else Result() for entry in entries]
 
     def done(self) -> bool:
@@ -79,9 +86,11 @@ class FakeDevice:
         self.draft: Draft | None = None
         self.ended_at: float | None = None
         self.caught_up_at: float | None = None
+        self.idle_since: float | None = None
+        """When the last round ends, or has ended."""
         self.gaps: list[float] = []
         self.busy: list[float] = []
-        """Time after a launch until the engine looked for the round's end, the draft's own left out."""
+        """Time after a launch until the engine first looked for the round's end, the draft's own left out."""
         self.num_nodes: list[int] = []
         self.luck = random.Random(1)
         self._round_seconds = round_seconds
@@ -112,7 +121,9 @@ class Draft:
 
     address = "fake"
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, wire: Wire, answer_seconds: float) -> None:
+        self._wire = wire
+        self._answer_seconds = answer_seconds
         self.seconds = 0.0
         """Time spent here, which a draft in a process of its own would spend there."""
         self._engine = engine
@@ -142,40 +153,86 @@ class Draft:
                 child = author.add(node, token, edge, 0)
                 if child is not None:
                     heapq.heappush(frontier, (score - edge, child))
-        while (grow := author.take(64)) is not None:
-            self._engine.draft_received(self, [grow])
+        at = time.monotonic() + self._answer_seconds
+        while (grow := author.take(16 if self._answer_seconds else 64)) is not None:
+            self._wire.post_later(at, partial(self._engine.draft_received, self, [grow]))
 
 
-class Silence:
-    """An observer that notes nothing."""
+class Wire(ThreadInbox):
+    """The engine's inbox, with messages that come later."""
 
-    def round(self, entries: object, updates: object, seconds: float, held: float, *times: float | None) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def post_later(self, at: float, arrive: Callable[[], None]) -> None:
+        """Call `arrive` when the clock says `at`."""
+        heapq.heappush(self._later, (at, next(self._count), arrive))
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """See Inbox; sleeps as a wait for a socket does."""
+        self._arrive()
+        if timeout is not None and not len(self):
+            left = self._later[0][0] - time.monotonic() if self._later else timeout
+            time.sleep(max(min(timeout, left), 0.0))
+            self._arrive()
+        return super().take(None)
+
+    def _arrive(self) -> None:
+        while self._later and self._later[0][0] <= time.monotonic():
+            heapq.heappop(self._later)[2]()
+
+
+class Notes:
+    """An observer that notes gaps, in which holds do not count, and holds."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.holds: list[float] = []
+
+    def round(
+        self, entries: object, updates: object, seconds: float, held: float, gap: float | None = None, *rest: object
+    ) -> None:
         """See Observer."""
+        if gap is not None:
+            self.gaps.append(gap)
+            self.holds.append(held)
 
     def flush(self) -> None:
         """See Observer."""
 
 
-def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int) -> FakeDevice:
+def run(
+    batch: int, max_nodes: int, round_seconds: float, num_rounds: int, answer_seconds: float = 0.0
+) -> tuple[FakeDevice, Notes]:
     """Run so many rounds of `batch` requests."""
     device = FakeDevice(round_seconds, num_rounds)
     limits = EngineLimits(
-        VOCAB, 1 << 20, max_running=batch, max_nodes=max_nodes, max_hold_seconds=0.0, root_apart=True, max_depth=31
+        VOCAB,
+        1 << 20,
+        max_running=batch,
+        max_nodes=max_nodes,
+        max_hold_seconds=0.02 if answer_seconds else 0.0,
+        root_apart=True,
+        max_depth=31,
+        spin=True,
     )
     # As if every round were padded to the same width: then all nodes that there are pay.
     cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
-    engine = Engine(device, Memory(batch * 1024 + 1024, 16), cost, limits, Silence())
-    device.engine, device.draft = engine, Draft(engine)
+    notes, wire = Notes(), Wire()
+    engine = Engine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
+    device.engine, device.draft = engine, Draft(engine, wire, answer_seconds)
     engine.draft_connected(device.draft)
     params = SamplingParams(temperature=0.0)
     for _ in range(batch):
         prompt = [7] * 100
         sampler = RequestSampler(params, prompt, VOCAB)
         engine.submit(Request("r", prompt, 100, params, sampler, 1 << 20, frozenset(), True, drop))
-    gc.collect()
-    gc.freeze()
+    take_over()
     engine.run()
-    return device
+    gc.enable()
+    return device, notes
 
 
 def drop(update: Update) -> None:
@@ -184,18 +241,21 @@ def drop(update: Update) -> None:
 
 def measure(batch: int, options: argparse.Namespace) -> list[Row]:
     """All rows of one batch size."""
-    device = run(batch, options.nodes, options.round_ms / 1e3, options.rounds + options.rounds // 5)
-    gaps = [gap * 1e3 for gap in device.gaps[options.rounds // 5 :]]
+    num_rounds, answer = options.rounds + options.rounds // 5, options.answer_ms / 1e3
+    device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, answer)
+    gaps = [gap * 1e3 for gap in notes.gaps[options.rounds // 5 :]]
+    holds = [held * 1e3 for held in notes.holds[options.rounds // 5 :]]
     busy = [seconds * 1e3 for seconds in device.busy[options.rounds // 5 :]]
     nodes = statistics.median(device.num_nodes[options.rounds // 5 :])
     cuts = statistics.quantiles(gaps, n=100)
-    figures = (cuts[9], statistics.median(gaps), cuts[98], statistics.median(busy))
+    figures = (cuts[9], statistics.median(gaps), cuts[89], cuts[98], statistics.median(busy), statistics.mean(holds))
     print(f"{batch:5d}{nodes:7.0f}" + "".join(f"{figure:10.3f}" for figure in figures))
-    case = f"host b{batch} m{nodes + batch:.0f}"
+    case = f"host b{batch} m{nodes + batch:.0f}" + (f" answer {options.answer_ms:g} ms" if answer else "")
     return [
         Row(case, "host_gap_ms", statistics.median(gaps), "ms"),
         Row(case, "host_gap_p99_ms", cuts[98], "ms"),
         Row(case, "overlapped_host_ms", statistics.median(busy), "ms"),
+        Row(case, "hold_ms", statistics.mean(holds), "ms"),
     ]
 
 
@@ -205,10 +265,11 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32, 64])
     parser.add_argument("--nodes", type=int, default=64, help="tree nodes in a round, over all requests")
     parser.add_argument("--round-ms", type=float, default=5.0)
+    parser.add_argument("--answer-ms", type=float, default=0.0, help="time from a commit to the draft's answer")
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
-    print("batch  nodes    p10 ms    gap ms    p99 ms  ms beside a round")
+    print("batch  nodes    p10 ms    gap ms    p90 ms    p99 ms    beside      held")
     rows = [row for batch in options.batch for row in measure(batch, options)]
     if options.out:
         write_report(options.out, "host_gap", cpu_name(), rows, ("numpy",))

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from draft_service.drafters.base import Drafter
+from draft_service.drafters.base import AnyDrafter
 from draft_service.metrics import DraftMetrics
 from draft_service.requests import Requests
 from draft_service.session import Session
 from outrider.config.draft import DraftOptions
 from outrider.logs import get_logger
-from outrider.tree.messages import VerifyMessage
+from outrider.tree.messages import Features, VerifyMessage
 
 _logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class Engine:
     sleeps in its inbox. The public methods only put orders there, so that any thread may call them.
     """
 
-    def __init__(self, drafter: Drafter, options: DraftOptions, metrics: DraftMetrics) -> None:
+    def __init__(self, drafter: AnyDrafter, options: DraftOptions, metrics: DraftMetrics) -> None:
         self.drafter = drafter
         self.requests = Requests(drafter, options)
         """The thread's own; others may only look at counts."""
@@ -62,13 +62,17 @@ class Engine:
         """Apply a batch of an admitted session's messages."""
         self._inbox.put(lambda: self._apply(session, messages))
 
+    def submit_features(self, session: Session, features: Features, done: Callable[[], None]) -> None:
+        """Apply features of a session; `done` is called, in the engine's thread, when their memory is free."""
+        self._inbox.put(lambda: self._apply_features(session, features, done))
+
     def detach(self, session: Session) -> None:
         """Free everything of a session."""
         self._inbox.put(lambda: self.requests.detach(session))
 
     def forget_target(self) -> None:
         """The next sessions are of another target."""
-        self._inbox.put(self.drafter.forget_target)
+        self._inbox.put(self.requests.growth.forget_target)
 
     def drain(self, on_drained: Callable[[], object]) -> None:
         """Open no more requests; call `on_drained`, in the engine's thread, once none is open."""
@@ -83,13 +87,13 @@ class Engine:
 
     def _turn(self) -> None:
         growth = self.requests.growth
-        self._take_orders(wait=growth.idle and not self.drafter.has_work and not growth.untold)
+        self._take_orders(wait=growth.idle and not growth.has_work and not growth.ledger.untold and not growth.declined)
         if not growth.idle:
             began = perf_counter()
             growth.grow(began + _SLICE_SECONDS, self._interrupted)
             self._metrics.growth_seconds.observe(perf_counter() - began)
         self._turns += 1
-        if self.drafter.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
+        if growth.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
             self.requests.work(perf_counter() + _SLICE_SECONDS)
         self.requests.tell()
         self._count()
@@ -118,6 +122,16 @@ class Engine:
                 self.requests.fail(session, message)
         session.batch_done()
 
+    def _apply_features(self, session: Session, features: Features, done: Callable[[], None]) -> None:
+        try:
+            if not session.closed:
+                self.requests.handle(session, features)
+        except Exception as error:
+            _logger.error("features could not be handled", exc_info=error)
+            self.requests.fail(session, features)
+        finally:
+            done()
+
     def _drain(self, on_drained: Callable[[], object]) -> None:
         self.requests.draining = True
         self._on_drained.append(on_drained)
@@ -128,7 +142,8 @@ class Engine:
     def _count(self) -> None:
         """Move what was counted in plain numbers to the metrics."""
         requests, metrics = self.requests, self._metrics
-        _move(requests.growth.grown, metrics.nodes_grown)
+        requests.growth.count_into(metrics.count)
+        _move(requests.growth.ledger.grown, metrics.nodes_grown)
         _move(requests.commits, metrics.commits)
         _move(requests.declines, metrics.declines)
         _move(requests.dropped, metrics.dropped)

@@ -1,82 +1,102 @@
-"""Best-first growth over the trees of all requests."""
+"""Best-first growth over the trees of all requests, the drafter asked node by node."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heapreplace
 from time import perf_counter
 
-from draft_service.drafters.base import Candidate, Drafter, FrontierNode
-from draft_service.tree_growth import TreeGrowth
+from draft_service.drafters.base import Candidate, Drafter, DraftRequest, FrontierNode
+from draft_service.tree import Grower, Ledger, Refusal, Tree
+from draft_service.tree_growth import Limits, TreeGrowth
 from outrider.logs import get_logger
+from outrider.tree.messages import DeclineReason, Features
 
 _logger = get_logger(__name__)
 
 _HOPELESS = float("-inf")
 
 
-class Growth:
+class Growth(Grower):
     """Grows whichever tree has the likeliest node to add, as long as any has credit and the memory lasts."""
 
-    def __init__(self, drafter: Drafter, max_nodes: int) -> None:
-        self.num_live = 0
-        """Live nodes in all trees."""
-        self.grown: Counter[int] = Counter()
-        """Nodes appended by source since someone emptied this."""
-        self.untold: dict[int, TreeGrowth] = {}
-        """Trees by handle that verify may have to be told about."""
-        self.broken: dict[int, TreeGrowth] = {}
-        """Trees by handle whose expansion failed."""
+    def __init__(self, drafter: Drafter, limits: Limits, ledger: Ledger) -> None:
+        super().__init__(ledger)
         self._drafter = drafter
-        self._max_nodes = max_nodes
+        self._limits = limits
         self._trees: dict[int, TreeGrowth] = {}
-        self._counted: dict[int, int] = {}
         self._growable: dict[int, TreeGrowth] = {}
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether another node fits."""
-        return self.num_live < self._max_nodes
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing worth growing."""
         return not self._growable or not self.has_memory
 
-    def insert(self, tree: TreeGrowth) -> None:
-        """Begin to grow a tree."""
-        self._trees[tree.handle] = tree
-        self._counted[tree.handle] = 0
+    def open(self, tree: Tree) -> None:
+        """Begin to grow a tree; the drafter may fail at that."""
+        author = tree.author
+        self._drafter.open(
+            DraftRequest(tree.handle, author.tokens, author.prompt_len, author.sampling, tree.vocab_size)
+        )
+        self._trees[tree.handle] = TreeGrowth(tree, self._limits)
         self.changed(tree)
 
-    def remove(self, tree: TreeGrowth) -> None:
+    def close(self, tree: Tree) -> None:
         """Forget a tree."""
-        self.num_live -= self._counted.pop(tree.handle)
         del self._trees[tree.handle]
-        for group in (self._growable, self.untold, self.broken):
-            group.pop(tree.handle, None)
+        self._growable.pop(tree.handle, None)
+        self.declined.pop(tree.handle, None)
+        self._drafter.close(tree.handle)
 
-    def tree(self, handle: int) -> TreeGrowth | None:
-        """The tree of a handle, if it was not removed."""
-        return self._trees.get(handle)
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """Let the drafter learn the committed tokens; after a miss begin at the root."""
+        author, growth = tree.author, self._trees[tree.handle]
+        live = [author.root] if missed else author.live_ids()
+        self._drafter.commit(tree.handle, author.tokens[known:], author.root, set(live))
+        if missed:
+            growth.restart()
+        else:
+            growth.reroot()
 
-    def changed(self, tree: TreeGrowth) -> None:
+    def changed(self, tree: Tree) -> None:
         """Look again at a tree that was re-rooted, paused, resumed, or given credit."""
-        self.num_live += tree.num_live - self._counted[tree.handle]
-        self._counted[tree.handle] = tree.num_live
-        self.untold[tree.handle] = tree
         if tree.paused:
             self._growable.pop(tree.handle, None)
         else:
-            self._growable[tree.handle] = tree
+            self._growable[tree.handle] = self._trees[tree.handle]
 
-    def grow(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+    def take_features(self, tree: Tree, features: Features) -> None:
+        """Hand them to the drafter."""
+        self._drafter.take_features(tree.handle, features)
+
+    def found(self, tree: Tree) -> None:
+        """Go on below nodes that others appended."""
+        self._trees[tree.handle].catch_up()
+        self.changed(tree)
+
+    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until nothing is worth growing."""
         while not self.idle:
             self._step()
             if perf_counter() >= deadline or interrupted():
                 return
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the drafter has something to do that can wait."""
+        return self._drafter.has_work
+
+    def work(self, deadline: float) -> None:
+        """Let the drafter do what could wait; roots that it knows more of are asked about again."""
+        for handle in self._drafter.work(deadline):
+            growth = self._trees.get(handle)
+            if growth is not None:
+                growth.ask_root()
+                self.changed(growth.tree)
+
+    def forget_target(self) -> None:
+        """The next trees are of another target."""
+        self._drafter.forget_target()
 
     def _step(self) -> None:
         """Append what is best until the drafter must be asked, and ask it about nodes of as many trees as it takes."""
@@ -93,29 +113,27 @@ class Growth:
         except Exception as error:
             if len(frontier) > 1:
                 return [self._ask([node])[0] for node in frontier]
-            tree = self._trees[frontier[0].request]
+            tree = self._trees[frontier[0].request].tree
             _logger.error("request %d: the drafter failed", tree.author.request, exc_info=error)
-            self.broken[tree.handle] = tree
+            self.declined[tree.handle] = Refusal(DeclineReason.UNSPECIFIED, "the drafter failed")
             return [[]]
 
     def _collect(self) -> list[FrontierNode]:
-        share = max(1, self._max_nodes // max(1, len(self._trees)))
+        ledger = self.ledger
+        share = ledger.share
         ranked = self._rank(share)
         floors: dict[int, float] = {}  # by handle: what scores less waits for the children of the tree's pending nodes
         frontier: list[FrontierNode] = []
-        while ranked and len(frontier) < self._drafter.frontier_width and self.has_memory:
+        while ranked and len(frontier) < self._drafter.frontier_width and ledger.has_memory:
             score, handle = -ranked[0][0], ranked[0][1]
-            tree = self._trees[handle]
-            done = tree.advance()
+            growth = self._trees[handle]
+            done = growth.advance()
             if isinstance(done, FrontierNode):
                 frontier.append(done)
                 floors.setdefault(handle, score - self._drafter.lookahead)
             elif done is not None:
-                self.num_live += 1
-                self._counted[handle] += 1
-                self.grown[done] += 1
-                self.untold[handle] = tree
-            best = tree.best() if tree.has_room(share) else _HOPELESS
+                ledger.appended(growth.tree, done)
+            best = growth.best() if growth.has_room(share) else _HOPELESS
             if best < floors.get(handle, best) or best == _HOPELESS:
                 heappop(ranked)
             else:

@@ -1,21 +1,15 @@
-"""Whether a verify service and this drafter fit together."""
+"""What this drafter says of itself, and whether the verify services of one draft service have the same target."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Needs
-from outrider.errors import InvalidRequestError, OutriderError
+from draft_service.drafters.base import AnyDrafter, Needs
+from outrider.config.draft import DraftOptions
 from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.handshake import HandshakeError, agree
 from outrider.tree.messages import PROTOCOL_VERSION, Hello
-
-
-class HandshakeError(OutriderError):
-    """The two sides cannot work together; the message names both values."""
-
-    http_status = 412
-    grpc_status = "FAILED_PRECONDITION"
-    code = "handshake_mismatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +20,39 @@ class Target:
     tokenizer_hash: str
 
 
-def check_hello(hello: Hello, needs: Needs) -> Target:
-    """Return the target of a session.
+def longest_sequence(needs: Needs, options: DraftOptions) -> int:
+    """Tokens of the longest sequence that is served."""
+    return min(needs.max_positions or options.max_positions, options.max_positions)
 
-    Raises InvalidRequestError for a vocabulary without tokens and HandshakeError for what does not fit the drafter.
-    """
-    _same("protocol_version", hello.protocol_version, PROTOCOL_VERSION, "run the same release on both sides")
-    _same("noise_version", hello.noise_version, NOISE_VERSION, "run the same release on both sides")
-    if not 1 <= hello.vocab_size < 1 << 31:
-        raise InvalidRequestError("hello.vocab_size", f"{hello.vocab_size} is no vocabulary", "send the target's size")
-    if needs.tokenizer_hash:
-        _same("tokenizer_hash", hello.tokenizer_hash, needs.tokenizer_hash, "use a drafter of the target's tokenizer")
-    if needs.hidden_size:
-        _same("hidden_size", hello.hidden_size, needs.hidden_size, "use a drafter that was trained for the target")
-    if needs.feature_layers:
-        _same("feature_layers", hello.feature_layers, needs.feature_layers, "send the layers that the drafter takes")
-    # Padded vocabularies may differ in size; an id that one side lacks is illegal.
-    vocab_size = min(hello.vocab_size, needs.vocab_size or hello.vocab_size)
-    return Target(vocab_size, hello.tokenizer_hash)
+
+def own_hello(drafter: AnyDrafter, options: DraftOptions) -> Hello:
+    """The hello of a new session; one whose drafter takes features gets a token for them."""
+    needs = drafter.needs
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+        model="+".join(options.speculative_algorithm),
+        tokenizer_hash=needs.tokenizer_hash,
+        vocab_size=needs.vocab_size,
+        hidden_size=needs.hidden_size,
+        feature_layers=needs.feature_layers,
+        max_positions=longest_sequence(needs, options),
+        sources=drafter.sources,
+        features_token=secrets.token_hex(16) if needs.feature_layers else "",
+    )
+
+
+def check_target(theirs: Hello, ours: Hello) -> Target:
+    """The target of a session that begins with these two hellos. Raises what `agree` raises."""
+    return Target(agree(theirs, ours).vocab_size, theirs.tokenizer_hash)
 
 
 def check_same_target(target: Target, served: Target) -> None:
     """Raise HandshakeError if a session is of another target than those that are served now."""
-    fix = "use a draft service for each target"
-    _same("vocab_size", target.vocab_size, served.vocab_size, fix)
-    _same("tokenizer_hash", target.tokenizer_hash, served.tokenizer_hash, fix)
-
-
-def _same(field: str, theirs: object, ours: object, fix: str) -> None:
-    if theirs != ours:
-        raise HandshakeError(f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; {fix}")
+    for field in ("vocab_size", "tokenizer_hash"):
+        theirs, ours = getattr(target, field), getattr(served, field)
+        if theirs != ours:
+            raise HandshakeError(
+                f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; use a draft service for each "
+                "target"
+            )

@@ -47,7 +47,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
         address=options.address,
         service_names=["outrider.v1.DraftService"],
         max_message_bytes=options.max_message_bytes,
-        allow_unknown_fields=["/outrider.v1.DraftService/Speculate"],
+        allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )
     add_DraftServiceServicer_to_server(servicer, server.grpc)
     engine.start()

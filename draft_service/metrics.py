@@ -13,7 +13,16 @@ from outrider.tree.messages import DeclineReason
 
 _GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 
-DROP_REASONS = ("malformed", "unexpected", "unknown_request")
+_BURST_FIGURES = {
+    "bursts": "Bursts of a draft model.",
+    "burst_steps": "Steps of all bursts.",
+    "burst_nodes": "Nodes that bursts ran.",
+    "burst_places": "Nodes that the steps of all bursts had room for; burst_nodes over this is their occupancy.",
+    "burst_seconds": "Time from the launch of a burst until its result was taken.",
+    "prompt_tokens": "Tokens that a draft model computed outside of bursts.",
+}
+
+DROP_REASONS = ("malformed", "unexpected", "unknown_request", "late_features")
 
 
 class DraftMetrics:
@@ -37,6 +46,15 @@ class DraftMetrics:
             buckets=_GROWTH_SECONDS,
             registry=self.registry,
         )
+
+        self._bursts = {
+            name: Counter(f"outrider_draft_{name}", help, registry=self.registry)
+            for name, help in _BURST_FIGURES.items()
+        }
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to a figure of bursts."""
+        self._bursts[name].inc(amount)
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when it is asked for."""

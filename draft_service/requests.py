@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from typing import Protocol
 
-from draft_service.drafters.base import Drafter, DraftRequest
-from draft_service.growth import Growth
-from draft_service.tree_growth import Limits, TreeGrowth
+from draft_service.drafters.base import AnyDrafter
+from draft_service.growers import build_grower
+from draft_service.handshake import longest_sequence
+from draft_service.tree import Refusal, Tree
 from outrider.config.draft import DraftOptions
 from outrider.tree.author import Outcome, TreeAuthor
 from outrider.tree.messages import (
@@ -18,6 +18,7 @@ from outrider.tree.messages import (
     Decline,
     DeclineReason,
     DraftMessage,
+    Features,
     Hello,
     Int32s,
     Open,
@@ -47,8 +48,8 @@ class Peer(Protocol):
 class Requests:
     """Applies messages. A message that makes no sense is declined, counted, and changes nothing."""
 
-    def __init__(self, drafter: Drafter, options: DraftOptions) -> None:
-        self.growth = Growth(drafter, options.max_nodes)
+    def __init__(self, drafter: AnyDrafter, options: DraftOptions) -> None:
+        self.growth = build_grower(drafter, options)
         self.draining = False
         """While set, no request is opened."""
         self.commits: Counter[Outcome] = Counter()
@@ -56,16 +57,15 @@ class Requests:
         self.dropped: Counter[str] = Counter()
         self._drafter = drafter
         self._options = options
-        floor = math.log(options.min_path_probability) if options.min_path_probability else -math.inf
-        self._limits = Limits(options.speculative_num_draft_tokens or 64, options.speculative_num_steps or 48, floor)
+        self._max_positions = longest_sequence(drafter.needs, options)
         self._handles = itertools.count(1)
-        self._trees: dict[tuple[Peer, int], TreeGrowth] = {}
+        self._trees: dict[tuple[Peer, int], Tree] = {}
         self._peers: dict[int, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._trees)
 
-    def handle(self, peer: Peer, message: VerifyMessage) -> None:
+    def handle(self, peer: Peer, message: VerifyMessage | Features) -> None:
         """Apply one message of a session."""
         if isinstance(message, Hello):
             self.dropped["unexpected"] += 1
@@ -73,6 +73,9 @@ class Requests:
             self._open(peer, message)
         elif (tree := self._trees.get((peer, message.request))) is not None:
             self._apply(peer, tree, message)
+        elif isinstance(message, Features):
+            # Its request may have been closed meanwhile, which the other stream told first.
+            self.dropped["late_features"] += 1
         elif not isinstance(message, Close):
             self.dropped["unknown_request"] += 1
             self._decline(peer, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
@@ -82,44 +85,42 @@ class Requests:
         for tree in [tree for (owner, _), tree in self._trees.items() if owner is peer]:
             self._close(peer, tree)
 
-    def fail(self, peer: Peer, message: VerifyMessage) -> None:
+    def fail(self, peer: Peer, message: VerifyMessage | Features) -> None:
         """A message could not be handled because of an error here: give its request up."""
         if isinstance(message, Hello):
             return
         tree = self._trees.get((peer, message.request))
         if tree is not None:
-            self._give_up(peer, tree)
+            self._give_up(peer, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
 
     def tell(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
-        for handle in list(self.growth.broken):
-            self._give_up(self._peers[handle], self.growth.broken[handle])
+        self._close_declined()
+        untold = self.growth.ledger.untold
         answers: dict[Peer, list[DraftMessage]] = {}
-        for handle, tree in self.growth.untold.items():
+        for handle, tree in untold.items():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._peers[handle], []).append(grow)
-        self.growth.untold.clear()
+        untold.clear()
         for peer, messages in answers.items():
             peer.send(messages)
 
     def work(self, deadline: float) -> None:
         """Let the drafter do what could wait."""
-        for handle in self._drafter.work(deadline):
-            tree = self.growth.tree(handle)
-            if tree is not None:
-                tree.ask_root()
-                self.growth.changed(tree)
+        self.growth.work(deadline)
 
-    def _apply(self, peer: Peer, tree: TreeGrowth, message: Commit | Pause | Resume | Close) -> None:
+    def _apply(self, peer: Peer, tree: Tree, message: Commit | Pause | Resume | Close | Features) -> None:
         if isinstance(message, Commit):
             self._commit(peer, tree, message)
+        elif isinstance(message, Features):
+            self.growth.take_features(tree, message)
         elif isinstance(message, Close):
             self._close(peer, tree)
         else:
             tree.paused = isinstance(message, Pause)
             if isinstance(message, Resume):
                 tree.author.credit = message.credit
-            self.growth.changed(tree)
+            self._changed(tree)
 
     def _open(self, peer: Peer, message: Open) -> None:
         tree = self._trees.get((peer, message.request))
@@ -141,21 +142,18 @@ class Requests:
             self._begin(peer, message)
 
     def _begin(self, peer: Peer, message: Open) -> None:
-        author = TreeAuthor(message, peer.vocab_size)
-        tree = TreeGrowth(next(self._handles), author, self._limits)
-        self._drafter.open(
-            DraftRequest(tree.handle, author.tokens, message.prompt_len, message.sampling, peer.vocab_size)
-        )
+        tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size)
+        self.growth.open(tree)
+        self.growth.ledger.open(tree)
         self._trees[peer, message.request] = tree
         self._peers[tree.handle] = peer
-        self.growth.insert(tree)
 
-    def _commit(self, peer: Peer, tree: TreeGrowth, message: Commit) -> None:
+    def _commit(self, peer: Peer, tree: Tree, message: Commit) -> None:
         known = tree.author.committed_len
         # What does not join the known tokens is a gap, however far away it claims to be.
         joined = max(known, message.length_before + len(message.token_ids)) if message.length_before <= known else known
         if not self._acceptable(peer, message.request, message.token_ids, joined):
-            if joined > self._options.max_positions:
+            if joined > self._max_positions:
                 self._close(peer, tree)
             return
         outcome = tree.author.apply(message)
@@ -166,31 +164,35 @@ class Requests:
         elif outcome is not Outcome.STALE:
             self._follow(tree, known, missed=outcome is Outcome.MISS)
 
-    def _follow(self, tree: TreeGrowth, known: int, *, missed: bool) -> None:
-        """Let drafter and growth follow an author whose committed tokens went past `known`."""
-        author = tree.author
-        if author.committed_len > known:
-            live = [author.root] if missed else author.live_ids()
-            self._drafter.commit(tree.handle, author.tokens[known:], author.root, set(live))
-            if missed:
-                tree.restart()
-            else:
-                tree.reroot()
+    def _follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """Let growth follow an author whose committed tokens may have gone past `known`."""
+        if tree.author.committed_len > known:
+            self.growth.follow(tree, known, missed=missed)
+        self._changed(tree)
+
+    def _changed(self, tree: Tree) -> None:
+        self.growth.ledger.recount(tree)
         self.growth.changed(tree)
 
-    def _close(self, peer: Peer, tree: TreeGrowth) -> None:
+    def _close(self, peer: Peer, tree: Tree) -> None:
         del self._trees[peer, tree.author.request]
         del self._peers[tree.handle]
-        self.growth.remove(tree)
-        self._drafter.close(tree.handle)
+        self.growth.ledger.close(tree)
+        self.growth.close(tree)
 
-    def _give_up(self, peer: Peer, tree: TreeGrowth) -> None:
+    def _close_declined(self) -> None:
+        declined = self.growth.declined
+        while declined:
+            handle, refusal = declined.popitem()
+            self._give_up(self._peers[handle], self.growth.ledger.trees[handle], refusal)
+
+    def _give_up(self, peer: Peer, tree: Tree, refusal: Refusal) -> None:
         self._close(peer, tree)
-        self._decline(peer, tree.author.request, DeclineReason.UNSPECIFIED, "the drafter failed")
+        self._decline(peer, tree.author.request, refusal.reason, refusal.detail)
 
     def _acceptable(self, peer: Peer, request: int, tokens: Int32s, length: int) -> bool:
-        if length > self._options.max_positions:
-            detail = f"{length} tokens, at most {self._options.max_positions}"
+        if length > self._max_positions:
+            detail = f"{length} tokens, at most {self._max_positions}"
             self._decline(peer, request, DeclineReason.TOO_LONG, detail)
             return False
         if int(tokens.min()) < 0 or int(tokens.max()) >= peer.vocab_size:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 import grpc
 
-from draft_service.drafters.base import Drafter
+from draft_service.drafters.base import AnyDrafter
 from draft_service.engine import Engine
-from draft_service.handshake import Target, check_hello, check_same_target
+from draft_service.feature_door import FeatureInflow
+from draft_service.handshake import Target, check_same_target, check_target, own_hello
 from draft_service.metrics import DraftMetrics
 from draft_service.session import Session
 from outrider import __version__
@@ -18,24 +20,38 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.logs import get_logger
 from outrider.rpc.codec import decode_verify, encode_draft, in_parts
-from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.messages import PROTOCOL_VERSION, Decline, DeclineReason, Hello, VerifyMessage
+from outrider.rpc.feature_codec import decode_begin, decode_features, encode_accept, encode_released
+from outrider.tree.handshake import HandshakeError
+from outrider.tree.messages import (
+    Decline,
+    DeclineReason,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+    Hello,
+    VerifyMessage,
+)
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 _logger = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
+_FeaturesContext = grpc.aio.ServicerContext[
+    draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse
+]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Speculation streams and information about the drafter."""
 
-    def __init__(self, engine: Engine, drafter: Drafter, options: DraftOptions, metrics: DraftMetrics) -> None:
+    def __init__(self, engine: Engine, drafter: AnyDrafter, options: DraftOptions, metrics: DraftMetrics) -> None:
         self._engine = engine
         self._drafter = drafter
         self._options = options
         self._metrics = metrics
         self._sessions: set[Session] = set()
+        self._awaiting: dict[str, Session] = {}
+        """Sessions whose features stream has not begun, by their tokens."""
         self._target: Target | None = None
 
     @property
@@ -46,10 +62,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        session = self._begin(hello)
+        ours = own_hello(self._drafter, self._options)
+        session = self._begin(hello, ours)
         tasks: list[asyncio.Task[None]] = []
         try:
-            await context.write(encode_draft([self._hello()]))
+            if ours.features_token:
+                self._awaiting[ours.features_token] = session
+            await context.write(encode_draft([ours]))
             work = (self._read(session, rest, context), _write(session, context), session.overflow())
             tasks = [asyncio.create_task(one) for one in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -57,10 +76,32 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 task.result()
         finally:
             session.close()
+            self._awaiting.pop(ours.features_token, None)
             self._sessions.discard(session)
             self._engine.detach(session)
             await _end(tasks)
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
+
+    async def Features(self, request_iterator: object, context: _FeaturesContext) -> None:
+        """Take the features of one session until it ends or the stream does."""
+        first: object = await context.read()
+        if not isinstance(first, draft_pb2.DraftServiceFeaturesRequest):
+            raise InvalidRequestError("event", "is missing", "begin the stream with a begin")
+        begin = decode_begin(first)
+        self._check_features(begin)
+        session = self._awaiting.pop(begin.token, None)
+        if session is None:
+            raise InvalidRequestError("begin.token", "names no session that waits for features")
+        inflow = FeatureInflow()
+        await context.write(encode_accept(FeaturesAccept()))
+        work = (self._read_features(session, begin, inflow, context), _write_releases(inflow, context), session.ended())
+        tasks: list[asyncio.Task[None]] = [asyncio.create_task(one) for one in work]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _end(tasks)
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
@@ -75,8 +116,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             version=__version__,
         )
 
-    def _begin(self, hello: Hello) -> Session:
-        target = check_hello(hello, self._drafter.needs)
+    def _begin(self, hello: Hello, ours: Hello) -> Session:
+        target = check_target(hello, ours)
         if len(self._sessions) >= self._options.max_sessions:
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
@@ -89,20 +130,36 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session
 
-    def _hello(self) -> Hello:
+    def _check_features(self, begin: FeaturesBegin) -> None:
         needs = self._drafter.needs
-        limit = self._options.max_positions
-        return Hello(
-            protocol_version=PROTOCOL_VERSION,
-            noise_version=NOISE_VERSION,
-            model="+".join(self._options.speculative_algorithm),
-            tokenizer_hash=needs.tokenizer_hash,
-            vocab_size=needs.vocab_size,
-            hidden_size=needs.hidden_size,
-            feature_layers=needs.feature_layers,
-            max_positions=min(needs.max_positions or limit, limit),
-            sources=self._drafter.sources,
-        )
+        width = len(needs.feature_layers) * needs.hidden_size
+        for field, theirs, wanted in (("layers", begin.layers, needs.feature_layers), ("width", begin.width, width)):
+            if theirs != wanted:
+                raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
+
+    async def _read_features(
+        self, session: Session, begin: FeaturesBegin, inflow: FeatureInflow, context: _FeaturesContext
+    ) -> None:
+        while True:
+            try:
+                message: object = await context.read()
+            except InvalidRequestError:  # bytes that are no message
+                self._metrics.dropped["malformed"].inc()
+                continue
+            if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
+                return
+            sequence = message.features.sequence
+            try:
+                features = decode_features(message, begin, ring_bytes=0)
+            except InvalidRequestError:
+                features = None
+            admitted = await inflow.admit(sequence, len(features.data) if features else 0)
+            if features is not None and admitted:
+                self._engine.submit_features(session, features, partial(inflow.release, sequence))
+                continue
+            self._metrics.dropped["malformed"].inc()
+            if admitted:
+                inflow.release(sequence)
 
     async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
@@ -159,6 +216,11 @@ async def _write(session: Session, context: _Context) -> None:
     while True:
         if answers := await session.next_answers():
             await context.write(encode_draft(answers))
+
+
+async def _write_releases(inflow: FeatureInflow, context: _FeaturesContext) -> None:
+    while True:
+        await context.write(encode_released(FeaturesReleased(await inflow.next_release())))
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -39,6 +39,7 @@ class Session:
         self._reader_waits = False
         self._may_read = asyncio.Event()
         self._may_read.set()
+        self._ended = asyncio.Event()
 
     @property
     def closed(self) -> bool:
@@ -104,6 +105,11 @@ class Session:
         with self._lock:
             self._closed = True
             self._outbound.clear()
+        self._call_loop(self._ended.set)
+
+    async def ended(self) -> None:
+        """Wait until the session is closed."""
+        await self._ended.wait()
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop has closed: the service is ending

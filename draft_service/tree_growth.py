@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from draft_service.drafters.base import Candidate, FrontierNode
-from outrider.tree.author import TreeAuthor
+from draft_service.tree import Tree
 
 _EXPAND = -1
 """In place of a token: ask the drafter for the node's children."""
@@ -16,6 +16,9 @@ _HOPELESS = float("-inf")
 
 _Entry = tuple[float, int, int, int, float, int]
 """Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
+
+
+ANY_SOURCE = range(256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,10 @@ class Limits:
     """Draft tokens from the root."""
     path_score: float
     """Least natural-log chance, from the root, of a node worth sending."""
+    sources: range = ANY_SOURCE
+    """Numbers of the drafter's sources among those of all growers."""
+    shared: bool = False
+    """Whether another grower appends to the same trees."""
 
 
 class TreeGrowth:
@@ -37,11 +44,12 @@ class TreeGrowth:
     A node is expanded only when nothing likelier is left to append, so a used-up credit costs no guesses.
     """
 
-    def __init__(self, handle: int, author: TreeAuthor, limits: Limits) -> None:
-        self.handle = handle
-        self.author = author
+    def __init__(self, tree: Tree, limits: Limits) -> None:
+        self.tree = tree
+        self.author = tree.author
         self.limits = limits
-        self.paused = False
+        self._asked: set[int] = set()  # nodes that were expanded; kept where trees are shared
+        self._num_seen = 0  # ids below this were looked at for others' nodes
         self._heap: list[_Entry] = []
         self._too_deep: list[int] = []  # leaves to expand once the root has come closer
         self._number = 0
@@ -54,7 +62,10 @@ class TreeGrowth:
 
     def has_room(self, num_nodes: int) -> bool:
         """Whether a node may be appended, if each tree may have `num_nodes`."""
-        return self.num_live < min(self.author.credit, self.limits.num_nodes, num_nodes)
+        credit = self.author.credit
+        if self.limits.shared:  # guesses that cost nothing leave room for those that take a model some time
+            credit = (credit + 1) // 2
+        return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
 
     def best(self) -> float:
         """Natural-log chance, from the root, of the best thing to do next; -inf if none is worth it."""
@@ -72,16 +83,14 @@ class TreeGrowth:
 
         None if the guess was there already.
         """
-        negated, _, node_id, token, score, source = heappop(self._heap)
+        _, _, node_id, token, score, source = heappop(self._heap)
         if token == _EXPAND:
             return self._frontier_node(node_id)
+        source += self.limits.sources.start
         added = self.author.add(node_id, token, score, source)
         if added is None:
             return None
-        if self.author.depth(added) < self.limits.depth:
-            self._push(-negated, added, _EXPAND, 0.0, 0)
-        else:
-            self._too_deep.append(added)
+        self._queue(added)
         return source
 
     def offer(self, node_id: int, candidates: Iterable[Candidate]) -> None:
@@ -91,26 +100,38 @@ class TreeGrowth:
         above = self.author.node(node_id).path_score
         for candidate in candidates:
             self._push(above + candidate.score, node_id, candidate.token, candidate.score, candidate.source)
+        if self.limits.shared and node_id not in self._asked:
+            self._asked.add(node_id)
+            for child in self.author.children(node_id).values():
+                if child < self._num_seen and self._is_foreign(child):
+                    self._queue(child)
+
+    def catch_up(self) -> None:
+        """Nodes that another grower appended are to be expanded; below nodes that were not yet, in their turn."""
+        author = self.author
+        for node_id in range(max(self._num_seen, 1), author.next_id):
+            if author.is_live(node_id) and author.node(node_id).parent in self._asked and self._is_foreign(node_id):
+                self._queue(node_id)
+        self._num_seen = author.next_id
 
     def reroot(self) -> None:
         """After a hit: forget what hangs off dead nodes and ask anew about the root, of which more is known now."""
         root = self.author.root
         self._heap = [entry for entry in self._heap if entry[2] != root and self.author.is_live(entry[2])]
         heapify(self._heap)
+        self._asked = {node_id for node_id in self._asked if self.author.is_live(node_id)}
         self.ask_root()
         too_deep, self._too_deep = self._too_deep, []
         for node_id in too_deep:
-            if not self.author.is_live(node_id) or node_id == root:
-                continue
-            if self.author.depth(node_id) < self.limits.depth:
-                self._push(self.author.node(node_id).path_score, node_id, _EXPAND, 0.0, 0)
-            else:
-                self._too_deep.append(node_id)
+            if self.author.is_live(node_id) and node_id != root:
+                self._queue(node_id)
 
     def restart(self) -> None:
         """After a miss: begin at the root."""
         self._heap = []
         self._too_deep = []
+        self._asked.clear()
+        self._num_seen = 0
         self.ask_root()
 
     def ask_root(self) -> None:
@@ -123,7 +144,17 @@ class TreeGrowth:
         node = author.node(node_id)
         parent = -1 if node_id == author.root else node.parent
         position = author.committed_len + author.depth(node_id)
-        return FrontierNode(self.handle, node_id, parent, node.token, position)
+        return FrontierNode(self.tree.handle, node_id, parent, node.token, position)
+
+    def _is_foreign(self, node_id: int) -> bool:
+        return self.author.node(node_id).source not in self.limits.sources
+
+    def _queue(self, node_id: int) -> None:
+        """Have a node expanded, once it is not too deep."""
+        if self.author.depth(node_id) < self.limits.depth:
+            self._push(self.author.node(node_id).path_score, node_id, _EXPAND, 0.0, 0)
+        else:
+            self._too_deep.append(node_id)
 
     def _push(self, path_score: float, node_id: int, token: int, score: float, source: int) -> None:
         self._number += 1

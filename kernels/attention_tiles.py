@@ -88,8 +88,10 @@ def choose_splits(
     have nothing to do and a larger sum make 1k a seventh slower (an H200, 32 queries of 32/8 heads of 128).
     """
     group = num_heads // num_kv_heads
-    rows = tree_config(usual_tokens(num_tokens, num_rows, max_row_tokens), group, torch.bfloat16).rows
-    programs = max_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
+    usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
+    rows = tree_config(usual, group, torch.bfloat16).rows
+    # Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once.
+    programs = max_tiles(num_tokens, num_rows, usual, rows // group) * num_kv_heads
     fitting = processors * (3 if rows == 16 else 1)
     return min(max(fitting // programs, 1), CHOSEN_SPLITS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 from dataclasses import dataclass
@@ -10,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config.verify import VerifyOptions
-from verify_service.engine import Engine, Observer
+from verify_service.engine import Engine
+from verify_service.garbage import take_over
 from verify_service.inbox import Inbox
+from verify_service.observer import Observer
 from verify_service.parts import build, load
 from verify_service.wire import Ready
 
@@ -40,8 +41,9 @@ def assemble(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
         eos_token_ids=list(model.config.eos_token_ids),
         max_running=limits.max_running,
         max_waiting=limits.max_waiting,
+        hidden_size=model.config.hidden_size,
+        num_layers=model.config.num_layers,
     )
-    # What lives now lives for ever: the collector need not look at it again and again between rounds.
-    gc.collect()
-    gc.freeze()
+    # A collection at a time of its own choosing could fall between two rounds.
+    take_over()
     return Built(engine, ready)

@@ -105,9 +105,11 @@ class Choice(NamedTuple):
 class Budget:
     """Picks the number of nodes n that maximises expected committed tokens over t(tokens + n)."""
 
-    def __init__(self, cost: CostModel, max_nodes: int) -> None:
+    def __init__(self, cost: CostModel, max_nodes: int, fixed: bool = False) -> None:
+        """`fixed`: rounds take `max_nodes` nodes whenever there are so many, whatever they cost."""
         self.cost = cost
         self.max_nodes = max_nodes
+        self._fixed = fixed
         self._last_width = 0
 
     def choose(
@@ -136,7 +138,7 @@ class Budget:
         if beside:
             seconds = seconds + beside
         rate = expected / seconds
-        best = self._steady(num_tokens, rate)
+        best = len(order) if self._fixed else self._steady(num_tokens, rate)
         while best and not probs[best - 1]:
             best -= 1
         width = self.cost.width(num_tokens + best) if best else 0

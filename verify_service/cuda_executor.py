@@ -6,21 +6,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.errors import InternalError
+from outrider.logs import get_logger
 from outrider.models.base import CausalLM
 from outrider.sampling.device import DeviceSampler
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.cuda_graphs import Buckets, GraphPool
 from verify_service.cuda_prefill import Prefill
+from verify_service.device import out_of_memory
+from verify_service.feature_staging import FeatureStaging, StagedRows
+from verify_service.features import require
 from verify_service.request import Request
 from verify_service.request_rows import RequestRows
-from verify_service.round import Entry, Result
+from verify_service.round import Entry, Pending, Result
 from verify_service.round_buffers import NUM_COMMITTED, Bucket, RoundInput, RoundOutput
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,10 @@ class CudaExecutor:
         self._num_processors = num_processors(device)
         self.graphs = GraphPool(self._body, self._prepare)
         self._last_end: int | None = None
+        self._features: FeatureStore | None = None
+        self._staging: FeatureStaging | None = None
+        self._stale: set[Bucket] = set()
+        """Rounds whose graphs do not store the features that are stored now."""
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -90,8 +103,12 @@ class CudaExecutor:
         decode = [entry for entry in entries if self._decodes(entry)]
         prefill = [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
+        if self._staging is not None:
+            self._staging.join()
         if decode:
             bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+            if bucket in self._stale:
+                self._renew(bucket)
             self._input.fill(decode, self.rows)
             self.graphs.run(bucket)
             done = self._mark()
@@ -101,11 +118,55 @@ class CudaExecutor:
                 self._last_end = None
             # With decoding going on, nobody waits for a chunk but the next round's graph.
             done = done or self._mark()
-        return CudaRound(self, entries, decode, done, clean=not prefill)
+        complete = self._mark() if self._features is not None and decode and prefill else done
+        return CudaRound(self, entries, decode, done, complete, clean=not prefill)
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
         self.rows.forget(request)
+
+    @property
+    def feature_format(self) -> tuple[int, str]:
+        """See FeatureExecutor."""
+        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def begin_features(self, layers: Sequence[int]) -> None:
+        """See FeatureExecutor."""
+        model = self._model
+        hidden = model.config.hidden_size
+        with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
+            self._staging = self._staging or FeatureStaging(model.device)
+            self._staging.join()
+            store = FeatureStore(layers, hidden, self._kv.num_slots, model.dtype, model.device)
+        self._features = store
+        self._prefill.features = store
+        self._stale = set(self.graphs.captured())
+
+    def refresh_features(self) -> bool:
+        """See FeatureExecutor. One graph at a time, the smallest first."""
+        if self._stale:
+            self._renew(min(self._stale))
+        return bool(self._stale)
+
+    @torch.inference_mode()
+    def _renew(self, bucket: Bucket) -> None:
+        """Capture a round anew that was captured when no features were stored; without memory it goes without graph."""
+        # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
+        self._input.clear()
+        self._stale.discard(bucket)
+        self._last_end = None
+        try:
+            self.graphs.recapture(bucket)
+        except torch.OutOfMemoryError:
+            log.warning("no memory for the graph of %d tokens in %d rows with features", bucket.tokens, bucket.rows)
+
+    def read_features(
+        self, slots: NDArray[np.int32], layers: tuple[int, ...], after: Pending | None
+    ) -> StagedRows | None:
+        """See FeatureExecutor."""
+        complete = after.complete if isinstance(after, CudaRound) else None
+        return require(self._staging).read(require(self._features), slots, layers, complete)
 
     def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
         """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
@@ -149,11 +210,17 @@ class CudaExecutor:
         splits = self._num_splits(bucket)
         fixed = self.limits.deterministic
         batch = self._trees.batch(tokens, tables, self.page_size, bucket.max_row_tokens, splits, by_path=fixed)
-        hidden = self._model.forward(batch, self._kv, self._attention)
+        store = self._features
+        layers = store.layers if store is not None else ()
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+        if store is not None:
+            store.write(batch.slots, features)
         logits = self._model.logits(hidden)
         num_tokens, error, committed, accepted = self._output.fields(bucket)
         self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
         self._kv.compact(tokens, accepted, num_tokens, tables, self.page_size)
+        if store is not None:
+            store.compact(tokens, accepted, num_tokens, tables, self.page_size)
         self._output.stamp(1)
         self._output.to_host(bucket)
 
@@ -191,12 +258,15 @@ class CudaRound:
         entries: Sequence[Entry],
         decode: Sequence[Entry],
         event: torch.cuda.Event | None,
+        complete: torch.cuda.Event | None,
         clean: bool,
     ) -> None:
         self._executor = executor
         self._entries = entries
         self._decode = decode
         self._event = event
+        self.complete = complete
+        """When prefill is done, too; known where features are stored."""
         self._clean = clean
         self.gpu_seconds: float | None = None
         """Time that the device worked on the decode round; known after `wait`."""

@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -68,6 +69,8 @@ class GraphPool:
         self._body = body
         self._prepare = prepare
         self._graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
         self.seconds = 0.0
         self.num_bytes = 0
         """Device memory that captures took."""
@@ -87,26 +90,48 @@ class GraphPool:
             self._compile(buckets)
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
-        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):
             for done, bucket in enumerate(buckets):
-                self._prepare(bucket)
-                self._body(bucket)
-                stream.synchronize()
-                # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second.
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._body(bucket)
-                finally:
-                    graph.capture_end()
-                self._graphs[bucket] = graph
+                self._capture(bucket, self._stream)
                 if progress is not None:
                     progress(done + 1, len(buckets))
         torch.cuda.synchronize()
         self.seconds = time.perf_counter() - start
         self.num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
         log.info("%d rounds captured in %.1f s, %.0f MiB", len(buckets), self.seconds, self.num_bytes / 2**20)
+
+    def captured(self) -> list[Bucket]:
+        """Rounds that have a graph, largest first."""
+        return sorted(self._graphs, reverse=True)
+
+    def recapture(self, bucket: Bucket) -> None:
+        """Capture a round anew, because `body` does something else by now; between two rounds, which it holds up.
+
+        Raises torch.OutOfMemoryError; the round is run kernel by kernel from then on.
+        """
+        # Kept until there is a new one: a memory pool lives as long as some graph uses it.
+        old = self._graphs.pop(bucket)
+        torch.cuda.synchronize()
+        stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._capture(bucket, stream)
+        torch.cuda.synchronize()
+        del old
+
+    def _capture(self, bucket: Bucket, stream: torch.cuda.Stream) -> None:
+        self._prepare(bucket)
+        self._body(bucket)
+        stream.synchronize()
+        # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._body(bucket)
+        finally:
+            graph.capture_end()
+        self._graphs[bucket] = graph
 
     def _compile(self, buckets: Sequence[Bucket]) -> None:
         """Run all buckets at the same time: compiling takes most of a first start.

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend
 from outrider.attention.lengths import HostLengths
 from outrider.attention.paged import PagedBatch
+from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.device import put
 from outrider.models.base import CausalLM
@@ -38,11 +39,17 @@ class Prefill:
         self._rows = rows
         self._page_size = page_size
         self._fixed_size = fixed_size
+        self.features: FeatureStore | None = None
+        """Where features of prompts are stored, if anywhere."""
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Queue the chunks of a round."""
         for group in self._groups(entries):
-            self._model.forward(self._batch(group), self._kv, self._attention)
+            batch = self._batch(group)
+            layers = self.features.layers if self.features is not None else ()
+            _, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+            if self.features is not None:
+                self.features.write(batch.slots, features)
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a chunk that writes nothing, so that the first prompt need not wait for kernels to be compiled."""

@@ -1,4 +1,4 @@
-"""Which device the model runs on, and what fits there."""
+"""What fits the device that the model runs on."""
 
 from __future__ import annotations
 
@@ -14,22 +14,6 @@ from outrider.models.config import ModelConfig
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """What our attention kernels run with."""
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f'--device: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"') from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f'--device: {device.type} is not supported; use "auto", "cpu", "cuda" or "cuda:0"')
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device: {name} is not there; torch sees {count} CUDA devices")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:

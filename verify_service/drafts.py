@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
+from outrider.tree.handshake import Terms
 from outrider.tree.messages import (
     Close,
     Commit,
@@ -20,11 +20,11 @@ from outrider.tree.messages import (
     Open,
     Pause,
     Resume,
-    VerifyMessage,
 )
 from outrider.tree.mirror import Observation, TreeMirror, token_array
 from verify_service.calibration import Calibrator
 from verify_service.health import PeerHealth
+from verify_service.link import PROMISE_NODES, DraftPort, Link, Peer
 from verify_service.request import Request
 
 REOPEN_SECONDS = 1.0
@@ -33,54 +33,16 @@ REOPEN_SECONDS = 1.0
 CONFIRM_SECONDS = 0.1
 """A peer is lost if it is found so for this long: once is no proof, its answer may lie behind a frame read in part."""
 
-PROMISE_NODES = 8
-"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
+CREDIT_ROUNDS = 4
+"""Rounds' worth of nodes that a draft may hold for a request.
 
+When a round is chosen, the draft has not heard of the last commit; what the next one takes must be there by then. So
+its tree reaches over two rounds in depth: the nodes in flight, and those below the most likely of them. And since no
+more than a part of either is on the path that is committed, as much again lies beside them.
+"""
 
-class DraftPort(Protocol):
-    """A session with one draft service. Methods must not block; `send` is called on the engine thread alone."""
-
-    address: str
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        """Queue messages, in order."""
-
-    def reset(self) -> None:
-        """End the session; it reports itself down, and up again when it is."""
-
-
-@dataclass(eq=False, slots=True)
-class Link:
-    """One request's tree, and the peer that grows it, if any does."""
-
-    request: Request
-    mirror: TreeMirror
-    number: int = 0
-    peer: Peer | None = None
-    paused: bool = False
-    opened_at: float = float("-inf")
-    retry_at: float = 0.0
-    refused_by: set[DraftPort] = field(default_factory=set)
-    """Sessions whose draft will not take the request, however often it is asked."""
-    credit: int = 0
-    gain: float = 1.0
-    """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
-    awaited: bool = False
-    """The last commit left no nodes, and the draft's answer to it is not here yet."""
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A draft service that is connected."""
-
-    port: DraftPort
-    health: PeerHealth
-    calibrator: Calibrator
-    """Of this draft's sources; what another draft's scores are worth says nothing about it."""
-    links: dict[int, Link] = field(default_factory=dict)
-    outbox: list[VerifyMessage] = field(default_factory=list)
-    missed_at: float | None = None
-    """When it was first found lost; None while it is not."""
+_LEAST_SHARE = 4
+"""Nodes of a round that a request is granted at least, however many others there are."""
 
 
 class Drafts:
@@ -89,15 +51,25 @@ class Drafts:
     Losing a peer forgets its trees and nothing else: their requests go on with plain decoding until a peer is there.
     """
 
-    def __init__(self, vocab_size: int, max_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_nodes: int,
+        clock: Callable[[], float] = time.monotonic,
+        lockstep: bool = False,
+    ) -> None:
+        """`max_nodes`: of a tree. In `lockstep` the answer to every commit is awaited, whatever nodes are left."""
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.peers: dict[DraftPort, Peer] = {}
+        self.feature_epoch = 0
+        """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
         self._links: dict[Request, Link] = {}
         self._calibrators: dict[str, Calibrator] = {}
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._clock = clock
+        self._lockstep = lockstep
         self._next_number = 1
 
     def link(self, request: Request) -> Link | None:
@@ -108,7 +80,8 @@ class Drafts:
         """Begin to speculate for a request."""
         if request.speculate:
             mirror = TreeMirror(request.tokens, self._vocab_size, self._max_nodes)
-            self._links[request] = Link(request, mirror, credit=self._max_nodes // 4)
+            credit = self._max_nodes // CREDIT_ROUNDS
+            self._links[request] = Link(request, mirror, credit=credit, clock=self._clock)
             self._assign(self._links[request])
 
     def committed(self, request: Request) -> None:
@@ -116,7 +89,22 @@ class Drafts:
         link = self._links.get(request)
         if link is not None:
             link.mirror.commit()
-            link.awaited = link.peer is not None and not link.mirror.num_nodes
+            if link.answered_at is not None:
+                self._end_wait(link, 0.0, None)
+            link.asked_at = None
+            link.awaited = link.peer is not None and (self._lockstep or not link.mirror.num_nodes)
+
+    def credit(self, request: Request, share: int, num_nodes: int) -> int:
+        """Live nodes that the request's draft may hold from now on, after a round that took `num_nodes` of them.
+
+        `share`: nodes of a round that the request would have if all had as many. What it uses may be more: its text is
+        easier than the others'. In all this is bounded, since rounds are; and no more than its tree has room for.
+        """
+        link = self._links.get(request)
+        if link is None:
+            return 0
+        link.used = max(num_nodes, link.used + 0.2 * (num_nodes - link.used))
+        return min(CREDIT_ROUNDS * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
 
     def report(self, request: Request, num_tokens: int, credit: int) -> None:
         """Tell the draft of the request's last `num_tokens` tokens, which `committed` has followed."""
@@ -128,6 +116,7 @@ class Drafts:
             return
         mirror = link.mirror
         link.credit = credit
+        link.asked_at = self._clock()
         link.peer.health.sent(link.number, request.committed_len)
         message = Commit(
             request=link.number,
@@ -161,10 +150,10 @@ class Drafts:
         if link is not None:
             self._detach(link, tell=True)
 
-    def connected(self, port: DraftPort) -> None:
+    def connected(self, port: DraftPort, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
         calibrator = self._calibrators.setdefault(port.address, Calibrator())
-        self.peers[port] = Peer(port, PeerHealth(self._clock), calibrator)
+        self.peers[port] = Peer(port, PeerHealth(self._clock), calibrator, terms or Terms())
         self._assign_all()
 
     def disconnected(self, port: DraftPort) -> None:
@@ -202,6 +191,20 @@ class Drafts:
         for peer in self.peers.values():
             self._learn(peer, peer.links.values())
 
+    def serves(self, request: Request) -> bool:
+        """Whether a draft grows the request's tree."""
+        link = self._links.get(request)
+        return link is not None and link.peer is not None
+
+    def take_answers(self) -> list[float]:
+        """Seconds of the answers to commits since this was asked last."""
+        taken: list[float] = []
+        for peer in self.peers.values():
+            if peer.health.answers:
+                taken += peer.health.answers
+                peer.health.answers = []
+        return taken
+
     def attend(self) -> None:
         """Reset sessions that answer nothing any more, and find drafts for requests that have none.
 
@@ -227,18 +230,43 @@ class Drafts:
     def _assign(self, link: Link) -> None:
         """Open the request with the healthy peer that has the fewest."""
         if self._clock() >= link.retry_at:
-            fit = [peer for port, peer in self.peers.items() if peer.health.good and port not in link.refused_by]
+            fit = [
+                peer
+                for port, peer in self.peers.items()
+                if peer.health.good and port not in link.refused_by and self._may_serve(peer, link.request)
+            ]
             if fit:
                 self._open(link, min(fit, key=lambda peer: len(peer.links)))
+
+    def _may_serve(self, peer: Peer, request: Request) -> bool:
+        """Whether a draft can take the request as it stands: its length, and the features that the draft needs."""
+        terms = peer.terms
+        if peer.draining:
+            return False
+        if terms.max_positions and request.committed_len > terms.max_positions:
+            return False
+        if not terms.feature_layers:
+            return True
+        stored = self.feature_epoch and request.feature_epoch == self.feature_epoch
+        return bool(stored) and peer.line is not None and peer.line.open
+
+    def suspend_features(self) -> None:
+        """Features are not stored any more, or other ones: drafts that take them serve nobody for now."""
+        self.feature_epoch = 0
+        for peer in self.peers.values():
+            for link in list(peer.links.values()) if peer.terms.feature_layers else []:
+                self._detach(link, tell=True)
+                self._assign(link)
 
     def _open(self, link: Link, peer: Peer) -> None:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
         link.number, self._next_number = self._next_number, self._next_number + 1
         link.peer = peer
-        link.opened_at = self._clock()
-        link.awaited = True
+        link.opened_at = link.asked_at = self._clock()
+        link.awaited, link.answered_at = True, None
         link.mirror.forget()
         link.mirror.calibrate = peer.calibrator
+        link.features_sent = 0
         peer.links[link.number] = link
         request = link.request
         peer.health.sent(link.number, request.committed_len)
@@ -255,7 +283,7 @@ class Drafts:
             if tell:
                 link.peer.outbox.append(Close(link.number))
             link.peer = None
-        link.awaited = False
+        link.awaited, link.answered_at = False, None
         link.mirror.forget()
 
     def _grow(self, peer: Peer, grow: Grow, arrived_at: float) -> None:
@@ -265,9 +293,33 @@ class Drafts:
             return
         link.mirror.insert(grow)
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
-        if link.awaited and link.mirror.acked_len == link.request.committed_len:
+        if link.mirror.acked_len == link.request.committed_len:
+            self._answered(link, peer, arrived_at)
+
+    def _answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
+        """The draft has said something that follows the newest commit."""
+        if link.awaited:
             link.awaited = False
-            link.gain += 0.2 * (self._promise(link) - link.gain)
+            link.promised = self._promise(link)
+            link.gain += 0.2 * (link.promised - link.gain)
+            if link.asked_at is not None:
+                peer.health.misses.answer.note(max(arrived_at - link.asked_at, 0.0))
+            # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
+            link.answered_at = None if self._lockstep else arrived_at
+        elif link.answered_at is not None:
+            promise = self._promise(link)
+            if arrived_at > link.answered_at:
+                self._end_wait(link, promise - link.promised, arrived_at - link.answered_at)
+            else:
+                # One answer in several messages.
+                link.gain += 0.2 * (promise - link.promised)
+                link.promised = promise
+
+    def _end_wait(self, link: Link, gain: float, seconds: float | None) -> None:
+        """More of an answer came, or did not."""
+        link.answered_at = None
+        if link.peer is not None:
+            link.peer.health.misses.followed(max(gain, 0.0), seconds)
 
     def _promise(self, link: Link) -> float:
         """Tokens that the best nodes of a tree are expected to have accepted."""
@@ -279,7 +331,9 @@ class Drafts:
         if link is None:
             return
         self._detach(link, tell=decline.reason is DeclineReason.GAP)
-        if not decline.retryable or decline.reason is DeclineReason.DRAINING:
+        if decline.reason is DeclineReason.DRAINING:
+            peer.draining = True
+        elif not decline.retryable:
             link.refused_by.add(peer.port)
         else:
             told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
+from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage
 from verify_service.budget import Budget, CostModel
-from verify_service.drafts import DraftPort, Drafts
+from verify_service.drafts import CREDIT_ROUNDS, Drafts
+from verify_service.features import FeatureSender
+from verify_service.gaps import GapWatch, tell_long
+from verify_service.garbage import Garbage
 from verify_service.hold import HoldPolicy
-from verify_service.inbox import MAX_UNREAD, Inbox, ThreadInbox, unread_weight
+from verify_service.inbox import MAX_UNREAD, Action, Inbox, ThreadInbox, unread_weight
 from verify_service.limits import EngineLimits
+from verify_service.link import DraftPort, Link
 from verify_service.memory import Memory
+from verify_service.observer import Observer
 from verify_service.outcome import Commit, RoundDone
 from verify_service.request import Request
 from verify_service.round import Entry, Executor, Pending, Result
@@ -30,32 +35,13 @@ _IDLE_SECONDS = 0.25
 """How often an engine without requests looks after its peers."""
 
 _SLEEP_SHARE = 0.75
-"""Part of a round's expected time after which the engine looks for its end without sleeping."""
+"""Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
 
 _REHEARSAL_SECONDS = 2.5e-4
 """How often the choice of nodes is rehearsed then. After 5 ms without it its code took 5 times as long as when warm."""
 
-
-class Observer(Protocol):
-    """Is told of every round, on the engine's thread, while the next one runs."""
-
-    def round(
-        self,
-        entries: Sequence[Entry],
-        updates: Sequence[Update],
-        seconds: float,
-        held: float,
-        gap: float | None = None,
-        gpu: float | None = None,
-    ) -> None:
-        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request.
-
-        `gap`: seconds that the device had nothing to do before it, holding aside; None after a pause. `gpu`: seconds
-        that the device worked on it; None where nobody measures.
-        """
-
-    def flush(self) -> None:
-        """All updates of a round were given out, or nothing is left to do."""
+_MOST_LEFT = 4
+"""Actions that may wait over the start of a round; with more, trees would fall behind for good on a slow host."""
 
 
 class Engine:
@@ -76,10 +62,13 @@ class Engine:
     ) -> None:
         self.limits = limits
         self.memory = memory
-        self.drafts = Drafts(limits.vocab_size, max_nodes=4 * max(limits.max_nodes, 16))
-        self.budget = Budget(cost, limits.max_nodes)
+        self.drafts = Drafts(
+            limits.vocab_size, max_nodes=CREDIT_ROUNDS * max(limits.max_nodes, 16), lockstep=limits.lockstep
+        )
+        self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
         self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget)
-        self._hold = HoldPolicy(self.budget, limits.max_hold_seconds)
+        self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
+        self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep)
         self._executor = executor
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
@@ -88,6 +77,10 @@ class Engine:
         self._num_submitted = 0
         self._unfinished: set[Request] = set()
         self._unread: Counter[DraftPort] = Counter()
+        self._arrived: deque[Action] = deque()
+        """Taken from the inbox and not done yet."""
+        self._garbage = Garbage()
+        self._gaps = GapWatch()
         self._done: RoundDone | None = None
         self._ended_at: float | None = None
         self._prefilled = False
@@ -149,9 +142,14 @@ class Engine:
         """End a request without a further update; its pages are free before the next round."""
         self._inbox.post(lambda: self._cancel(request))
 
-    def draft_connected(self, port: DraftPort) -> None:
+    def draft_connected(self, port: DraftPort, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
-        self._inbox.post(lambda: self.drafts.connected(port))
+
+        def connect() -> None:
+            self.drafts.connected(port, terms)
+            self.features.connected(port)
+
+        self._inbox.post(connect)
 
     def draft_disconnected(self, port: DraftPort) -> None:
         """A session with a draft service ended."""
@@ -185,71 +183,118 @@ class Engine:
 
     def _step(self) -> None:
         """One round, or a wait for something to do."""
+        if self.features.preparing:
+            self.features.advance()
         entries = self.scheduler.plan()
-        held = 0.0
+        held, ready = 0.0, 0
+        self._gaps.mark("plan")
         if entries:
-            entries, held = self._choose(entries)
+            entries, held, ready = self._choose(entries)
         if entries:
-            self._round(entries, held)
+            self._round(entries, held, ready)
             return
         self._ended_at = None
         self._catch_up()
+        self._garbage.idle()
         busy = self.scheduler.running or self.scheduler.waiting
-        self._take_inbox(None if busy else _IDLE_SECONDS)
+        self._take_inbox(None if busy or self.features.refresh() else _IDLE_SECONDS)
         self._attend()
+        self.features.work()
         self._observer.flush()
 
-    def _choose(self, entries: list[Entry]) -> tuple[list[Entry], float]:
+    def _choose(self, entries: list[Entry]) -> tuple[list[Entry], float, int]:
         """Add tree nodes to a planned round, holding it for drafts as long as that pays.
 
-        Returns the entries whose requests have not ended meanwhile, and the seconds spent holding.
+        Returns the entries whose requests have not ended meanwhile, the seconds spent holding, and the nodes that a
+        round without hold would have taken.
         """
         offer = self.scheduler.choose(entries)
-        held = 0.0
+        held, ready = 0.0, len(offer.choice.taken)
+        self._gaps.mark("choose")
         if offer.awaited:
             start = time.monotonic()
             while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
                 # A draft cannot answer what it has not been told.
                 self._catch_up()
-                self._take_inbox(seconds)
+                self._wait_in_hold(seconds, entries, offer.awaited)
                 self.drafts.flush()
                 entries = [entry for entry in entries if not entry.request.finished]
                 offer = self.scheduler.choose(entries)
                 held = time.monotonic() - start
+            self._gaps.mark("hold")
         self.scheduler.take(offer)
-        return entries, held
+        self._gaps.mark("take")
+        return entries, held, ready
 
     def _hold_seconds(self, offer: Offer) -> float:
-        choice = offer.choice
-        return self._hold.seconds(offer.awaited, offer.num_tokens, choice.expected, choice.seconds, offer.beside)
+        return self._hold.seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
 
-    def _round(self, entries: Sequence[Entry], held: float) -> None:
+    def _wait_in_hold(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[Link]) -> None:
+        """Wait for something to come, at most so long, and do it."""
+        if not self.limits.spin:
+            self._take_inbox(seconds)
+            return
+        # An engine that slept here would launch the round with cold code, and wake some 50 us late.
+        now = rehearse_at = time.monotonic()
+        end = now + seconds
+        while not self._hear(None) and now < end and not self._stopping:
+            if now >= rehearse_at:
+                self.scheduler.rehearse(entries)
+                rehearse_at = now + 2 * _REHEARSAL_SECONDS
+            now = time.monotonic()
+        while self._arrived and any(link.expects for link in awaited):
+            self._arrived.popleft()()
+
+    def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
         """Run a round and commit what it brings; what others are to know of it waits for `_catch_up`."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
         prefills = any(entry.prefills for entry in entries)
+        sleep_share = 0.0 if self.limits.spin else _SLEEP_SHARE
         start = time.monotonic()
         pending = self._executor.launch(entries)
+        phases = self._gaps.end()
         self._catch_up()
-        self._take_inbox(None)
-        self._attend()
-        self._watch(pending, entries, start + _SLEEP_SHARE * self.budget.cost.seconds(num_decoded))
+        if self.limits.spin:
+            # The rest of what `_attend` does waits until all that came was taken, which may be after this round.
+            self.scheduler.admit()
+            self.drafts.flush()
+        else:
+            self._take_inbox(None)
+            self._attend()
+        self._watch(pending, entries, start + sleep_share * self.budget.cost.seconds(num_decoded))
         results = pending.wait()
         end = time.monotonic()
-        if self._take_inbox(None):
+        self._gaps.begin(end)
+        # Where the device waits, what has come since is for the round after.
+        if not self.limits.spin and self._take_inbox(None):
             self._attend()
+        while len(self._arrived) > _MOST_LEFT:
+            self._arrived.popleft()()
         commits = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
         gap = None if self._ended_at is None else start - self._ended_at - held
-        self._done = RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap)
+        self._done = RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap, ready, phases)
         self._ended_at = end
+        self._gaps.mark("commit")
 
     def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:
-        """Deal with what comes in until the round has ended."""
+        """Deal with what comes in, piece by piece, until the round has ended."""
         rehearse_at = sleep_until
+        attended = False
+        # Also of a round that is over by now.
+        self._hear(None)
         while not pending.done():
+            if self.features.busy:
+                self.features.work()
             now = time.monotonic()
-            if self._take_inbox(sleep_until - now if sleep_until > now else None):
+            if self._arrived or self._hear(sleep_until - now if sleep_until > now else None):
+                if self._arrived:
+                    self._arrived.popleft()()
+                attended = False
+            elif not attended:
                 self._attend()
+                attended = True
+                self._garbage.sweep()
             elif now >= rehearse_at:
                 self.scheduler.rehearse(entries)
                 rehearse_at = now + _REHEARSAL_SECONDS
@@ -280,15 +325,29 @@ class Engine:
         done, self._done = self._done, None
         if done is None:
             return
-        credit = self._credit()
+        share = self.limits.max_nodes // max(len(self.scheduler.running), 1)
         for commit in done.commits:
             if commit is not None and commit.tokens and not commit.entry.request.finished:
-                self.drafts.report(commit.entry.request, len(commit.tokens), credit)
+                request = commit.entry.request
+                credit = self.drafts.credit(request, share, len(commit.entry.nodes))
+                self.drafts.report(request, len(commit.tokens), credit)
         self.drafts.flush()
+        self.features.collect(done.pending)
         updates = [self._tell(commit) for commit in done.commits]
+        drafted = any(entry.samples and self.drafts.serves(entry.request) for entry in done.entries)
         self.scheduler.release_ended()
-        self._observer.round(done.entries, updates, done.seconds, done.held, done.gap, done.pending.gpu_seconds)
+        self._observer.round(
+            done.entries,
+            updates,
+            done.seconds,
+            done.held,
+            done.gap,
+            done.pending.gpu_seconds,
+            done.ready if drafted else None,
+            self.drafts.take_answers(),
+        )
         self._observer.flush()
+        tell_long(done.gap, done.phases)
         self.drafts.learn()
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
@@ -305,23 +364,24 @@ class Engine:
             commit.entry.request.sink(update)
         return update
 
+    def _hear(self, timeout: float | None) -> bool:
+        """Take what others ask, after waiting for it up to `timeout` seconds; whether anything is to be done."""
+        self._arrived += self._inbox.take(timeout)
+        return bool(self._arrived)
+
     def _take_inbox(self, timeout: float | None) -> bool:
         """Do what others ask, after waiting for it up to `timeout` seconds; whether there was anything."""
-        actions = self._inbox.take(timeout)
-        for action in actions:
-            action()
-        return bool(actions)
+        if not self._hear(None if self._arrived else timeout):
+            return False
+        while self._arrived:
+            self._arrived.popleft()()
+        return True
 
     def _attend(self) -> None:
         """Look after drafts and the queue, once all that came in was taken."""
         self.drafts.attend()
         self.scheduler.admit()
         self.drafts.flush()
-
-    def _credit(self) -> int:
-        """Live nodes that a request's draft may hold: four times its share of a round."""
-        share = self.limits.max_nodes // max(len(self.scheduler.running), 1)
-        return 4 * max(share, 4)
 
     def _cancel(self, request: Request) -> None:
         if not request.finished:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.cache.features import FeatureStore
 from outrider.errors import OutriderError
 from outrider.models.base import CausalLM
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from outrider.tokens import TokenLogprobs
+from verify_service.feature_staging import FeatureStaging, StagedRows
+from verify_service.features import require
 from verify_service.request import Request
-from verify_service.round import Entry, Result
+from verify_service.round import Entry, Pending, Result
 
 
 def entry_mask(entry: Entry) -> torch.Tensor | None:
@@ -63,6 +68,12 @@ class _Part:
         """Position behind the committed tokens; nodes lie from here on."""
         self.slots = slots
 
+    @property
+    def own_slots(self) -> torch.Tensor:
+        """Slots that its tokens are written to."""
+        start = self.end - self.num_extend
+        return self.slots[start : start + self.num_tokens]
+
     def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of accepted nodes, and where the committed order wants them."""
         moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
@@ -82,6 +93,8 @@ class TorchExecutor:
         self._page_size = page_size
         self._kv = model.new_kv(num_pages * page_size)
         self._attention = TorchAttention()
+        self._features: FeatureStore | None = None
+        self._staging = FeatureStaging(model.device)
         self._slots: dict[Request, torch.Tensor] = {}
 
     def launch(self, entries: Sequence[Entry]) -> TorchRound:
@@ -94,10 +107,31 @@ class TorchExecutor:
         """See Executor."""
         self._slots.pop(request, None)
 
+    @property
+    def feature_format(self) -> tuple[int, str]:
+        """See FeatureExecutor."""
+        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
+
+    def begin_features(self, layers: Sequence[int]) -> None:
+        """See FeatureExecutor."""
+        model = self._model
+        hidden = model.config.hidden_size
+        self._features = FeatureStore(layers, hidden, self._kv.num_slots, model.dtype, model.device)
+
+    def refresh_features(self) -> bool:
+        """See FeatureExecutor."""
+        return False
+
+    def read_features(
+        self, slots: NDArray[np.int32], layers: tuple[int, ...], after: Pending | None
+    ) -> StagedRows | None:
+        """See FeatureExecutor."""
+        return self._staging.read(require(self._features), slots, layers, None)
+
     @torch.inference_mode()
     def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:
         """One forward over all entries; accepted KV is compacted in place."""
-        hidden = self._model.forward(batch, self._kv, self._attention)
+        hidden = self._forward(parts, batch)
         rows: list[int] = []
         first = 0
         for part in parts:
@@ -119,6 +153,13 @@ class TorchExecutor:
             row += num_rows
         self._compact(moves)
         return results
+
+    def _forward(self, parts: Sequence[_Part], batch: ForwardBatch) -> torch.Tensor:
+        if (store := self._features) is None:
+            return self._model.forward(batch, self._kv, self._attention)
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, store.layers)
+        store.write(torch.cat([part.own_slots for part in parts]), features)
+        return hidden
 
     @torch.inference_mode()
     def measure(self, width: int, context: int = 192, repeats: int = 3) -> float:
@@ -183,4 +224,7 @@ class TorchExecutor:
     def _compact(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         sources = torch.cat([source for source, _ in moves]) if moves else torch.empty(0)
         if len(sources):
-            self._kv.move(sources, torch.cat([target for _, target in moves]))
+            targets = torch.cat([target for _, target in moves])
+            self._kv.move(sources, targets)
+            if self._features is not None:
+                self._features.move(sources, targets)

@@ -3,11 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 _LEARN = 0.1
 _SLOW_FACTOR = 10.0
 _SLOW_FLOOR = 0.05
 _LOST_SECONDS = 2.0
+
+
+class Wait(NamedTuple):
+    """A wait for something that a draft is expected to send."""
+
+    gain: float
+    """Accepted tokens that it is likely to bring."""
+    typical: float
+    """Seconds until it should be here, from now; 0 when it is overdue."""
+    late: float
+    """The same for 19 of 20 such waits."""
+
+
+class AnswerTimes:
+    """How long something takes, in seconds: the mean of late, and about the 95th percentile."""
+
+    def __init__(self, typical: float = 0.002, late: float = 0.006) -> None:
+        self.typical = typical
+        self.late = late
+
+    def note(self, seconds: float) -> None:
+        """It took so long."""
+        self.typical += _LEARN * (seconds - self.typical)
+        # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
+        step = _LEARN * max(self.typical, 1e-4)
+        self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
+
+    def left(self, gain: float, waited: float) -> Wait:
+        """What is left of it after waiting for `waited` seconds."""
+        return Wait(gain, max(self.typical - waited, 0.0), max(self.late - waited, 0.0))
+
+
+class Misses:
+    """What a draft sends after a miss: an answer, and perhaps more of it a little later, as a model's burst is done.
+
+    `more_gain`: accepted tokens that the second message added to what the first one promised, 0 where none came.
+    """
+
+    def __init__(self) -> None:
+        self.answer = AnswerTimes()
+        self.more = AnswerTimes()
+        self.more_gain = 0.0
+
+    def followed(self, gain: float, seconds: float | None) -> None:
+        """An answer was followed by more, `seconds` after it, or by nothing before the round was over (None)."""
+        self.more_gain += _LEARN * (gain - self.more_gain)
+        if seconds is not None:
+            self.more.note(seconds)
 
 
 class PeerHealth:
@@ -19,15 +68,21 @@ class PeerHealth:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.answers: list[float] = []
+        """Times of answers that nobody has taken yet; whoever reports them empties it."""
         self.restart()
 
     def restart(self) -> None:
         """Forget everything, as at the start of a session."""
-        self.typical = 0.002
-        self.late = 0.006
-        """About the 95th percentile of answers."""
+        self.times = AnswerTimes()
+        self.misses = Misses()
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
+
+    @property
+    def typical(self) -> float:
+        """Seconds of an answer."""
+        return self.times.typical
 
     def sent(self, number: int, length: int) -> None:
         """A request was opened or committed up to `length`; the oldest unanswered one counts."""
@@ -72,7 +127,5 @@ class PeerHealth:
         return self._clock() - min(since for _, since in unanswered) if unanswered else 0.0
 
     def _note(self, seconds: float) -> None:
-        self.typical += _LEARN * (seconds - self.typical)
-        # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
-        step = _LEARN * max(self.typical, 1e-4)
-        self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
+        self.answers.append(seconds)
+        self.times.note(seconds)

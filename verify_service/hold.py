@@ -4,44 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verify_service.budget import Budget
-from verify_service.drafts import PROMISE_NODES, Link
+from verify_service.budget import Budget, Choice
+from verify_service.health import Wait
+from verify_service.link import PROMISE_NODES, Link
 
 MIN_GAIN = 1.02
 """Holding must promise this much more tokens per second: estimates are no better than that."""
 
 
 class HoldPolicy:
-    """Compares tokens per second of a round now with those of a round after the awaited answers."""
+    """Compares tokens per second of a round now with those of a round after the awaited answers.
 
-    def __init__(self, budget: Budget, max_seconds: float) -> None:
+    After a miss a draft answers with what it has at once, and a model's burst may follow a little later. So there are
+    two ends of a wait: the first answers, and what follows them. Times and gains of both are measured, per peer; no
+    hold is needed for that, since answers come during rounds, too.
+    """
+
+    def __init__(self, budget: Budget, max_seconds: float, lockstep: bool = False) -> None:
+        """`lockstep`: wait for every answer that a healthy peer owes, whatever it brings."""
         self._budget = budget
         self._max_seconds = max_seconds
+        self._lockstep = lockstep
 
-    def seconds(
-        self, awaited: Sequence[Link], num_tokens: int, expected: float, seconds: float, beside: float = 0.0
-    ) -> float:
+    def seconds(self, awaited: Sequence[Link], num_tokens: int, choice: Choice, beside: float = 0.0) -> float:
         """How long to wait at most, from now; 0 means not at all.
 
-        `awaited` are links of the round that await an answer. The round computes `num_tokens` tokens before any nodes,
-        and as it stands is expected to commit `expected` tokens in `seconds`, `beside` of which go into other things.
+        `awaited` are links of the round that await an answer, or more of it. The round computes `num_tokens` tokens
+        before any nodes, and as it stands would be `choice`, with `beside` seconds for other things.
         """
-        awaited = [link for link in awaited if link.awaited and link.peer is not None and link.peer.health.good]
+        awaited = [link for link in awaited if link.peer is not None and link.peer.health.good]
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
-        gain = sum(link.gain for link in awaited)
-        promised = min(PROMISE_NODES * len(awaited), self._budget.max_nodes)
-        then = self._budget.cost.seconds(num_tokens + promised) + beside
-        # A wait of w pays while (expected + gain) / (then + w) beats expected / seconds.
-        pays = (expected + gain) * seconds / (expected * MIN_GAIN) - then
-        typical = max(self._remaining(link, late=False) for link in awaited)
-        if pays <= typical:
-            return 0.0
-        late = max(self._remaining(link, late=True) for link in awaited)
-        return min(pays, late, self._max_seconds)
+        if self._lockstep:
+            return self._max_seconds if any(link.awaited for link in awaited) else 0.0
+        return max(
+            self._pays([link.first_wait() for link in awaited], num_tokens, choice, beside),
+            self._pays([link.whole_wait() for link in awaited], num_tokens, choice, beside),
+        )
 
-    def _remaining(self, link: Link, late: bool) -> float:
-        if link.peer is None:
+    def _pays(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
+        """How long to wait for all of these, if that pays."""
+        real = [wait for wait in waits if wait is not None]
+        if not real:
             return 0.0
-        health = link.peer.health
-        return max((health.late if late else health.typical) - health.waited(link.number), 0.0)
+        gain = sum(wait.gain for wait in real)
+        promised = min(len(choice.taken) + PROMISE_NODES * len(real), self._budget.max_nodes)
+        then = max(self._budget.cost.seconds(num_tokens + promised) + beside, choice.seconds)
+        # A wait of w pays while (expected + gain) / (then + w) beats expected / seconds.
+        pays = (choice.expected + gain) * choice.seconds / (choice.expected * MIN_GAIN) - then
+        if pays <= max(wait.typical for wait in real):
+            return 0.0
+        return min(pays, max(wait.late for wait in real), self._max_seconds)

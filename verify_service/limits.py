@@ -20,6 +20,11 @@ class EngineLimits:
     max_nodes: int = 64
     """Tree nodes in one round at most, over all requests."""
     max_hold_seconds: float = 0.02
+    lockstep: bool = False
+    """Every round waits for the drafts' answers to the last commits and takes their best nodes, whatever they cost."""
+    spin: bool = False
+    """A device waits for the host between rounds: while requests run the engine never sleeps, and does what can wait
+    in small pieces, so as to see the end of a round at once. Costs a core."""
     max_round_tokens: int = _ANY
     """Tokens of a round at most, chunks of prefill aside; with more requests than that they take turns."""
     max_depth: int = _ANY

@@ -59,7 +59,8 @@ async def _serve_engine(
     """Open the door, and drain at the end."""
     engine = process.engine
     info = _info(options, ready)
-    dialers = [DraftDialer(address, _hello(info), engine) for address in options.draft if not options.no_speculation]
+    addresses = () if options.no_speculation else options.draft
+    dialers = [DraftDialer(address, _hello(info, ready), engine) for address in addresses]
     metrics.watch(engine, dialers)
     admission = Admission(ready.vocab_size, ready.context_length, tuple(ready.eos_token_ids), bool(dialers))
     servicer = VerifyServicer(engine, admission, info, lambda: _load_report(engine, metrics))
@@ -101,7 +102,7 @@ def _info(options: VerifyOptions, ready: Ready) -> verify_pb2.VerifyServiceGetIn
     )
 
 
-def _hello(info: verify_pb2.VerifyServiceGetInfoResponse) -> Hello:
+def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, ready: Ready) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -109,6 +110,8 @@ def _hello(info: verify_pb2.VerifyServiceGetInfoResponse) -> Hello:
         tokenizer_hash=info.tokenizer_hash,
         vocab_size=info.vocab_size,
         max_positions=info.context_length,
+        hidden_size=ready.hidden_size,
+        num_layers=ready.num_layers,
     )
 
 

@@ -24,6 +24,11 @@ class Memory:
         self.pool = PagePool(num_pages, page_size)
         self.radix = RadixCache(self.pool)
         self.page_size = page_size
+        self.feature_epoch = 0
+        """Counts how often the store of features was begun anew; 0 while there is none.
+
+        Pages that were filled before have KV and no features, so they are not shared with what comes after.
+        """
         self._keep_prefixes = keep_prefixes
         self._share_generated = share_generated
 
@@ -42,6 +47,12 @@ class Memory:
         pages = self.radix.match(request.tokens, self._shared(request, request.committed_len - 1))
         request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
+        request.feature_epoch = self.feature_epoch
+
+    def new_feature_epoch(self) -> None:
+        """From now on the features of all that is computed are stored. The radix cache forgets what has none."""
+        self.feature_epoch += 1
+        self.radix.clear()
 
     def fits(self, length: int) -> bool:
         """Whether `length` positions could be had from free and evictable pages."""
@@ -68,7 +79,8 @@ class Memory:
     def release(self, request: Request) -> None:
         """Take a request's pages; what is full of valid KV stays in the radix cache."""
         if request.pages:
-            valid = self._shared(request, request.cached_len) if self._keep_prefixes else 0
+            keep = self._keep_prefixes and request.feature_epoch == self.feature_epoch
+            valid = self._shared(request, request.cached_len) if keep else 0
             num_full = valid // self.page_size
             self.radix.insert(request.tokens[: num_full * self.page_size], request.pages[:num_full])
             self.pool.release(request.pages)

@@ -17,7 +17,14 @@ from verify_service.wire import RoundReport
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _GAP_BUCKETS = (0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
-_NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64)
+# Closest where a round of an 8B model lies on a large GPU.
+_GPU_BUCKETS = (
+    *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.00425, 0.0045, 0.00475, 0.005, 0.0055, 0.006, 0.007, 0.008),
+    *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5),
+)
+_ANSWER_BUCKETS = (0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5)
+_NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)
+_USUAL_LEARN = 0.05
 _WINDOW_SECONDS = 5.0
 
 
@@ -41,9 +48,24 @@ class VerifyMetrics:
         self._gap_seconds = histogram(
             "host_gap_seconds", "Time on the host from the end of a round to the launch of the next.", _GAP_BUCKETS
         )
-        self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _SECONDS_BUCKETS)
+        self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
         self._round_nodes = histogram("round_draft_tokens", "Tree nodes in a round.", _NODES_BUCKETS)
         self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
+        self._held_rounds = counter("held_rounds", "Rounds that waited for drafts.")
+        self._drafted_rounds = counter("drafted_rounds", "Rounds with requests that a draft serves.")
+        self._hit_rounds = counter(
+            "hit_rounds", "Of these, those with at least half of the usual number of nodes there without waiting."
+        )
+        self._ready_nodes = histogram(
+            "ready_draft_tokens", "Tree nodes there for a round without waiting, where a draft serves.", _NODES_BUCKETS
+        )
+        self._hit_wait_seconds = histogram(
+            "hit_wait_seconds", "Gap before a hit round, waiting for drafts included.", _GAP_BUCKETS
+        )
+        self._answer_seconds = histogram(
+            "draft_answer_times_seconds", "From a commit to the draft's answer.", _ANSWER_BUCKETS
+        )
+        self._usual_nodes = 0.0
         self._committed = counter("committed_tokens", "Tokens committed.")
         self._prefilled = counter("prefilled_tokens", "Tokens computed by prefill.")
         self._draft_tokens = counter("draft_tokens", "Tree nodes verified.")
@@ -75,6 +97,7 @@ class VerifyMetrics:
         for length in report.accepted:
             for position in range(length):
                 self._accepted_at.labels(position).inc()
+        self._observe_drafts(report)
         self._recent.append((time.monotonic(), committed))
         self._forget_old()
 
@@ -105,6 +128,24 @@ class VerifyMetrics:
     def num_rejected(self) -> int:
         """Tree nodes that were verified in vain."""
         return self._num_rejected
+
+    def _observe_drafts(self, report: RoundReport) -> None:
+        """How far the drafts were ahead of the round."""
+        if report.held > 0:
+            self._held_rounds.inc()
+        for seconds in report.answers:
+            self._answer_seconds.observe(seconds)
+        if report.ready is None:
+            return
+        self._drafted_rounds.inc()
+        self._ready_nodes.observe(report.ready)
+        # Rounds without any nodes say nothing of how many would have paid.
+        if report.num_nodes:
+            self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
+        if report.ready and report.ready >= self._usual_nodes / 2:
+            self._hit_rounds.inc()
+            if report.gap is not None:
+                self._hit_wait_seconds.observe(report.gap + report.held)
 
     def _forget_old(self) -> None:
         horizon = time.monotonic() - _WINDOW_SECONDS

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.tokens import FinishReason, TokenOrigin
+from verify_service.gaps import Phases
 from verify_service.round import Entry, Pending, Result
 from verify_service.submission import Update
 
@@ -52,6 +53,10 @@ class RoundDone(NamedTuple):
     held: float
     host_gap: float | None
     """From the end of the round before to this one's launch, holding aside; None after a pause."""
+    ready: int = 0
+    """Nodes that it would have taken without any hold."""
+    phases: Phases = ()
+    """What lay between the round before and this one."""
 
     @property
     def gap(self) -> float | None:

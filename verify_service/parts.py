@@ -15,6 +15,8 @@ from outrider.attention.flashinfer_calls import CallShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.verify import VerifyOptions
+from outrider.device import choose_device
+from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.base import CausalLM
@@ -25,8 +27,7 @@ from outrider.models.store import resolve_model
 from outrider.sampling.lossy import AcceptRule
 from verify_service.budget import CostModel
 from verify_service.cuda_executor import CudaExecutor, CudaLimits
-from verify_service.device import check_model, choose_device, kv_tokens, out_of_memory
-from verify_service.dtype import choose_dtype
+from verify_service.device import check_model, kv_tokens, out_of_memory
 from verify_service.executor import TorchExecutor
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
@@ -39,6 +40,8 @@ CPU_CHUNK = 256
 GPU_CHUNK = 2048
 DETERMINISTIC_CHUNK = 512
 """Every prompt is padded to it, so that a large one would make short prompts wait."""
+LOCKSTEP_HOLD_MS = 1000.0
+"""In lockstep a draft has this long to answer, if it is healthy."""
 _MOST_CPU_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_TOKENS = 64
@@ -189,7 +192,8 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         max_waiting=options.max_queued_requests,
         chunk_size=options.chunked_prefill_size or _chunk_size(options, on_gpu),
         max_nodes=options.max_draft_tokens,
-        max_hold_seconds=options.max_hold_ms / 1e3,
+        max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
+        lockstep=options.lockstep,
     )
     if not on_gpu:
         return limits
@@ -199,5 +203,6 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         max_depth=MAX_DEPTH,
         max_extend=MAX_EXTEND,
         root_apart=True,
+        spin=True,
         generated_in_decode=options.deterministic,
     )

@@ -28,6 +28,11 @@ class Pipe:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._backlog = bytearray()
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the kernel to take them."""
+        return len(self._backlog)
+
     def send(self, frame: FromEngine) -> None:
         """Send a frame, after all earlier ones."""
         self._backlog += pack(frame)

@@ -11,7 +11,8 @@ from typing import Protocol, cast
 
 from outrider.errors import ConfigError, InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
-from outrider.tree.messages import DraftMessage, VerifyMessage
+from outrider.tree.handshake import Terms
+from outrider.tree.messages import DraftMessage, Features, VerifyMessage
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
@@ -21,6 +22,10 @@ from verify_service.wire import (
     DraftSaid,
     DraftTold,
     DraftUp,
+    FeaturesDone,
+    FeaturesOpen,
+    FeaturesTold,
+    FeaturesUp,
     FrameReader,
     FromDoor,
     FromEngine,
@@ -34,7 +39,7 @@ from verify_service.wire import (
     from_engine,
     pack,
 )
-from verify_service.wire_codec import pack_drafts, pack_submission, unpack_update, unpack_verify
+from verify_service.wire_codec import pack_drafts, pack_submission, unpack_features, unpack_update, unpack_verify
 
 log = get_logger(__name__)
 
@@ -48,6 +53,12 @@ class Port(Protocol):
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
+
+    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
+        """Open the features stream."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Queue features, in order."""
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""
@@ -80,6 +91,8 @@ class RemoteEngine(asyncio.Protocol):
         self._sessions: dict[Port, int] = {}
         self._ports: dict[int, Port] = {}
         self._unread: Counter[int] = Counter()
+        self._dtypes: dict[int, str] = {}
+        """Of the features of each session that takes some."""
 
     def start(self, frame: Start) -> None:
         """Have the engine load its model."""
@@ -140,17 +153,19 @@ class RemoteEngine(asyncio.Protocol):
             self._answers[number] = None
             self._send(Cancel(number))
 
-    def draft_connected(self, port: Port) -> None:
+    def draft_connected(self, port: Port, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
         session = self._sessions[port] = next(self._numbers)
         self._ports[session] = port
-        self._send(DraftUp(session, port.address))
+        terms = terms or Terms()
+        self._send(DraftUp(session, port.address, terms.max_positions, list(terms.feature_layers)))
 
     def draft_disconnected(self, port: Port) -> None:
         """A session with a draft service ended."""
         session = self._sessions.pop(port)
         self._ports.pop(session)
         self._unread.pop(session, None)
+        self._dtypes.pop(session, None)
         self._send(DraftDown(session))
 
     def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
@@ -164,6 +179,14 @@ class RemoteEngine(asyncio.Protocol):
         self._unread[session] += weight
         # They may lie unread for a whole round, which is no fault of the draft.
         self._send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
+
+    def features_opened(self, port: Port, window: int) -> None:
+        """The features stream of a session is open."""
+        self._send(FeaturesUp(self._sessions[port], window))
+
+    def features_released(self, port: Port, through: int) -> None:
+        """A draft is done with features."""
+        self._send(FeaturesDone(self._sessions[port], through))
 
     def stop(self) -> None:
         """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
@@ -210,6 +233,13 @@ class RemoteEngine(asyncio.Protocol):
                 # A session that ended meanwhile has no port any more.
                 if (port := self._ports.get(frame.session)) is not None:
                     port.send(unpack_verify(frame.messages))
+            case FeaturesOpen():
+                if (port := self._ports.get(frame.session)) is not None:
+                    self._dtypes[frame.session] = frame.dtype
+                    port.begin_features(tuple(frame.layers), frame.width, frame.dtype)
+            case FeaturesTold():
+                if (port := self._ports.get(frame.session)) is not None:
+                    port.send_features(unpack_features(frame.features, self._dtypes[frame.session]))
             case DraftReset():
                 if (port := self._ports.get(frame.session)) is not None:
                     port.reset()

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from outrider.tree.messages import VerifyMessage
+from outrider.tree.messages import Features, VerifyMessage
 from verify_service.engine import Engine
 from verify_service.pipe import Pipe
 from verify_service.round import Entry
@@ -14,13 +14,15 @@ from verify_service.submission import Update
 from verify_service.wire import (
     DraftReset,
     DraftTold,
+    FeaturesOpen,
+    FeaturesTold,
     PeerPart,
     RoundReport,
     Snapshot,
     Told,
     UpdatePart,
 )
-from verify_service.wire_codec import pack_update, pack_verify
+from verify_service.wire_codec import pack_features, pack_update, pack_verify
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""
@@ -64,9 +66,11 @@ class Reporter:
         held: float,
         gap: float | None = None,
         gpu: float | None = None,
+        ready: int | None = None,
+        answers: Sequence[float] = (),
     ) -> None:
         """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
-        self._rounds.append(report_round(entries, updates, seconds, held, gap, gpu))
+        self._rounds.append(report_round(entries, updates, seconds, held, gap, gpu, ready, answers))
 
     def flush(self) -> None:
         """Send what has gathered, and now and then the engine's state."""
@@ -97,6 +101,8 @@ def report_round(
     held: float,
     gap: float | None = None,
     gpu: float | None = None,
+    ready: int | None = None,
+    answers: Sequence[float] = (),
 ) -> RoundReport:
     """A round in figures."""
     return RoundReport(
@@ -109,6 +115,8 @@ def report_round(
         held=held,
         gap=gap,
         gpu=gpu,
+        ready=ready,
+        answers=answers,
     )
 
 
@@ -123,6 +131,21 @@ class ReporterPort:
     def send(self, messages: list[VerifyMessage]) -> None:
         """Send messages at once, in order: a round may be held for their answer."""
         self._pipe.send(DraftTold(self._session, pack_verify(messages)))
+
+    @property
+    def has_room(self) -> bool:
+        """See FeaturePort."""
+        # What is told of rounds should find little before it.
+        self._pipe.flush()
+        return not self._pipe.backlog
+
+    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
+        """See FeaturePort."""
+        self._pipe.send(FeaturesOpen(self._session, list(layers), width, dtype))
+
+    def send_features(self, messages: list[Features]) -> None:
+        """See FeaturePort."""
+        self._pipe.send(FeaturesTold(self._session, pack_features(messages)))
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""

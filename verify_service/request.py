@@ -39,6 +39,8 @@ class Request:
     """Prompt tokens that the radix cache had when the request was first admitted; None before that."""
     pages: list[int] = field(default_factory=list)
     """Page table: position p lies in page `pages[p // page_size]`."""
+    feature_epoch: int = 0
+    """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
     finished: bool = False
 
     @property

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from outrider.tree.mirror import TreeMirror
 from verify_service.budget import Budget, Choice
-from verify_service.drafts import Drafts, Link
+from verify_service.drafts import Drafts
 from verify_service.forest import Forest
 from verify_service.limits import EngineLimits
+from verify_service.link import Link
 from verify_service.memory import Memory
 from verify_service.request import Request
 from verify_service.round import Entry
@@ -24,7 +25,7 @@ class Offer(NamedTuple):
     forest: Forest
     choice: Choice
     awaited: Sequence[Link]
-    """Trees that a draft's answer may bring nodes for."""
+    """Trees that a draft's answer, or more of one, may bring nodes for."""
     num_tokens: int
     """Tokens computed anyway, beside nodes."""
     beside: float
@@ -136,7 +137,7 @@ class Scheduler:
             link = self._drafts.link(entry.request)
             if link is None or (room := entry.request.draft_room) <= 0:
                 continue
-            if link.awaited:
+            if link.expects:
                 awaited.append(link)
             if link.mirror.num_nodes:
                 growing.append(entry)

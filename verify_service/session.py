@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, cast
 
 import grpc
@@ -13,8 +14,10 @@ from outrider.errors import ConfigError, InvalidRequestError
 from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
 from outrider.rpc.codec import decode_draft, encode_verify, in_parts
-from outrider.tree.messages import Commit, DraftMessage, Hello, VerifyMessage
+from outrider.tree.handshake import HandshakeError, Terms, agree
+from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, VerifyMessage
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+from verify_service.feature_stream import FeatureStream
 
 log = get_logger(__name__)
 
@@ -31,7 +34,7 @@ SpeculateCall = grpc.aio.StreamStreamCall[
 class DraftEvents(Protocol):
     """What a session tells the engine."""
 
-    def draft_connected(self, port: DraftSession) -> None:
+    def draft_connected(self, port: DraftSession, terms: Terms) -> None:
         """The session is open."""
 
     def draft_disconnected(self, port: DraftSession) -> None:
@@ -39,6 +42,12 @@ class DraftEvents(Protocol):
 
     def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
         """Messages came in."""
+
+    def features_opened(self, port: DraftSession, window: int) -> None:
+        """The features stream that the engine has asked for is open."""
+
+    def features_released(self, port: DraftSession, through: int) -> None:
+        """The draft is done with features."""
 
 
 class DraftSession:
@@ -48,9 +57,13 @@ class DraftSession:
     `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
     """
 
-    def __init__(self, address: str, call: SpeculateCall) -> None:
+    def __init__(self, address: str, call: SpeculateCall, terms: Terms, events: DraftEvents) -> None:
         self.address = address
         self._call = call
+        self._terms = terms
+        self._events = events
+        self._features: FeatureStream | None = None
+        self._features_task: asyncio.Task[None] | None = None
         self._queue: list[VerifyMessage] = []
         self._last_commit: dict[int, int] = {}
         self._filled = asyncio.Event()
@@ -64,9 +77,29 @@ class DraftSession:
             self.reset()
         self._filled.set()
 
+    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
+        """Open the features stream. A session whose features stream ends is over, too."""
+        begin = FeaturesBegin(self._terms.features_token, layers, width, dtype)
+        opened = partial(self._events.features_opened, self)
+        released = partial(self._events.features_released, self)
+        self._features = FeatureStream(self.address, begin, opened, released)
+        self._features_task = asyncio.create_task(self._features.run())
+        self._features_task.add_done_callback(lambda _: self._call.cancel())
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Queue features, in order."""
+        if self._features is not None:
+            self._features.send(messages)
+
     def reset(self) -> None:
         """End the session."""
         self._call.cancel()
+
+    async def close(self) -> None:
+        """End the features stream, if there is one."""
+        if self._features_task is not None:
+            self._features_task.cancel()
+            await asyncio.gather(self._features_task, return_exceptions=True)
 
     async def write(self) -> None:
         """Write what is queued until cancelled."""
@@ -78,7 +111,7 @@ class DraftSession:
             if messages:
                 await self._call.write(encode_verify(messages))
 
-    async def read(self, events: DraftEvents) -> None:
+    async def read(self) -> None:
         """Pass on what comes in until the stream ends."""
         # read(), because grpc.aio refuses to iterate a call that the handshake has read from.
         while (batch := await self._call.read()) is not grpc.aio.EOF:
@@ -88,7 +121,7 @@ class DraftSession:
                 continue
             for part in in_parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
                 try:
-                    events.draft_received(self, decode_draft(part))
+                    self._events.draft_received(self, decode_draft(part))
                 except InvalidRequestError as error:
                     log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
                 await asyncio.sleep(0)
@@ -125,7 +158,7 @@ class DraftDialer:
                 # A call that the other side or `reset` cancelled looks the same; only the task knows.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-            except ConfigError as error:
+            except (ConfigError, HandshakeError) as error:
                 log.error("draft %s is refused: %s", self.address, error.message)
                 state, pause = "refused", REFUSED_SECONDS
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
@@ -143,25 +176,26 @@ class DraftDialer:
         channel = open_channel(self.address)
         try:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
-            await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call)
+            terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
+            session = DraftSession(self.address, call, terms, self._events)
             self.state = "connected"
             log.info("draft %s is connected", self.address)
-            self._events.draft_connected(session)
+            self._events.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
             # A session that can only read would go silent, and all of its requests with it.
             writer.add_done_callback(lambda _: call.cancel())
             try:
-                await session.read(self._events)
+                await session.read()
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
+                await session.close()
                 self._events.draft_disconnected(session)
                 log.info("the session with draft %s is over", self.address)
         finally:
             await channel.close()
 
-    async def _shake_hands(self, call: SpeculateCall) -> None:
+    async def _shake_hands(self, call: SpeculateCall) -> Terms:
         await call.write(encode_verify([self._hello]))
         batch = await call.read()
         if batch is grpc.aio.EOF:
@@ -174,14 +208,4 @@ class DraftDialer:
             raise ConfigError(f"its hello is malformed: {error.message}") from error
         if len(messages) != 1 or not isinstance(messages[0], Hello):
             raise ConfigError("its first message is not a hello")
-        check_hello(self._hello, messages[0])
-
-
-def check_hello(ours: Hello, theirs: Hello) -> None:
-    """Raise ConfigError naming both values where a draft does not fit this verify service."""
-    for name in ("protocol_version", "noise_version"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise ConfigError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
-    for name in ("tokenizer_hash", "vocab_size", "hidden_size"):
-        if getattr(theirs, name) and getattr(ours, name) != getattr(theirs, name):
-            raise ConfigError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
+        return agree(self._hello, messages[0])

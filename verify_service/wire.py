@@ -8,6 +8,7 @@ here has a version. Torch-free.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -53,6 +54,10 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     session: int
     address: str
+    max_positions: int = 0
+    """Longest sequence that the draft serves; 0 for any."""
+    feature_layers: list[int] = []
+    """Layers of the target whose hidden states it takes."""
 
 
 class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -106,7 +111,22 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """door -> engine: end after the round in progress."""
 
 
-FromDoor = Start | Submit | Cancel | DraftUp | DraftDown | DraftSaid | Stop
+class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """door -> engine: the features stream of a session is open."""
+
+    session: int
+    window: int
+    """Bytes that the draft allows to be under way; 0 for any number."""
+
+
+class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """door -> engine: a draft has released features."""
+
+    session: int
+    through: int
+
+
+FromDoor = Start | Submit | Cancel | DraftUp | DraftDown | DraftSaid | Stop | FeaturesUp | FeaturesDone
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -121,6 +141,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     eos_token_ids: list[int]
     max_running: int
     max_waiting: int
+    hidden_size: int = 0
+    num_layers: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -169,6 +191,10 @@ class RoundReport(msgspec.Struct, frozen=True, array_like=True):
     """Host time between the end of the round before and the launch of this one; None after a pause."""
     gpu: float | None = None
     """Device time; None where nothing measures it."""
+    ready: int | None = None
+    """Tree nodes that it would have had without any hold; None if no draft serves its requests."""
+    answers: Sequence[float] = ()
+    """Times of the drafts' answers to commits since the round before."""
 
 
 class PeerPart(msgspec.Struct, frozen=True, array_like=True):
@@ -264,7 +290,35 @@ class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
     session: int
 
 
-FromEngine = Ready | Refused | Told | DraftTold | DraftReset
+class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
+
+    session: int
+    layers: list[int]
+    width: int
+    dtype: str
+
+
+class FeaturesPart(msgspec.Struct, frozen=True, array_like=True):
+    """Features of the features stream; their dtype is the stream's."""
+
+    request: int
+    start: int
+    count: int
+    final: bool
+    sequence: int
+    data: bytes
+    """Or a memoryview where it is packed."""
+
+
+class FeaturesTold(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """engine -> door: features for a draft, in order."""
+
+    session: int
+    features: list[FeaturesPart]
+
+
+FromEngine = Ready | Refused | Told | DraftTold | DraftReset | FeaturesOpen | FeaturesTold
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

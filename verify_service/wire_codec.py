@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from outrider.tree.messages import (
     Decline,
     DeclineReason,
     DraftMessage,
+    Features,
     Grow,
     Hello,
     Open,
@@ -36,6 +37,7 @@ from verify_service.wire import (
     CommitPart,
     DeclinePart,
     ErrorPart,
+    FeaturesPart,
     GrowPart,
     OpenPart,
     PausePart,
@@ -147,6 +149,21 @@ def pack_verify(messages: Sequence[VerifyMessage]) -> list[VerifyPart]:
 def unpack_verify(parts: Sequence[VerifyPart]) -> list[VerifyMessage]:
     """Messages for a draft, in order. Arrays cannot be written to."""
     return [_unpack_verify(part) for part in parts]
+
+
+def pack_features(messages: Sequence[Features]) -> list[FeaturesPart]:
+    """Features for a draft, in order; their dtype is known at the other end."""
+    return [
+        FeaturesPart(part.request, part.start, part.count, part.final, part.sequence, cast(bytes, part.data))
+        for part in messages
+    ]
+
+
+def unpack_features(parts: Sequence[FeaturesPart], dtype: str) -> list[Features]:
+    """Features for a draft, in order."""
+    return [
+        Features(part.request, part.start, part.count, part.final, part.data, dtype, part.sequence) for part in parts
+    ]
 
 
 def _pack_draft(message: DraftMessage) -> DraftPart:

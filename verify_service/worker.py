@@ -11,13 +11,15 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import NoReturn, Protocol
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError, OutriderError
 from outrider.logs import configure_logging, get_logger
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
+from outrider.tree.handshake import Terms
 from verify_service.assembly import Built, assemble
 from verify_service.engine import Engine
 from verify_service.inbox import Action, Inbox
@@ -25,8 +27,20 @@ from verify_service.pipe import Pipe
 from verify_service.reporter import Reporter, ReporterPort
 from verify_service.request import Request
 from verify_service.submission import Submission, Update
-from verify_service.wire import Cancel, DraftDown, DraftSaid, DraftUp, FromDoor, Refused, Start, Stop, Submit
-from verify_service.wire_codec import unpack_drafts, unpack_submission
+from verify_service.wire import (
+    Cancel,
+    DraftDown,
+    DraftSaid,
+    DraftUp,
+    FeaturesDone,
+    FeaturesUp,
+    FromDoor,
+    Refused,
+    Start,
+    Stop,
+    Submit,
+)
+from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_submission
 
 log = get_logger("verify_service.worker")
 
@@ -134,6 +148,8 @@ class SocketInbox:
 
     def _receive(self) -> bool:
         """Take in what the door sent; whether there was anything, or never will be again."""
+        # A spinning engine waits nowhere, which is where the rest of a long frame would leave.
+        self._pipe.flush()
         frames = self._pipe.receive()
         for frame in frames:
             self._handle(frame)
@@ -170,9 +186,12 @@ class FrameHandler:
                 self._hear(frame)
             case DraftUp():
                 port = self._ports[frame.session] = ReporterPort(frame.session, frame.address, self._pipe)
-                self._engine.draft_connected(port)
+                terms = Terms(max_positions=frame.max_positions, feature_layers=tuple(frame.feature_layers))
+                self._engine.draft_connected(port, terms)
             case DraftDown():
                 self._engine.draft_disconnected(self._ports.pop(frame.session))
+            case FeaturesUp() | FeaturesDone():
+                self._hear_of_features(frame)
             case Stop():
                 self._engine.stop()
             case Start():
@@ -200,18 +219,35 @@ class FrameHandler:
             self._engine.cancel(request)
             self._inbox.post(lambda: self._reporter.ended(number))
 
+    def _hear_of_features(self, frame: FeaturesUp | FeaturesDone) -> None:
+        port, features = self._ports.get(frame.session), self._engine.features
+        if port is None:
+            return
+        if isinstance(frame, FeaturesUp):
+            self._inbox.post(partial(features.opened, port, frame.window))
+        else:
+            self._inbox.post(partial(features.released, port, frame.through))
+
     def _hear(self, frame: DraftSaid) -> None:
         port = self._ports.get(frame.session)
         if port is None:
             return
-        messages = unpack_drafts(frame.messages)
+        # One by one, so that the engine may turn to something else in between.
+        for part in frame.messages:
+            self._inbox.post(partial(self._receive, port, part, frame.arrived_at))
+        self._inbox.post(lambda: self._reporter.read(frame.session, frame.weight))
 
-        def receive() -> None:
-            self._reporter.read(frame.session, frame.weight)
-            self._engine.drafts.receive(port, messages, frame.arrived_at)
+    def _receive(self, port: ReporterPort, part: DraftPart, arrived_at: float) -> None:
+        self._engine.drafts.receive(port, unpack_drafts([part]), arrived_at)
 
-        self._inbox.post(receive)
+
+def leave(code: int) -> NoReturn:
+    """End the process; after a failure at once: what a broken CUDA context holds may hang or abort when it is freed."""
+    if code == EXIT_FAILURE:
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

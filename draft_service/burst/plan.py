@@ -19,7 +19,9 @@ from outrider.sampling.params import SamplingParams
 FORCED = np.float32(1e30)
 """Path score of a seed that the first step must take: committed tokens whose KV is missing, and the root.
 
-Forced seeds of a request follow each other, parents first, and have their tree slots given.
+Forced seeds of a request follow each other, parents first, and have their tree slots given. The last one is the root:
+its candidates count from 0, those of the others do not enter the pool. A slot that is not live yet is taken; one that
+is live is filled anew, and what hangs below it stays.
 """
 
 
@@ -43,9 +45,9 @@ class Seeds:
     """[N] row of `Burst.features` that the node takes; -1 takes what its parent's step brought."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowState:
-    """One request of a burst."""
+    """One request of a burst. Not to be changed; making a frozen one takes three times as long."""
 
     row: int
     """Its row of the runner, from `BurstRunner.open`."""
@@ -69,8 +71,9 @@ class Burst:
     """Nodes of a step at most; rounded up to a bucket."""
     floor: float
     """Path score below which nothing is run."""
-    features: object | None = None
-    """Target features [F, feature_size] of forced seeds, a tensor on any device."""
+    features: Sequence[object] = ()
+    """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
+    those, which joined in this order are [F, feature_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class BurstResult:
     tokens: NDArray[np.int32]
     """[S, M, k] candidate children, of the target's vocabulary, best first; -1 for none."""
     scores: NDArray[np.float32]
-    """[S, M, k] their edge scores: natural-log chances, at most 0."""
+    """[S, M, k] their edge scores: natural-log chances, at most 0; -inf for none."""
 
 
 class PendingBurst(Protocol):
@@ -114,6 +117,8 @@ class BurstShape:
     max_steps: int
     max_width: int
     page_size: int
+    num_pages: int
+    """Context pages of all requests."""
     max_context: int
     """Context tokens of a request at most."""
     feature_size: int
@@ -151,7 +156,11 @@ class BurstRunner(Protocol):
         """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
 
     def project(self, features: object) -> object:
-        """Target features [N, layers * hidden], a tensor, as the model takes them: [N, feature_size] on its device."""
+        """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
+
+        `features` is a `Features` message of outrider.tree.messages with its values in `data`, or a tensor
+        [N, layers * hidden]; its memory may be used again as soon as this returns.
+        """
 
     def launch(self, burst: Burst) -> PendingBurst:
         """Queue a burst; returns before it has run."""

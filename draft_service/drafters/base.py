@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Features
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,21 @@ class Candidate:
     """Index into the drafter's `sources`."""
 
 
+class AnyDrafter(Protocol):
+    """What guesses, in whatever way, as the service sees it."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of where its nodes come from."""
+
+    @property
+    def needs(self) -> Needs:
+        """Checked against the target before any request is opened."""
+
+    def gauges(self) -> Mapping[str, int]:
+        """Sizes worth watching, by name; called from any thread."""
+
+
 class Drafter(ABC):
     """Guesses children of tree nodes. One thread calls it; state of nodes lives here, keyed by (handle, node id).
 
@@ -102,6 +118,12 @@ class Drafter(ABC):
         the target's hidden states, for a drafter that needs them.
         """
 
+    def take_features(self, request: int, features: Features) -> None:  # noqa: B027
+        """The target's true features of positions of a request, each position once; in order, but for what is resent.
+
+        They may come before the commit of their tokens as well as behind it. The bytes are free afterwards.
+        """
+
     @abstractmethod
     def expand(self, frontier: Sequence[FrontierNode]) -> list[list[Candidate]]:
         """Candidate children of each node, best first; their chances add up to at most 1."""
@@ -131,16 +153,25 @@ class Drafter(ABC):
         return {}
 
 
-DrafterFactory = Callable[[DraftOptions], Drafter]
+DrafterFactory = Callable[[DraftOptions], AnyDrafter]
+
+_ALONE = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Drafters with a model: one of them at most."""
 
 
-def _ngram(options: DraftOptions) -> Drafter:
+def _ngram(options: DraftOptions) -> AnyDrafter:
     from draft_service.drafters.ngram import NgramDrafter
 
     return NgramDrafter(options)
 
 
-_FACTORIES: dict[str, DrafterFactory] = {"NGRAM": _ngram}
+def _model(options: DraftOptions) -> AnyDrafter:
+    from draft_service.drafters.model import load_model_drafter
+
+    return load_model_drafter(options)
+
+
+_FACTORIES: dict[str, DrafterFactory] = {"NGRAM": _ngram, **dict.fromkeys(_ALONE, _model)}
 
 
 def register(name: str, factory: DrafterFactory) -> None:
@@ -148,11 +179,41 @@ def register(name: str, factory: DrafterFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def build_drafter(options: DraftOptions) -> Drafter:
-    """Return the drafter that `options.speculative_algorithm` names. Raises ConfigError naming those known."""
-    name = options.speculative_algorithm[0]
-    factory = _FACTORIES.get(name)
-    if factory is None:
-        known = ", ".join(sorted(_FACTORIES))
-        raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
-    return factory(options)
+def build_drafter(options: DraftOptions) -> AnyDrafter:
+    """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
+    names = options.speculative_algorithm
+    _check(options)
+    made = [_FACTORIES[name](options) for name in names]
+    if len(made) == 1:
+        return made[0]
+    from draft_service.drafters.several import SeveralDrafters
+
+    return SeveralDrafters(made)
+
+
+def model_algorithm(options: DraftOptions) -> str:
+    """The one drafter with a model that the options name; empty if they name none."""
+    return next((name for name in options.speculative_algorithm if name in _ALONE), "")
+
+
+def _check(options: DraftOptions) -> None:
+    names = options.speculative_algorithm
+    for name in names:
+        if name not in _FACTORIES:
+            known = ", ".join(sorted(_FACTORIES))
+            raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--speculative-algorithm: {','.join(names)!r} must name each drafter once, and one at least")
+    models = [name for name in names if name in _ALONE]
+    if len(models) > 1:
+        raise ConfigError(
+            f"--speculative-algorithm: {','.join(models)} are models and do not run together; use one of them, with or "
+            "without NGRAM"
+        )
+    if options.lockstep and not models:
+        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_ALONE)}")
+    if models == ["NEXTN"]:
+        if not (options.speculative_draft_model_path or options.target_model_path):
+            raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
+    elif models and not options.speculative_draft_model_path:
+        raise ConfigError(f"--speculative-draft-model-path: {models[0]} needs a draft model; name its folder or hub id")

@@ -40,9 +40,10 @@ def put(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
 def combine(
-    partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits,
+    partials, stats, output, first, cached_len, path, lens, num_rows, num_tokens, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
-    ROWS_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    ROWS_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
+    REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, heads): add up the splits of a (token, head) pair, in their order. Padding tokens get zeros."""
     token = tl.program_id(0)
@@ -56,7 +57,10 @@ def combine(
         own = tl.sum((tl.load(path + token * DEPTH + tl.arange(0, DEPTH)) >= 0).to(tl.int32), 0)
         used = tl.minimum(tl.cdiv(tl.cdiv(cached + own, KEYS), SPAN), num_splits)
     else:
-        own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
+        if REGION:
+            own = tl.load(lens + row, mask=real, other=0)
+        else:
+            own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
         num_tiles = tl.cdiv(cached + own, KEYS)
         used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, SPAN))
     used = tl.where(real, used, 0)
@@ -99,15 +103,16 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 def add_up(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
-    num_splits: int, config: TileConfig, num_heads: int, pdl: bool,
+    num_splits: int, config: TileConfig, num_heads: int, pdl: bool, lens: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch `combine`."""
+    """Launch `combine`; `lens` are those of a tree region, if there is one."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
     splits_pad = power_of_two(num_splits)
     combine[(num_tokens, num_heads)](
-        partials, stats, out, first, cached_len, first if path is None else path, num_rows, num_tokens, num_splits,
+        partials, stats, out, first, cached_len, first if path is None else path, first if lens is None else lens,
+        num_rows, num_tokens, num_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
         ROWS_PAD=power_of_two(num_rows + 1), SPLITS_PAD=splits_pad,
-        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], PDL=pdl,
+        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], REGION=lens is not None, PDL=pdl,
         num_warps=min(max(splits_pad * dim // 1024, 1), 4), launch_pdl=pdl,
     )  # fmt: skip

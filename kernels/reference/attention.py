@@ -11,15 +11,17 @@ from torch import Tensor
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    page_size: int, scale: float, path: Tensor | None, out: Tensor,
+    page_size: int, scale: float, path: Tensor | None, out: Tensor, region_base: int = 0, lens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
     out.zero_()
-    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
+    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size, region_base, lens):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
         hidden[:, :cached] = False
         for i in range(end - begin):
             own = _set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
+            if lens is not None:
+                own = own[own < slots.numel() - cached]
             hidden[i, cached + own.long()] = False
         out[begin:end] = _attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
     return out
@@ -39,14 +41,24 @@ def prefill_attention(
 
 
 def _rows(
-    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, page_size: int
+    page_tables: Tensor,
+    table_rows: Tensor,
+    first: Tensor,
+    cached_len: Tensor,
+    page_size: int,
+    region_base: int = 0,
+    lens: Tensor | None = None,
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """First token, last token + 1, context and KV slots of every row that has tokens."""
     starts = first.tolist()
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
         begin, end = starts[row], starts[row + 1]
         if begin < end:
-            logical = torch.arange(cached + end - begin, device=first.device)
+            if lens is None:
+                logical = torch.arange(cached + end - begin, device=first.device)
+            else:
+                in_region = region_base + torch.arange(int(lens[row]), device=first.device)
+                logical = torch.cat([torch.arange(cached, device=first.device), in_region])
             slots = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
             yield begin, end, cached, slots
 
@@ -62,4 +74,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Te
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("nhd,lhd->nhl", q.float(), k) * scale
     weights = scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+    # A query that sees no key gets zeros.
+    weights = weights.masked_fill(hidden.all(1).view(-1, 1, 1), 0.0)
     return torch.einsum("nhl,lhd->nhd", weights, v).flatten(1).to(q.dtype)

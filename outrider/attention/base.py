@@ -26,8 +26,8 @@ class Segment:
         num_queries: at least 1.
         kv_slots: int64 [L], the KV slot of each logical position. The last `num_queries` are where the queries' own
             k and v are written in this forward.
-        mask: bool [num_queries, num_queries], True where query i may attend to query j's k and v; every query must
-            see itself. None means causal.
+        mask: bool [num_queries, K] over the last K logical positions, num_queries <= K <= L: True where a query may
+            attend; every query must see itself, and sees all positions before the last K. None means causal.
     """
 
     num_queries: int

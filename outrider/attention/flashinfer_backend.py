@@ -67,8 +67,8 @@ class FlashInferAttention(AttentionBackend):
         """See AttentionBackend."""
         if not isinstance(batch, PagedBatch):
             raise ValueError("the flashinfer backend needs a paged batch")
-        if batch.path is not None:
-            raise ValueError("the flashinfer backend has no deterministic mode")
+        if batch.path is not None or batch.region is not None:
+            raise ValueError("the flashinfer backend has no deterministic mode and no tree regions")
         if batch.mask is None:
             self._prefill.plan(batch)
             return _FlashInferPlan(batch, kv, num_heads, rotary, self._prefill)

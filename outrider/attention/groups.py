@@ -50,7 +50,8 @@ class Group:
         self.rows = rows.view(-1)
         self.is_causal = len(members) == 1 and segments[0].mask is None and 1 < num_queries == length
         self.mask: Tensor | None = None
-        if not self.is_causal and (len(members) > 1 or num_queries > 1):
+        hides = segments[0].mask is not None and segments[0].mask.shape[1] > 1
+        if not self.is_causal and (len(members) > 1 or num_queries > 1 or hides):
             self.mask = torch.stack([_allowed(segment, num_queries, length) for segment in segments]).unsqueeze(1)
 
 
@@ -93,11 +94,10 @@ def _allowed(segment: Segment, num_rows: int, length: int) -> Tensor:
     n, used = segment.num_queries, segment.kv_slots.numel()
     allowed = torch.ones(num_rows, length, dtype=torch.bool, device=segment.kv_slots.device)
     allowed[:n, used:] = False
-    own = allowed[:n, used - n : used]
     if segment.mask is None:
-        own.tril_()
+        allowed[:n, used - n : used].tril_()
     else:
-        own.copy_(segment.mask)
+        allowed[:n, used - segment.mask.shape[1] : used] = segment.mask
     return allowed
 
 

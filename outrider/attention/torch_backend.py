@@ -120,5 +120,8 @@ def _check(segment: Segment) -> None:
     n, length = segment.num_queries, segment.kv_slots.numel()
     if not 1 <= n <= length:
         raise ValueError(f"a segment of {length} slots cannot have {n} queries")
-    if segment.mask is not None and segment.mask.shape != (n, n):
-        raise ValueError(f"the mask of {n} queries must be {n} x {n}, got {list(segment.mask.shape)}")
+    if segment.mask is None:
+        return
+    rows, columns = segment.mask.shape
+    if rows != n or not n <= columns <= length:
+        raise ValueError(f"a mask of {rows} x {columns} does not fit {n} queries over {length} positions")

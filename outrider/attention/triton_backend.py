@@ -46,4 +46,14 @@ class TritonPlan(AttentionPlan):
         shape = {"page_size": batch.page_size, "max_row_tokens": batch.max_row_tokens, "scale": self._scale}
         if batch.mask is None:
             return prefill_attention(q, k, v, *where, **shape)
-        return tree_attention(q, k, v, *where, batch.mask, num_splits=batch.num_splits, path=batch.path, **shape)
+        return tree_attention(
+            q,
+            k,
+            v,
+            *where,
+            batch.mask,
+            num_splits=batch.num_splits,
+            path=batch.path,
+            region=batch.region,
+            **shape,
+        )

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.compact import compact
+from kernels.move import move
 
 if TYPE_CHECKING:
     from outrider.attention.paged import TreeTokens
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that, on a CPU, take memory only when a slot is first written: torch.zeros writes them all at once.
 
     They must be zeros: what a mask hides is multiplied by 0, and 0 times a stray NaN is NaN.
@@ -38,7 +39,7 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
-        self.k, self.v = (_zeros(shape, dtype, torch.device(device)) for _ in range(2))
+        self.k, self.v = (zeros(shape, dtype, torch.device(device)) for _ in range(2))
         self.k_layers = self.k.unbind(0)
         self.v_layers = self.v.unbind(0)
         self.num_slots = num_slots
@@ -63,6 +64,13 @@ class KVCache:
         for cache in (self.k, self.v):
             # index_select copies out first: that is what makes overlap safe.
             cache.index_copy_(1, dst_slots, cache.index_select(1, src_slots))
+
+    def move_pairs(self, moves: Tensor) -> None:
+        """Copy slots by int32 pairs [N, 2] of source and target on the device, in one launch; skips negative ones.
+
+        No slot may be the target of two pairs, nor the source of one and the target of another.
+        """
+        move(self.k, self.v, moves)
 
     def compact(
         self, tokens: TreeTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int

@@ -102,6 +102,13 @@ class RadixCache:
                 heapq.heappush(heap, (parent.last_used, id(parent), parent))
         return freed
 
+    def clear(self) -> None:
+        """Forget everything. Pages that requests use stay theirs."""
+        for node in self._nodes():
+            self._pool.release(node.pages)
+        self._root.children.clear()
+        self.num_pages = 0
+
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
         count = 0

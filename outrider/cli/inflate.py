@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.models.inflate_shapes import SHAPES, parse_shape
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
@@ -27,7 +28,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"{', '.join(SHAPES)}, any of them with changes (llama-1b,layers=30), or all sizes (hidden=640,...).",
     )
-    parser.add_argument("--out", required=True, type=Path, help="The folder to make; it must not exist.")
+    parser.add_argument("--out", type=Path, help="The folder to make; it must not exist.")
+    parser.add_argument("--draft", help="A draft head of the source (EAGLE or EAGLE-3): a folder or hub id.")
+    parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
+    parser.add_argument("--draft-vocab-size", type=int, default=32000, help="Of a random head. Default: 32000.")
+    parser.add_argument("--draft-out", type=Path, help="The head's folder to make; with it --out may be left out.")
     parser.add_argument("--seed", type=int, default=0, help="Of the random filling. Default: 0.")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Of the weights. Default: bfloat16.")
     parser.add_argument("--shard-gb", type=float, default=2.0, help="Largest weight file, in GB. Default: 2.")
@@ -45,6 +50,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
+    _check(arguments)
     shape = parse_shape(arguments.shape)
     source = resolve_model(arguments.model)
     # By name: the command line imports without torch, and of its commands this one alone computes.
@@ -57,6 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         shard_gb=arguments.shard_gb,
         vocab_size=arguments.vocab_size,
     )
+    if arguments.draft_out is not None:
+        _make_draft(arguments, source, options)
+    if arguments.out is None:
+        return 0
     with ConsoleProgress() as progress:
         num_bytes = folder.inflate(source, arguments.out, options, progress)
     print(f"{arguments.out}: {num_bytes / 1e9:.2f} GB of weights")
@@ -68,3 +78,32 @@ def run(arguments: argparse.Namespace) -> int:
     if not result.passes(options.dtype):
         raise OutriderError(f"{arguments.out} does not compute what {arguments.model} does: {result}")
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where options do not fit each other."""
+    wants_draft = arguments.draft is not None or arguments.random_draft
+    if wants_draft != (arguments.draft_out is not None):
+        raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
+    if arguments.draft is not None and arguments.random_draft:
+        raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
+    if arguments.out is None and not wants_draft:
+        raise ConfigError("--out: names the folder to make")
+    if arguments.draft_vocab_size < 1:
+        raise ConfigError(f"--draft-vocab-size {arguments.draft_vocab_size}: must be at least 1")
+
+
+def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> None:
+    """The head beside the inflated model."""
+    with ConsoleProgress() as progress:
+        if arguments.draft is not None:
+            head = resolve_model(arguments.draft, needs_tokenizer=False)
+            heads = import_module("outrider.models.inflate_head")
+            num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
+        else:
+            heads = import_module("outrider.models.random_head")
+            target = heads.shaped(source, options)
+            num_bytes = heads.random_eagle3_head(
+                arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device
+            )
+    print(f"{arguments.draft_out}: {num_bytes / 1e9:.2f} GB of weights")

@@ -24,8 +24,13 @@ COMMANDS = {
     "demo": "Start everything, stream one answer with its figures, stop everything.",
     "models": "Fetch models, and list those that are here.",
     "inflate": "Make a large model that answers as a small one does, to measure speed.",
+    "train": "Train a drafter for a model on the model's own text.",
+    "convert": "Turn a draft head or token map saved by torch into safetensors or JSON.",
     "version": "Print the version.",
 }
+
+WITH_SERVICES = ("up", "chat", "demo")
+"""Commands that take the services' options."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +61,7 @@ def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():
         # The services' options are too many for a line that lists them all.
-        usage = f"outrider {name} [options]" if name in ("up", "chat", "demo") else None
+        usage = f"outrider {name} [options]" if name in WITH_SERVICES else None
         subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         subparser.add_argument("--no-color", action="store_true", help="Print without colours (as NO_COLOR=1 does).")
         if name in commands and name != "version":
@@ -69,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Only the command's own module is loaded: it is the first word that is no option.
     wanted = next((word for word in words if not word.startswith("-")), "")
+    if wanted in WITH_SERVICES:
+        from outrider.cli.options import in_our_words
+
+        try:
+            words = in_our_words(words)
+        except ConfigError as error:
+            print(f"outrider: error: {error.message}", file=sys.stderr)
+            return EXIT_CONFIG
     arguments = make_parser([wanted]).parse_args(words)
     if arguments.command == "version":
         print(f"outrider {__version__}")

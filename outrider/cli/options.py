@@ -1,23 +1,28 @@
 """The services' options as options of `outrider up`, `demo` and `chat`.
 
 A name that only one service has stays as it is (--match-type). One that several have takes the service's name in
-front (--verify-threads), except those that mean the same everywhere (--log-level), which then hold for all.
+front (--verify-threads), except those that mean the same everywhere (--log-level), which then hold for all, and those
+of the model, which are the target's (--device; the draft's is --draft-device).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from outrider.cli.wiring import LINKS, OPTION_TYPES, SERVICES
 from outrider.config.base import ENV_PREFIX, option_rows, parse_options
+from outrider.config.compat import translate
 from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
 
-SHARED = ("log_level", "drain_seconds")
+SHARED = ("log_level", "drain_seconds", "lockstep")
+TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
+"""Options of a model that verify and draft have; without a service's name they are verify's."""
 # What the cluster decides: where services report, and who talks to whom.
 HIDDEN = {(name, "ready_file") for name in SERVICES} | {(name, field) for name, field, _ in LINKS}
 
@@ -72,11 +77,21 @@ def service_flags() -> list[ServiceFlag]:
         for field, row in zip(fields(kind), option_rows(kind), strict=True):
             if (service, field.name) in HIDDEN:
                 continue
-            plain = names[field.name] == 1 or field.name in SHARED
+            targets = service == "verify" and field.name in TARGETS
+            plain = names[field.name] == 1 or field.name in SHARED or targets
             flag = row.flag if plain else f"--{service}-{row.flag.removeprefix('--')}"
             default = "a unix socket" if field.name == "address" and service != "gateway" else row.default
             flags.append(ServiceFlag(flag, service, field.name, field.type == "bool", row.help, default))
     return flags
+
+
+def in_our_words(argv: Sequence[str]) -> list[str]:
+    """A command line whose options of other engines are ours; warns of those that change nothing.
+
+    Raises ConfigError for those that cannot be had.
+    """
+    known = [flag.flag for flag in service_flags()]
+    return translate(argv, known, lambda text: print(f"outrider: warning: {text}", file=sys.stderr))
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from outrider.config.compat import translate
 from outrider.errors import ConfigError
 
 ENV_PREFIX = "OUTRIDER_"
@@ -158,13 +159,20 @@ def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, 
             help=f"{_help_text(item)} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
             **arguments,
         )
+    if getattr(options_type, "knows_foreign_flags", False):
+        name = prog or Path(sys.argv[0]).name
+        argv = translate(
+            argv, [item.flag for item in items], lambda text: print(f"{name}: warning: {text}", file=sys.stderr)
+        )
     given, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise ConfigError(_unknown_text(unknown[0], [item.flag for item in items]))
     values: dict[str, Any] = {}
     for item in items:
         if hasattr(given, item.name):
-            values[item.name] = _from_text(item, getattr(given, item.name), item.flag)
+            text = getattr(given, item.name)
+            # argparse takes the -- out of --name=-- and leaves an empty list.
+            values[item.name] = _from_text(item, "--" if text == [] else text, item.flag)
         elif item.env in env and (env[item.env] or item.optional or item.kind in (str, tuple)):
             values[item.name] = _from_text(item, env[item.env], f"{item.env} (environment)")
     return options_type(**values)
@@ -202,7 +210,10 @@ def _from_text(item: _Option, text: str, source: str) -> Any:
     if item.kind is tuple:
         value = tuple(part.strip() for part in text.split(",") if part.strip())
     elif item.kind is Path:
-        value = Path(text).expanduser()
+        try:
+            value = Path(text).expanduser()
+        except RuntimeError:
+            raise _wrong(item, source, text, "names a home that is not there", "write the whole path") from None
     elif item.kind is str:
         value = text
     else:

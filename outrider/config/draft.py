@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.config.service import ServiceOptions
@@ -12,6 +13,8 @@ from outrider.errors import ConfigError
 @dataclass(frozen=True)
 class DraftOptions(ServiceOptions):
     """Guesses ahead of a verify service."""
+
+    knows_foreign_flags: ClassVar[bool] = True
 
     address: str = option(
         "127.0.0.1:50053", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
@@ -54,6 +57,10 @@ class DraftOptions(ServiceOptions):
     )
     lockstep: bool = option(
         False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
+    )
+    own_features: bool = option(
+        False,
+        "Let committed tokens keep what a drafter of features made of its own, rather than run them with the target's.",
     )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
     min_path_probability: float = option(

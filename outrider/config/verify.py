@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.config.service import ServiceOptions
@@ -11,6 +12,8 @@ from outrider.config.service import ServiceOptions
 @dataclass(frozen=True)
 class VerifyOptions(ServiceOptions):
     """Holds the target model and its KV cache, and owns the truth."""
+
+    knows_foreign_flags: ClassVar[bool] = True
 
     address: str = option(
         "127.0.0.1:50052", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
@@ -57,6 +60,11 @@ class VerifyOptions(ServiceOptions):
     )
     max_hold_ms: float = option(
         20.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
+    )
+    lockstep: bool = option(
+        False,
+        "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines do: "
+        "the baseline of benchmarks.",
     )
     attention_backend: str = option(
         "auto",

@@ -35,7 +35,8 @@ class CausalLM(ABC):
     ) -> tuple[Tensor, list[Tensor]]:
         """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
 
-        Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm).
+        Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm) and
+        num_layers + 1 (the same behind the final norm).
         """
 
     @abstractmethod

@@ -136,7 +136,7 @@ def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> in
 
 
 def _attention_biases(architecture: str, fields: Mapping[str, Any]) -> tuple[bool, bool]:
-    if architecture == "Qwen2ForCausalLM":
+    if architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM"):
         return True, False
     bias = get_bool(fields, "attention_bias", False)
     return bias, bias

@@ -19,7 +19,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.inflate_maps import Embedding
-from outrider.models.tensor_reader import TensorReader
 
 # The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
 RANDOM_STD = 0.02
@@ -56,6 +55,13 @@ class Axis:
         return cls(size, range(used), range(used))
 
 
+class Reader(Protocol):
+    """Where the source's tensors come from."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name, on the CPU."""
+
+
 class Inflater:
     """Makes the target's tensors one at a time, by name, in `dtype` on `device`.
 
@@ -64,7 +70,7 @@ class Inflater:
 
     def __init__(
         self,
-        reader: TensorReader,
+        reader: Reader,
         config: ModelConfig,
         embedding: Embedding,
         vocab_size: int,
@@ -119,10 +125,12 @@ class Inflater:
         if source is None:
             return target
         if kind == "q_proj":
-            # Channels that no rotary pair of the source has: the keys' are random, so the queries' must be zero.
-            head_dim = self._embedding.target.head_dim
-            target.unflatten(0, (-1, head_dim))[self._embedding.heads] = 0.0
+            self._clear_queries(target)
         return self._place(target, source, axes, self._query_scale if kind == "q_proj" else 1.0)
+
+    def _clear_queries(self, target: Tensor) -> None:
+        """Channels that no rotary pair of the source has: the keys' are random, so the queries' must be zero."""
+        target.unflatten(0, (-1, self._embedding.target.head_dim))[self._embedding.heads] = 0.0
 
     def _norm(self, source: str | None, constant_weight: float) -> Tensor:
         axes = (self._residual,)
@@ -161,7 +169,10 @@ class Inflater:
 
     def _place(self, target: Tensor, source: str, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
         """Write a tensor of the source where it lies in `target`; returns `target`."""
-        values = self._reader.tensor(source).to(self._device, torch.float32).mul(scale).to(self._dtype)
+        return self._place_values(target, self._reader.tensor(source), axes, scale)
+
+    def _place_values(self, target: Tensor, values: Tensor, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
+        values = values.to(self._device, torch.float32).mul(scale).to(self._dtype)
         view, scattered = target, None
         for dim, axis in enumerate(axes):
             if isinstance(axis.places, range):

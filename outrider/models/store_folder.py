@@ -54,7 +54,7 @@ def matches_manifest(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     """Raise ConfigError, naming what is missing or refused, unless `folder` holds a model that can be loaded.
 
     It needs config.json, tokenizer.json and weights as model.safetensors or as shards with their index.
@@ -63,7 +63,7 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
     read_json(folder, CONFIG_FILE)
     check_weights(folder)
-    if not (folder / TOKENIZER_FILE).is_file():
+    if needs_tokenizer and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(
             f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once with transformers, "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
@@ -85,11 +85,14 @@ def check_weights(folder: Path) -> None:
         if name.endswith(PICKLE_SUFFIXES):
             raise ConfigError(
                 f"{folder} has its weights as {name}, a pickle file, which can run code when it is opened and is "
-                "therefore not read; convert it to safetensors first, with transformers' save_pretrained for example"
+                f"therefore not read; convert it to safetensors once: outrider convert {folder} OUT"
             )
         if name.endswith(".gguf"):
             raise ConfigError(f"{folder} has its weights as {name}; GGUF files are not read, {WEIGHTS_FILE} is needed")
-    raise ConfigError(f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    raise ConfigError(
+        f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; a head that its authors publish as a .bin "
+        "file is converted once, from a folder of your own: outrider convert FOLDER OUT"
+    )
 
 
 def shard_names(folder: Path) -> set[str]:

@@ -29,7 +29,7 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None
 
 
-def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress) -> Path:
+def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_tokenizer: bool = True) -> Path:
     """The folder of a hub model's snapshot, downloaded as far as it is not there yet.
 
     `name` is owner/name, with @revision at will. Files go to `cache_dir`, or to the hub library's own cache, which
@@ -52,5 +52,5 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress) -> Pat
             f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a "
             "gated model, HF_TOKEN; or give the path of a local folder"
         ) from error
-    check_model_folder(Path(folder))
+    check_model_folder(Path(folder), needs_tokenizer)
     return Path(folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.fields import read_json
@@ -61,3 +64,12 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes from the file's header; no weights are read."""
     with open_shard(path) as shard:
         return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write contiguous CPU tensors, to be read by whom the umask lets. Raises OSError where the disk does."""
+    save_file(dict(tensors), path, {"format": "pt"})
+    # safetensors writes through a temporary file that nobody else may read; another user may run the services.
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

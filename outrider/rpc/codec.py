@@ -171,6 +171,8 @@ def _encode_hello(hello: Hello) -> draft_pb2.Hello:
         feature_layers=hello.feature_layers,
         max_positions=hello.max_positions,
         sources=hello.sources,
+        num_layers=hello.num_layers,
+        features_token=hello.features_token,
     )
 
 
@@ -186,6 +188,8 @@ def _decode_hello(event: Any) -> Hello:
         feature_layers=tuple(hello.feature_layers),
         max_positions=hello.max_positions,
         sources=tuple(hello.sources),
+        num_layers=hello.num_layers,
+        features_token=hello.features_token,
     )
 
 

@@ -63,6 +63,11 @@ class TreeAuthor:
         return len(self.tokens)
 
     @property
+    def next_id(self) -> int:
+        """Id that the next node of the epoch gets."""
+        return self._next_id
+
+    @property
     def num_live(self) -> int:
         """Nodes below the root."""
         return len(self._nodes) - 1

@@ -35,6 +35,10 @@ class Hello:
     feature_layers: tuple[int, ...] = ()
     max_positions: int = 0
     sources: tuple[str, ...] = ()
+    num_layers: int = 0
+    """Of the target; verify's hello only."""
+    features_token: str = ""
+    """Names the session to the features stream; the draft's hello only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,71 @@ class Decline:
     retryable: bool
     detail: str = ""
 
+
+@dataclass(frozen=True, slots=True)
+class FeatureRing:
+    """Device memory of verify that a draft on the same host may map."""
+
+    host: str
+    device: str
+    handle: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesBegin:
+    """verify -> draft, first on the features stream: whose features these are, and how they look."""
+
+    token: str
+    layers: tuple[int, ...]
+    width: int
+    """Values of a position, one layer behind the other."""
+    dtype: str
+    """"bfloat16", "float16" or "float32"."""
+    ring: FeatureRing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesAccept:
+    """draft -> verify, first on the features stream."""
+
+    uses_ring: bool = False
+    window: int = 0
+    """Bytes that may be sent and not released; 0 leaves it to verify."""
+    projects: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """verify -> draft: the target's true features of committed positions start, ..., start + count - 1.
+
+    `data` holds [count, width] values of `dtype`, row by row, or nothing when they lie in the ring.
+    """
+
+    request: int
+    start: int
+    count: int
+    final: bool
+    """Whether verify has computed no features of the request behind these."""
+    data: bytes | memoryview
+    dtype: str
+    sequence: int = 0
+    """Counts the messages of the stream from 1 on."""
+    ring_offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesReleased:
+    """draft -> verify: message `through` of the features stream and all before it are done with."""
+
+    through: int
+
+
+FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Formats of features, and the bytes of a value."""
+
+MAX_FEATURE_BYTES = 1 << 18
+"""Features that one message may carry."""
 
 VerifyMessage = Hello | Open | Commit | Pause | Resume | Close
 DraftMessage = Hello | Grow | Decline

@@ -26,7 +26,7 @@ DECLINE_REASON_INVALID: DeclineReason
 DECLINE_REASON_DRAINING: DeclineReason
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources")
+    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class Hello(_message.Message):
     FEATURE_LAYERS_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_TOKEN_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     model: str
@@ -45,7 +47,9 @@ class Hello(_message.Message):
     feature_layers: _containers.RepeatedScalarFieldContainer[int]
     max_positions: int
     sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_layers: int
+    features_token: str
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit")
@@ -172,6 +176,96 @@ class DraftServiceSpeculateResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[DraftEvent]
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
+
+class FeatureRing(_message.Message):
+    __slots__ = ("host", "device", "handle", "num_bytes")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    device: str
+    handle: bytes
+    num_bytes: int
+    def __init__(self, host: _Optional[str] = ..., device: _Optional[str] = ..., handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class FeaturesBegin(_message.Message):
+    __slots__ = ("token", "layers", "width", "dtype", "ring")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RING_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    width: int
+    dtype: str
+    ring: FeatureRing
+    def __init__(self, token: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., ring: _Optional[_Union[FeatureRing, _Mapping]] = ...) -> None: ...
+
+class FeatureProjection(_message.Message):
+    __slots__ = ("num_columns", "dtype", "offset", "data")
+    NUM_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    num_columns: int
+    dtype: str
+    offset: int
+    data: bytes
+    def __init__(self, num_columns: _Optional[int] = ..., dtype: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FeaturesAccept(_message.Message):
+    __slots__ = ("uses_ring", "window", "projects")
+    USES_RING_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PROJECTS_FIELD_NUMBER: _ClassVar[int]
+    uses_ring: bool
+    window: int
+    projects: bool
+    def __init__(self, uses_ring: _Optional[bool] = ..., window: _Optional[int] = ..., projects: _Optional[bool] = ...) -> None: ...
+
+class Features(_message.Message):
+    __slots__ = ("request", "start", "count", "final", "sequence", "data", "ring_offset")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    RING_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    start: int
+    count: int
+    final: bool
+    sequence: int
+    data: bytes
+    ring_offset: int
+    def __init__(self, request: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., final: _Optional[bool] = ..., sequence: _Optional[int] = ..., data: _Optional[bytes] = ..., ring_offset: _Optional[int] = ...) -> None: ...
+
+class FeaturesReleased(_message.Message):
+    __slots__ = ("through",)
+    THROUGH_FIELD_NUMBER: _ClassVar[int]
+    through: int
+    def __init__(self, through: _Optional[int] = ...) -> None: ...
+
+class DraftServiceFeaturesRequest(_message.Message):
+    __slots__ = ("begin", "features")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    begin: FeaturesBegin
+    features: Features
+    def __init__(self, begin: _Optional[_Union[FeaturesBegin, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ...) -> None: ...
+
+class DraftServiceFeaturesResponse(_message.Message):
+    __slots__ = ("accept", "released", "projection")
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    accept: FeaturesAccept
+    released: FeaturesReleased
+    projection: FeatureProjection
+    def __init__(self, accept: _Optional[_Union[FeaturesAccept, _Mapping]] = ..., released: _Optional[_Union[FeaturesReleased, _Mapping]] = ..., projection: _Optional[_Union[FeatureProjection, _Mapping]] = ...) -> None: ...
 
 class DraftServiceGetInfoRequest(_message.Message):
     __slots__ = ()

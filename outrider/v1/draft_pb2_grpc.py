@@ -40,6 +40,11 @@ class DraftServiceStub:
                 request_serializer=outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateResponse.FromString,
                 _registered_method=True)
+        self.Features = channel.stream_stream(
+                '/outrider.v1.DraftService/Features',
+                request_serializer=outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/outrider.v1.DraftService/GetInfo',
                 request_serializer=outrider_dot_v1_dot_draft__pb2.DraftServiceGetInfoRequest.SerializeToString,
@@ -53,6 +58,13 @@ class DraftServiceServicer:
 
     def Speculate(self, request_iterator, context):
         """The speculation stream: one for each pair of verify replica and draft replica, for all requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Features(self, request_iterator, context):
+        """The target's features for a session whose drafter takes them, apart so that they never block a commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +84,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Speculate,
                     request_deserializer=outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateResponse.SerializeToString,
+            ),
+            'Features': grpc.stream_stream_rpc_method_handler(
+                    servicer.Features,
+                    request_deserializer=outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -107,6 +124,33 @@ class DraftService:
             '/outrider.v1.DraftService/Speculate',
             outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateRequest.SerializeToString,
             outrider_dot_v1_dot_draft__pb2.DraftServiceSpeculateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Features(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.DraftService/Features',
+            outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__pb2.DraftServiceFeaturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from outrider.cli.main import COMMANDS, make_parser
-from outrider.cli.options import parse_service_options, service_flags
+from outrider.cli.main import COMMANDS, main, make_parser
+from outrider.cli.options import SHARED, in_our_words, parse_service_options, service_flags
+from outrider.cli.services import place_draft_model
 from outrider.cli.wiring import Wiring, bind_again, link
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -18,7 +22,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_every_option_of_a_service_goes_through_under_one_name() -> None:
-    flags = [flag for flag in service_flags() if flag.field not in ("log_level", "drain_seconds")]
+    flags = [flag for flag in service_flags() if flag.field not in SHARED]
     assert len({flag.flag for flag in flags}) == len(flags)
     for flag in flags:
         assert parse(f"{flag.flag}=1")
@@ -30,6 +34,44 @@ def test_names_that_several_services_have_take_the_service_in_front() -> None:
     assert options["draft"] == DraftOptions(match_type="PROB", log_level="DEBUG")
     assert options["verify"] == VerifyOptions(threads=3, log_level="DEBUG", no_speculation=True)
     assert options["gateway"] == GatewayOptions(log_level="DEBUG")
+
+
+def test_options_of_a_model_are_the_target_s_and_those_of_drafting_the_draft_s() -> None:
+    line = (
+        "up --device cuda:0 --draft-device=cuda:1 --dtype bfloat16 --lockstep --speculative-algorithm STANDALONE "
+        "--speculative-draft-model-path X --speculative-num-steps 3 --speculative-accept-threshold-single 0.9 "
+        "--speculative-draft-attention-backend triton --speculative-ngram-branch-length 20"
+    )
+    words = in_our_words(shlex.split(line))
+    options = parse_service_options(make_parser().parse_args(words), env={"OUTRIDER_MEM_FRACTION_STATIC": "0.5"})
+    assert options["verify"] == VerifyOptions(
+        device="cuda:0", dtype="bfloat16", lockstep=True, accept_threshold_single=0.9, mem_fraction_static=0.5
+    )
+    assert options["draft"] == DraftOptions(
+        device="cuda:1",
+        lockstep=True,
+        speculative_algorithm=("STANDALONE",),
+        speculative_draft_model_path="X",
+        speculative_num_steps=3,
+        attention_backend="triton",
+        branch_length=20,
+    )
+
+
+def test_an_option_that_cannot_be_had_ends_the_command_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--speculative-draft-model-quantization", "fp8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: error: --speculative-draft-model-quantization fp8: quantized drafts")
+
+
+def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
+    draft = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path="X")
+    placed = place_draft_model(draft, VerifyOptions(), tmp_path, gpus=2)
+    assert (placed.target_model_path, placed.device) == (str(tmp_path), "cuda:1")
+    assert place_draft_model(draft, VerifyOptions(), tmp_path, gpus=1).device == "auto"
+    assert place_draft_model(draft, VerifyOptions(device="cpu"), tmp_path, gpus=2).device == "auto"
+    given = replace(draft, target_model_path="there", device="cuda:0")
+    assert place_draft_model(given, VerifyOptions(), tmp_path, gpus=2) == given
 
 
 def test_a_mistake_is_named_as_the_user_spelled_it() -> None:

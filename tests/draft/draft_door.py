@@ -77,7 +77,7 @@ async def serve_door(path: Path, drafter: Drafter, options: DraftOptions) -> Asy
     server = GrpcServer(
         address=f"unix:{path}",
         service_names=["outrider.v1.DraftService"],
-        allow_unknown_fields=["/outrider.v1.DraftService/Speculate"],
+        allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )
     servicer = DraftServicer(engine, drafter, options, metrics)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)

@@ -23,7 +23,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_options() -> None:
     found = run("-m", "draft_service", "--help")
     assert found.returncode == 0
-    for flag in ("--speculative-num-draft-tokens", "--match-type", "--branch-length", "--capacity", "--max-bfs-breadth"):
+    for flag in (
+        "--speculative-num-draft-tokens",
+        "--match-type",
+        "--branch-length",
+        "--capacity",
+        "--max-bfs-breadth",
+    ):
         assert flag in found.stdout
 
 

@@ -61,7 +61,7 @@ async def test_hello_tells_both_sides_who_is_there(serve: Serve) -> None:
         (replace(HELLO, protocol_version=77), ("protocol_version", "77", str(HELLO.protocol_version))),
         (replace(HELLO, noise_version=99), ("noise_version", "99", str(HELLO.noise_version))),
         (replace(HELLO, hidden_size=32), ("hidden_size", "32", "64")),
-        (replace(HELLO, hidden_size=64, feature_layers=(1,)), ("feature_layers", "(1,)", "(2, 5)")),
+        (replace(HELLO, hidden_size=64, num_layers=3), ("feature_layers", "3 layers", "(2, 5)")),
         (replace(HELLO, tokenizer_hash="beef"), ("tokenizer_hash", "beef", "cafe")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
+
+# Services that run within a test are driven as in their own tests.
+for _sibling in ("verify", "draft"):
+    sys.path.append(str(Path(__file__).parent.parent / _sibling))
 
 
 @pytest.fixture(scope="module")

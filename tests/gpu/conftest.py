@@ -13,8 +13,9 @@ import torch
 
 from outrider.models.base import CausalLM
 
-# The engine is driven on a GPU as it is on a CPU.
-sys.path.append(str(Path(__file__).parent.parent / "verify"))
+# Engine and runners are driven on a GPU as they are on a CPU.
+for _folder in ("verify", "burst", "models"):
+    sys.path.append(str(Path(__file__).parent.parent / _folder))
 
 Models = Callable[..., CausalLM]
 

@@ -103,6 +103,7 @@ def test_last_feature_is_what_the_final_norm_takes(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     model = load_model(tmp_path)
     batch = ForwardBatch(token_ids(4), torch.arange(4), [Segment(4, torch.arange(4))])
-    hidden, (feature,) = model.forward_with_features(batch, model.new_kv(4), TorchAttention(), (3,))
+    hidden, (feature, behind) = model.forward_with_features(batch, model.new_kv(4), TorchAttention(), (3, 4))
     assert hidden.shape == feature.shape
     assert not torch.equal(hidden, feature)
+    assert torch.equal(hidden, behind)

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TORCH_FREE = [
     "gateway",
-    "draft_service",
+    "draft_service.drafters",
+    "draft_service.main",
     "outrider.cli",
     "outrider.config",
     "outrider.errors",

@@ -52,6 +52,7 @@ def test_the_changelog_knows_of_what_is_to_come() -> None:
         "from pickle import loads",
         "import marshal as m",
         "torch.load('x')",
+        "torch.load('x', weights_only=True)",
         "eval('1')",
         "subprocess.run('ls', shell=True)",
         "AutoModel.from_pretrained('x', trust_remote_code=flag)",
@@ -70,8 +71,17 @@ def test_harmless_lines_pass(line: str, tmp_path: Path) -> None:
     assert forbidden(tmp_path, line).returncode == 0
 
 
-def forbidden(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
-    file = folder / "sample.py"
+@pytest.mark.parametrize(
+    ("line", "code"), [("torch.load('x', weights_only=True)", 0), ("torch.load('x', weights_only=flag)", 1)]
+)
+def test_the_converter_alone_may_load_weights(line: str, code: int, tmp_path: Path) -> None:
+    folder = tmp_path / "outrider" / "models"
+    folder.mkdir(parents=True)
+    assert forbidden(folder, line, "convert.py").returncode == code
+
+
+def forbidden(folder: Path, line: str, name: str = "sample.py") -> subprocess.CompletedProcess[str]:
+    file = folder / name
     file.write_text(line + "\n")
     command = [sys.executable, str(ROOT / "scripts" / "forbidden"), str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=False)

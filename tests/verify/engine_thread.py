@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from outrider.config.verify import VerifyOptions
 from verify_service.assembly import Built
-from verify_service.engine import Engine, Observer
+from verify_service.engine import Engine
 from verify_service.inbox import Inbox
+from verify_service.observer import Observer
 from verify_service.pipe import Pipe
 from verify_service.remote import RemoteEngine
 from verify_service.wire import Ready, RoundReport

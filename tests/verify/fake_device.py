@@ -8,9 +8,10 @@ from harness import PAGE_SIZE, Answer, Silence, make_request
 
 from outrider.sampling.params import SamplingParams
 from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine, Observer
+from verify_service.engine import Engine
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
+from verify_service.observer import Observer
 from verify_service.request import Request
 from verify_service.round import Entry, Result
 
@@ -51,7 +52,9 @@ class FakeRound:
 class FakeDevice:
     """Accepts nodes as far as they count up, and notes what it is asked to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, spin: bool = False) -> None:
+        """`spin`: its engine never sleeps while requests run."""
+        self.spin = spin
         self.during: Callable[[], None] = nothing
         self.events: list[str] = []
         self.rounds: list[list[tuple[Request, int, int]]] = []
@@ -89,7 +92,7 @@ def fake_engine(
     **limits: object,
 ) -> Engine:
     """An engine on the device, with rounds that are expected to take `seconds` whatever their width."""
-    values: dict[str, object] = {"max_hold_seconds": 0.0} | limits
+    values: dict[str, object] = {"max_hold_seconds": 0.0, "spin": device.spin} | limits
     return Engine(
         device,
         Memory(num_pages, PAGE_SIZE, keep_prefixes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,13 +13,25 @@ import numpy as np
 import pytest
 
 from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, encode_draft
+from outrider.rpc.feature_codec import decode_begin, decode_features, encode_accept, encode_released
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.messages import PROTOCOL_VERSION, Commit, DraftMessage, Grow, Hello
+from outrider.tree.handshake import Terms
+from outrider.tree.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    DraftMessage,
+    Features,
+    FeaturesAccept,
+    FeaturesReleased,
+    Grow,
+    Hello,
+)
 from outrider.v1 import draft_pb2
 from verify_service import session
 from verify_service.session import DraftDialer, DraftSession
 
-HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION)
+HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
+THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Behave = Callable[[Context, int], Awaitable[None]]
 
@@ -28,12 +41,16 @@ class Events:
 
     def __init__(self) -> None:
         self.sessions: list[DraftSession] = []
+        self.terms: list[Terms] = []
+        self.windows: list[int] = []
+        self.releases: list[int] = []
         self.num_ended = 0
         self.batches: list[list[DraftMessage]] = []
         self.changed = asyncio.Event()
 
-    def draft_connected(self, port: DraftSession) -> None:
+    def draft_connected(self, port: DraftSession, terms: Terms) -> None:
         self.sessions.append(port)
+        self.terms.append(terms)
         self.changed.set()
 
     def draft_disconnected(self, port: DraftSession) -> None:
@@ -44,6 +61,14 @@ class Events:
         self.batches.append(messages)
         self.changed.set()
 
+    def features_opened(self, port: DraftSession, window: int) -> None:
+        self.windows.append(window)
+        self.changed.set()
+
+    def features_released(self, port: DraftSession, through: int) -> None:
+        self.releases.append(through)
+        self.changed.set()
+
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
             while not true():
@@ -52,19 +77,28 @@ class Events:
 
 
 @asynccontextmanager
-async def dialled(folder: Path, behave: Behave) -> AsyncIterator[Events]:
-    """A dialer and a draft service that answers call number n in bytes, as `behave(context, n)` has it."""
-    count = 0
+async def dialled(folder: Path, behave: Behave, features: Behave | None = None) -> AsyncIterator[Events]:
+    """A dialer and a draft service that answers call number n in bytes, as `behave(context, n)` has it.
+
+    `features`: the same for calls of the features stream.
+    """
+    count = num_features = 0
 
     async def speculate(requests: object, context: Context) -> None:
         nonlocal count
         count += 1
         await behave(context, count)
 
+    async def stream_features(requests: object, context: Context) -> None:
+        nonlocal num_features
+        num_features += 1
+        if features is not None:
+            await features(context, num_features)
+
     server = grpc.aio.server()
-    handler = grpc.method_handlers_generic_handler(
-        "outrider.v1.DraftService", {"Speculate": grpc.stream_stream_rpc_method_handler(speculate)}
-    )
+    methods = {"Speculate": speculate, "Features": stream_features}
+    handlers = {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+    handler = grpc.method_handlers_generic_handler("outrider.v1.DraftService", handlers)
     server.add_generic_rpc_handlers((handler,))
     address = f"unix:{folder}/d"
     server.add_insecure_port(address)
@@ -88,7 +122,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def greet(context: Context) -> None:
     await context.read()
-    await context.write(encode_draft([HELLO]).SerializeToString())
+    await context.write(encode_draft([THEIRS]).SerializeToString())
 
 
 async def stay(context: Context) -> None:
@@ -157,3 +191,80 @@ async def test_a_batch_of_very_many_events_is_taken_in_parts(tmp_path: Path) -> 
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: sum(map(len, events.batches)) == 1000)
         assert max(map(len, events.batches)) <= MAX_EVENTS_AT_ONCE
+
+
+async def greet_with_layers(context: Context) -> None:
+    await context.read()
+    theirs = replace(THEIRS, hidden_size=8, feature_layers=(4, 1), features_token="secret", max_positions=50)
+    await context.write(encode_draft([theirs]).SerializeToString())
+
+
+async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) -> None:
+    received: list[draft_pb2.DraftServiceFeaturesRequest] = []
+
+    async def behave(context: Context, number: int) -> None:
+        await greet_with_layers(context)
+        await stay(context)
+
+    async def features(context: Context, number: int) -> None:
+        for _ in range(3):
+            received.append(draft_pb2.DraftServiceFeaturesRequest.FromString(await context.read()))
+            if len(received) == 1:
+                await context.write(encode_accept(FeaturesAccept(window=77)).SerializeToString())
+        await context.write(encode_released(FeaturesReleased(2)).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, behave, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        assert events.terms[0].feature_layers == (4, 1) and events.terms[0].max_positions == 50
+        session = events.sessions[0]
+        session.begin_features((4, 1), 16, "float32")
+        session.send_features([Features(3, start, 1, start == 6, bytes(64), "float32", start - 4) for start in (5, 6)])
+        await events.until(lambda: events.releases == [2])
+    begin = decode_begin(received[0])
+    assert (begin.token, begin.layers, begin.width, begin.dtype) == ("secret", (4, 1), 16, "float32")
+    assert [decode_features(message, begin, 0).final for message in received[1:]] == [False, True]
+    assert events.windows == [77]
+
+
+@pytest.mark.parametrize("how", ["refuses", "ends", "garbles", "accepts twice", "wants a ring"])
+async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_dialled_again(
+    tmp_path: Path, how: str
+) -> None:
+    async def behave(context: Context, number: int) -> None:
+        await greet_with_layers(context)
+        await stay(context)
+
+    async def features(context: Context, number: int) -> None:
+        await context.read()
+        if number == 1 and how == "refuses":
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such stream")
+        await context.write(encode_accept(FeaturesAccept(number == 1 and how == "wants a ring")).SerializeToString())
+        if number == 1 and how == "garbles":
+            await context.write(b"\xff\xff\xff")
+        if number == 1 and how == "accepts twice":
+            await context.write(encode_accept(FeaturesAccept()).SerializeToString())
+        if number == 1 and how == "ends":
+            return
+        await stay(context)
+
+    async with dialled(tmp_path, behave, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        events.sessions[0].begin_features((4, 1), 16, "float32")
+        await events.until(lambda: len(events.sessions) == 2)
+        num_opened = len(events.windows)
+        events.sessions[1].begin_features((4, 1), 16, "float32")
+        await events.until(lambda: len(events.windows) == num_opened + 1)
+        assert len(events.sessions) == 2
+
+
+async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_path: Path) -> None:
+    async def behave(context: Context, number: int) -> None:
+        await context.read()
+        theirs = THEIRS if number > 1 else replace(THEIRS, tokenizer_hash="beef")
+        await context.write(encode_draft([theirs]).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, behave) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        assert events.num_ended == 0

@@ -7,43 +7,14 @@ import threading
 
 import numpy as np
 import pytest
-from harness import Answer, make_request
+from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Open, Pause, Resume, VerifyMessage
+from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts, Link
+from verify_service.drafts import Drafts
 from verify_service.health import PeerHealth
 from verify_service.hold import HoldPolicy
-from verify_service.request import Request
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Recorder:
-    """A port that notes what it is given."""
-
-    def __init__(self, address: str = "recorder") -> None:
-        self.address = address
-        self.sent: list[VerifyMessage] = []
-        self.num_resets = 0
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        self.sent += messages
-
-    def reset(self) -> None:
-        self.num_resets += 1
-
-    def take(self, drafts: Drafts) -> list[VerifyMessage]:
-        drafts.flush()
-        sent, self.sent = self.sent, []
-        return sent
+from verify_service.link import Link
 
 
 @pytest.fixture
@@ -54,25 +25,6 @@ def clock() -> Clock:
 @pytest.fixture
 def drafts(clock: Clock) -> Drafts:
     return Drafts(vocab_size=50, max_nodes=64, clock=clock)
-
-
-def request(tokens: list[int]) -> Request:
-    return make_request(Answer(), tokens, SamplingParams(), 50)
-
-
-def tree(number: int, epoch: int, base_len: int, tokens: list[int]) -> Grow:
-    count = len(tokens)
-    return Grow(
-        number, epoch, base_len, base_len, 1, np.arange(count, dtype=np.uint32), np.array(tokens, np.int32),
-        np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
-    )  # fmt: skip
-
-
-def follow(drafts: Drafts, one: Request, count: int = 1) -> None:
-    """The request's last `count` tokens are committed."""
-    drafts.committed(one)
-    drafts.report(one, count, credit=16)
-    drafts.learn()
 
 
 def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None:
@@ -137,6 +89,10 @@ def test_a_draft_that_drains_or_refuses_for_good_gives_way_to_another(drafts: Dr
     drafts.receive(ports[0], [Decline(opened.request, DeclineReason.DRAINING, True)], clock.now)  # type: ignore[union-attr]
     assert ports[0].take(drafts) == []
     assert [type(message) for message in ports[1].take(drafts)] == [Open]
+    drafts.admit(request([3, 4]))
+    drafts.admit(request([5, 6]))
+    assert ports[0].take(drafts) == [], "one that goes away is asked once"
+    assert [type(message) for message in ports[1].take(drafts)] == [Open, Open]
 
 
 def test_one_drafts_bad_guesses_do_not_discount_another_ones(drafts: Drafts, clock: Clock) -> None:
@@ -190,7 +146,7 @@ def hold_seconds(link: Link, seconds: float = 0.03) -> float:
     """How long a round of this request alone waits, if rounds of any width take `seconds`."""
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
     choice = budget.choose(1, 1, link.mirror.log_probs)
-    return HoldPolicy(budget, max_seconds=0.02).seconds([link], 1, choice.expected, choice.seconds)
+    return HoldPolicy(budget, max_seconds=0.02).seconds([link], 1, choice)
 
 
 def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(drafts: Drafts, clock: Clock) -> None:
@@ -228,8 +184,9 @@ def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
     drafts.admit(one)
     link = drafts.link(one)
     assert link is not None and link.awaited
-    policy = HoldPolicy(Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0), max_seconds=0.02)
-    assert policy.seconds([link], 1, 1.0, 0.03) == 0
+    budget = Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0)
+    policy = HoldPolicy(budget, max_seconds=0.02)
+    assert policy.seconds([link], 1, budget.choose(1, 1, np.empty(0))) == 0
 
 
 def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) -> None:

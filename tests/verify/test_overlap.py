@@ -18,9 +18,9 @@ from verify_service.round import Entry, Result
 from verify_service.submission import Update
 
 
-@pytest.fixture
-def device() -> FakeDevice:
-    return FakeDevice()
+@pytest.fixture(params=[False, True], ids=["sleeping", "spinning"])
+def device(request: pytest.FixtureRequest) -> FakeDevice:
+    return FakeDevice(spin=request.param)
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ class NotedRounds:
         held: float,
         gap: float | None = None,
         gpu: float | None = None,
+        *rest: object,
     ) -> None:
         assert len(entries) == len(updates) and seconds >= 0 and held >= 0 and gpu == 0.5
         self.gaps.append(gap)

@@ -32,6 +32,28 @@ def test_a_round_is_counted_in_every_figure() -> None:
     assert metrics.tokens_per_second == 1.0
 
 
+def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -> None:
+    metrics = VerifyMetrics()
+
+    def observe(ready: int | None, nodes: int, held: float = 0.0) -> None:
+        metrics.observe(RoundReport(nodes, 0, [1], [], 0, 0.02, held, 1e-4, None, ready, [0.003]))
+
+    observe(None, 0)
+    for _ in range(5):
+        observe(20, 20)
+    observe(9, 9)
+    observe(0, 20, held=0.002)
+    observe(0, 0)
+    observe(12, 20, held=0.001)
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"outrider_verify_{name}")
+
+    assert value("drafted_rounds_total") == 9 and value("hit_rounds_total") == 6 and value("held_rounds_total") == 2
+    assert value("ready_draft_tokens_sum") == 121 and value("draft_answer_times_seconds_count") == 10
+    assert value("hit_wait_seconds_count") == 6 and round(value("hit_wait_seconds_sum") or 0, 6) == 0.0016
+
+
 def test_the_page_shows_the_engine_s_last_word() -> None:
     metrics = VerifyMetrics()
     peers = [PeerPart("far:1", True, 0.002)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 
 import msgspec
 import numpy as np
@@ -22,13 +22,18 @@ from outrider.errors import (
 )
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
-from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Grow, Hello, Open, Pause, Resume
+from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Features, Grow, Hello, Open, Pause, Resume
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     MAX_FRAME_BYTES,
     Cancel,
     DraftSaid,
     DraftTold,
+    DraftUp,
+    FeaturesDone,
+    FeaturesOpen,
+    FeaturesTold,
+    FeaturesUp,
     FrameReader,
     FromDoor,
     FromEngine,
@@ -43,10 +48,12 @@ from verify_service.wire import (
 )
 from verify_service.wire_codec import (
     pack_drafts,
+    pack_features,
     pack_submission,
     pack_update,
     pack_verify,
     unpack_drafts,
+    unpack_features,
     unpack_submission,
     unpack_update,
     unpack_verify,
@@ -126,6 +133,9 @@ verify_messages = st.one_of(
 )
 
 
+dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
+
+
 def to_engine(frame: FromDoor) -> FromDoor:
     (body,) = FrameReader().feed(bytes(pack(frame)))
     return from_door.decode(body)
@@ -183,6 +193,20 @@ def test_what_drafts_are_told_arrives_as_it_left(messages: list[Commit]) -> None
     frame = to_door(DraftTold(3, pack_verify(messages)))
     assert isinstance(frame, DraftTold)
     assert all(map(same, messages, unpack_verify(frame.messages))) and len(frame.messages) == len(messages)
+
+
+@given(st.lists(st.builds(Features, ids, ids, ids, st.booleans(), st.binary(max_size=9), dtypes, ids), max_size=3))
+def test_features_arrive_as_they_left(messages: list[Features]) -> None:
+    messages = [replace(message, dtype="float16") for message in messages]
+    frame = to_door(FeaturesTold(3, pack_features(messages)))
+    assert isinstance(frame, FeaturesTold) and unpack_features(frame.features, "float16") == messages
+
+
+def test_what_a_session_says_of_features_arrives() -> None:
+    for frame in (DraftUp(1, "a:1", 50, [3, 1]), FeaturesUp(1, 9), FeaturesDone(1, 2**40)):
+        assert to_engine(frame) == frame
+    opened = FeaturesOpen(1, [3, 1], 16, "bfloat16")
+    assert to_door(opened) == opened
 
 
 def test_a_hello_in_mid_stream_stays_one_for_the_engine_to_count() -> None:

@@ -16,8 +16,8 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.tree.messages import Close
 from verify_service.assembly import Built
-from verify_service.engine import Observer
 from verify_service.inbox import Inbox, ThreadInbox
+from verify_service.observer import Observer
 from verify_service.pipe import MAX_BACKLOG_BYTES, Pipe
 from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
 from verify_service.submission import Update

@@ -1,0 +1,192 @@
+"""A long run under mixed load: nothing leaks in either service, and no request fails.
+
+python benchmarks/soak.py --minutes 30 --out benchmarks/results/soak_cpu.json
+python benchmarks/soak.py --minutes 8 --model /models/llama-8b --verify-device cuda:0 --draft-device cuda:1 \
+    --draft-option=--speculative-algorithm=STANDALONE --draft-option=--speculative-draft-model-path=/models/noisy-0.10
+
+Clients ask for answers of random length, temperature and kind; a third of the requests is cancelled half-way. KV memory
+is scarce, so that requests are preempted. The load runs in `--spells` parts. After each the services are left alone
+until they are idle: then pages, running requests, and requests and nodes of the draft must be none, and memory of
+each process, on the machine and on GPUs, may have grown in the second half of the spells by no more than
+`--allow-mib` and 5 %. Exit code 1 on a leak or a failed request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pages import Cost, Page, cost_of
+from report import Row, cpu_name, write_report
+from soak_load import Load
+from split_load import read_prompts
+
+from outrider.cli.cluster import Cluster
+from outrider.config.base import parse_options
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+
+PROMPTS = Path(__file__).parent / "prompts" / "cpu.jsonl"
+IDLE_SECONDS = 15.0
+AT_REST = {
+    "verify": ("outrider_verify_running_requests", "outrider_verify_waiting_requests", "outrider_verify_kv_pages_used"),
+    "draft": ("outrider_draft_open_requests", "outrider_draft_live_nodes"),
+}
+"""Gauges that must be 0 when nobody asks for anything; of the draft, all that a drafter adds with such a name too."""
+DRAFTER_WORDS = ("used", "open", "live", "rows")
+ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+"""On a CPU, oneDNN keeps a kernel for each of the last 1024 shapes that it saw: 0.3 GB, and hours until it is full."""
+
+
+@dataclass
+class Rest:
+    """Both services at idle."""
+
+    gauges: dict[str, float]
+    costs: dict[str, Cost]
+    """By service."""
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def at_rest(page: Page, service: str) -> dict[str, float]:
+    """Gauges of a service that must come back to 0."""
+    found = {name: page.gauges[name] for name in AT_REST[service] if name in page.gauges}
+    for name, value in page.gauges.items():
+        words = name.removeprefix("outrider_draft_").split("_")
+        if service == "draft" and name.startswith("outrider_draft_") and any(word in DRAFTER_WORDS for word in words):
+            found[name] = value
+    return found
+
+
+def settle(cluster: Cluster) -> Rest:
+    """Wait until nothing is left, or as long as that may take; what is there then."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        gauges: dict[str, float] = {}
+        for service in AT_REST:
+            gauges |= at_rest(Page.read(cluster.metrics_url(service)), service)
+        if not any(gauges.values()) or time.monotonic() > deadline:
+            return Rest(gauges, {name: cost_of(cluster.children[name].pid) for name in cluster.services})
+        time.sleep(0.25)
+
+
+def grown(before: Cost, after: Cost, allowed_mib: float) -> list[str]:
+    """Memory of a service that grew by more than is allowed, in words."""
+    found = []
+    for name in ("resident_mib", "gpu_mib"):
+        old, new = getattr(before, name), getattr(after, name)
+        if new - old > allowed_mib + 0.05 * old:
+            found.append(f"{name} grew from {old:.0f} to {new:.0f}")
+    return found
+
+
+def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
+    """What leaked, in words."""
+    leaks = [
+        f"after spell {number}: {name} is {value:g}, not 0"
+        for number, rest in enumerate(rests)
+        for name, value in rest.gauges.items()
+        if value
+    ]
+    middle = len(rests) // 2
+    if middle > 1:
+        for service, cost in rests[-1].costs.items():
+            leaks += [f"{service}: {text}" for text in grown(rests[middle].costs[service], cost, allowed_mib)]
+    return leaks
+
+
+def make_cluster(arguments: argparse.Namespace) -> Cluster:
+    """Services with little KV memory, and tries that are full soon."""
+    verify = [f"--model={arguments.model}", f"--device={arguments.verify_device}", "--disable-radix-cache"]
+    verify += [f"--max-total-tokens={arguments.kv_tokens}", f"--context-length={arguments.kv_tokens // 2}"]
+    draft = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}", "--capacity=8192"]
+    draft += ["--request-capacity=4096", "--total-capacity=65536"]
+
+    def on_line(name: str, line: str) -> None:
+        if arguments.verbose or " ERROR " in line or "Traceback" in line:
+            print(f"{name}: {line}", flush=True)
+
+    return Cluster(
+        verify=parse_options(VerifyOptions, [*verify, *arguments.verify_option]),
+        draft=parse_options(DraftOptions, [*draft, *arguments.draft_option]),
+        on_line=on_line,
+        env={**os.environ, **ENV},
+    )
+
+
+def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Load]:
+    """All spells; the services at idle before the first and after each."""
+    prompts = read_prompts(arguments.prompts)
+    load = Load(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
+    rests = [settle(cluster)]
+    for spell in range(arguments.spells):
+        asyncio.run(load.run(60 * arguments.minutes / arguments.spells))
+        rest = settle(cluster)
+        rest.counts = dict(load.counts)
+        rests.append(rest)
+        memory = ", ".join(f"{name} {cost.resident_mib:.0f}+{cost.gpu_mib:.0f}" for name, cost in rest.costs.items())
+        print(f"spell {spell + 1}: {dict(load.counts)}; MiB {memory}; left {sum(rest.gauges.values()):g}", flush=True)
+        for name, child in cluster.children.items():
+            if not child.running:
+                load.failures.append(f"{name} ended")
+                return rests, load
+    return rests, load
+
+
+def rows_of(rests: list[Rest], load: Load, page: Page, label: str, minutes: float) -> list[Row]:
+    """Result rows."""
+    rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
+    rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]
+    for name in ("preemptions", "rounds", "draft_tokens", "accepted_tokens"):
+        rows.append(Row(f"{label} soak", name, page.counter(f"outrider_verify_{name}"), ""))
+    for number, rest in enumerate(rests):
+        case = f"{label} soak spell {number}" if number else f"{label} soak start"
+        for service, cost in rest.costs.items():
+            rows.append(Row(case, f"{service}_resident_mib", cost.resident_mib, "MiB"))
+            rows.append(Row(case, f"{service}_gpu_mib", cost.gpu_mib, "MiB"))
+        rows += [Row(case, name, value, "") for name, value in rest.gauges.items()]
+    return rows
+
+
+def main() -> int:
+    """Run, judge and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--spells", type=int, default=6)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--kv-tokens", type=int, default=1024)
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--label", default="smollm2-135m ngram")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--verify-device", default="auto")
+    parser.add_argument("--draft-device", default="auto")
+    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--allow-mib", type=float, default=64.0)
+    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with make_cluster(arguments) as cluster:
+        rests, load = run(cluster, arguments)
+        page = Page.read(cluster.metrics_url("verify"))
+    leaks = judge(rests, arguments.allow_mib)
+    if arguments.out:
+        rows = rows_of(rests, load, page, arguments.label, arguments.minutes)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+        write_report(arguments.out, "soak", device, rows, ("torch", "grpcio"))
+    for text in [*load.failures[:10], *leaks]:
+        print("FAILED", text)
+    preempted = page.counter("outrider_verify_preemptions")
+    print(f"{dict(load.counts)}: {len(load.failures)} failed, {preempted:g} preemptions, {len(leaks)} leaks")
+    return 1 if leaks or load.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

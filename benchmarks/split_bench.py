@@ -1,0 +1,163 @@
+"""Runs the cases of `split.py` on services that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pages import Cost, cost_of
+from report import cpu_name, write_report
+from split_cases import Case
+from split_figures import Measured, compare, table, work_out
+from split_load import answer_all, read_prompts, warm_up
+from split_services import Draft, Lines, Target, start_together
+
+from outrider.config.base import parse_options
+from outrider.config.verify import VerifyOptions
+from outrider.errors import OutriderError
+
+
+class Bench:
+    """All cases, on services that it starts."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.cases = [Case.parse(text) for text in arguments.cases]
+        self.paths = {label: Path(path) for label, _, path in (text.partition("=") for text in arguments.draft)}
+        self.runs: list[Measured] = []
+        self.failed: list[str] = []
+        self._prompts = read_prompts(arguments.prompts)
+        self._targets: dict[bool, Target] = {}
+        self._end = time.monotonic() + arguments.stop_after
+
+    def run(self) -> None:
+        """Run all cases; those that fail are noted in `failed`."""
+        at_once = self.arguments.drafts_at_once
+        drafting = [case for case in self.cases if case.drafts]
+        with ExitStack() as stack:
+            self._start_targets(stack)
+            for case in self.cases:
+                if not case.drafts:
+                    self._attempt(case, None)
+            for start in range(0, len(drafting), at_once):
+                for case, draft in self._started(drafting[start : start + at_once], stack):
+                    self._attempt(case, draft)
+
+    def _start_targets(self, stack: ExitStack) -> None:
+        """One verify service for each mode that the cases ask for, at the same time."""
+        modes = sorted({case.lockstep for case in self.cases})
+        options = self._verify_options(len(modes))
+        for lockstep in modes:
+            drafters = sorted({_key(case) for case in self.cases if case.drafts and case.lockstep == lockstep})
+            name = "verify-lockstep" if lockstep else "verify"
+            target = Target(replace(options, lockstep=lockstep), drafters, self._printer(name))
+            self._targets[lockstep] = stack.enter_context(target)
+        with ThreadPoolExecutor(len(modes)) as pool:
+            seconds = list(pool.map(Target.start, self._targets.values()))
+        print("verify started in", ", ".join(f"{value:.1f} s" for value in seconds), flush=True)
+
+    def _verify_options(self, num_targets: int) -> VerifyOptions:
+        arguments = self.arguments
+        argv = [f"--model={arguments.model}", f"--device={arguments.verify_device}", "--disable-radix-cache"]
+        if num_targets > 1:
+            argv.append("--mem-fraction-static=0.4")
+        return parse_options(VerifyOptions, [*argv, *arguments.verify_option])
+
+    def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
+        """Draft services of these cases, one after the other; all are started before the first is handed out."""
+        if time.monotonic() > self._end:
+            self.failed += [f"{self._title(case)}: no time left" for case in cases]
+            return
+        arguments = self.arguments
+        share = 0.5 / min(arguments.drafts_at_once, len(cases))
+        common = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}"]
+        common += [f"--mem-fraction-static={share:.3f}", *arguments.draft_option]
+        drafts = []
+        for case in cases:
+            try:
+                options = case.draft_options(self.paths, common)
+            except OutriderError as refusal:
+                self._fail(case, refusal)
+            else:
+                drafts.append((case, Draft(options, self._printer(f"draft {self._title(case)}"))))
+        for _, draft in drafts:
+            stack.callback(draft.close)
+        errors = start_together([draft for _, draft in drafts])
+        for (case, draft), error in zip(drafts, errors, strict=True):
+            if error is None:
+                yield case, draft
+            else:
+                self._fail(case, error)
+
+    def _attempt(self, case: Case, draft: Draft | None) -> None:
+        if time.monotonic() > self._end:
+            self.failed.append(f"{self._title(case)}: no time left")
+            return
+        target = self._targets[case.lockstep]
+        try:
+            if draft is not None:
+                target.connect(_key(case), draft)
+            measured = self._measure(case, target, draft)
+        except Exception as error:
+            self._fail(case, error)
+        else:
+            self.runs.append(measured)
+            compare(self.runs)
+            print(table([measured]), flush=True)
+            self._report()
+        if draft is not None:
+            draft.close()
+            target.disconnect(_key(case))
+
+    def _measure(self, case: Case, target: Target, draft: Draft | None) -> Measured:
+        arguments, address = self.arguments, target.cluster.gateway_address
+        prompts = self._prompts[: max(arguments.limit, 2 * case.batch if case.batch > 1 else 0)]
+        warm_up(address, case, arguments.warm_tokens)
+        verify, page = target.page(), draft.page() if draft else None
+        used = cost_of(draft.pid) if draft else None
+        answers = asyncio.run(answer_all(address, prompts, case, arguments.max_tokens))
+        # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
+        time.sleep(0.3)
+        measured = Measured(case, self._title(case), answers, target.page().since(verify))
+        if draft is not None and page is not None and used is not None:
+            now = cost_of(draft.pid)
+            measured.draft = draft.page().since(page)
+            measured.draft_cost = Cost(now.cpu_seconds - used.cpu_seconds, now.resident_mib, now.gpu_mib)
+            measured.start_seconds = draft.start_seconds
+        work_out(measured)
+        return measured
+
+    def _report(self) -> None:
+        if self.arguments.out:
+            on_gpu = torch.cuda.is_available()
+            names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+            device = " + ".join(names) if on_gpu else cpu_name()
+            rows = [row for run in self.runs for row in run.rows()]
+            write_report(self.arguments.out, "split", device, rows, ("torch", "grpcio", "numpy"))
+
+    def _title(self, case: Case) -> str:
+        return case.title(self.arguments.label, self.arguments.dtype)
+
+    def _fail(self, case: Case, error: Exception) -> None:
+        text = f"{self._title(case)}: {type(error).__name__}: {error}"
+        self.failed.append(text.splitlines()[0])
+        print(f"FAILED {text}", flush=True)
+
+    def _printer(self, name: str) -> Lines:
+        def on_line(_: str, line: str) -> None:
+            if self.arguments.verbose or " ERROR " in line or "Traceback" in line:
+                print(f"{name}: {line}", flush=True)
+
+        return on_line
+
+
+def _key(case: Case) -> str:
+    """What verify learns apart: scores of different drafters, or ranked by different rules, mean different things."""
+    return f"{case.drafter} {case.options.get('rank_by_noise', '')}"

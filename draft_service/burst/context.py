@@ -1,0 +1,117 @@
+"""A request's committed tokens as a draft model holds them: its context, and the tokens between that and the root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from draft_service.burst.feature_store import FeatureStore
+from draft_service.tree import Tree
+from outrider.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A committed token between context and root."""
+
+    slot: int
+    """Tree slot of its KV; -1 if it was not run."""
+    settled: bool
+    """Whether its KV is what the context should hold: made from true features, or from none."""
+
+
+UNRUN = Between(-1, False)
+
+
+@dataclass(slots=True, eq=False)
+class DraftContext:
+    """One request.
+
+    Tokens at positions below `end` are context, those from there to below `root` lie in `between`, and the root is at
+    position `root`. KV positions are `lag` less than positions; the first `lag` tokens have none.
+    """
+
+    tree: Tree
+    row: int
+    """Of the runner."""
+    lag: int
+    sampling: SamplingParams
+    root: int
+    """Position of the root."""
+    end: int
+    """One past the last context token; `lag` if there is none."""
+    between: list[Between] = field(default_factory=list)
+    root_run: bool = False
+    root_settled: bool = False
+    """As `Between.settled`."""
+    pages: list[int] = field(default_factory=list)
+    features: FeatureStore = field(default_factory=FeatureStore)
+    known: int = 0
+    """Committed tokens that the forest has followed."""
+    epoch: int = 0
+    """Of the author, as the forest knows it."""
+    seen: int = 1
+    """Ids of the author below this were looked at for nodes that others appended."""
+    steps_left: int = 0
+    """Steps of its tree that are still to be run, in lockstep."""
+    fresh: bool = True
+    """Whether nothing is below the root yet."""
+
+    @property
+    def first_unrun(self) -> int:
+        """Index in `between` of the first token that was not run; one past them if all were."""
+        for index, token in enumerate(self.between):
+            if token.slot < 0:
+                return index
+        return len(self.between)
+
+    @property
+    def kv_len(self) -> int:
+        """KV positions of the context."""
+        return self.end - self.lag
+
+    @property
+    def feature_end(self) -> int:
+        """Tokens before this position could be run from the context on with true features."""
+        if not self.lag:
+            return self.root + 1
+        return self.features.end_from(self.end - 1) + 1
+
+    def begin(self, committed: int, epoch: int) -> None:
+        """Nothing was run of the committed tokens."""
+        self.known, self.epoch = committed, epoch
+        self.between = [UNRUN] * max(0, self.root - self.end)
+
+    def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
+        """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""
+        between = [Between(slot, not self.lag) if slot >= 0 else UNRUN for slot in slots]
+        if self.root_settled and between:
+            between[0] = Between(slots[0], True)
+        between += [UNRUN] * (count - len(slots))
+        # Where the old root has no KV position, it is in no tree slot either.
+        self.between += between[max(0, self.end - self.root) :]
+        self.root += count
+        self.known += count
+        self.root_run = root_run
+        self.root_settled = root_run and not self.lag
+        self.fresh = not root_run
+
+    def take_settled(self, *, own: bool) -> list[int]:
+        """Take leading tokens off `between` whose KV may move to the context, and return their tree slots.
+
+        With `own`, KV made from the draft's own features may move too.
+        """
+        taken = 0
+        for token in self.between[: self.num_movable]:
+            if token.slot < 0 or not (token.settled or own):
+                break
+            taken += 1
+        slots = [token.slot for token in self.between[:taken]]
+        del self.between[:taken]
+        self.end += taken
+        return slots
+
+    @property
+    def num_movable(self) -> int:
+        """Tokens of `between` that need not stay in tree slots: what is run next may take its parent's own feature."""
+        first = self.first_unrun
+        return len(self.between) if not self.lag or self.root_run or not first else first - 1

@@ -1,0 +1,102 @@
+"""Brings committed tokens into the contexts of a draft model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from draft_service.burst.context import DraftContext
+from draft_service.burst.options import GrowthOptions
+from draft_service.burst.plan import BurstRunner
+from draft_service.burst.slots import TreeSlots
+from draft_service.tree import Refusal
+from outrider.cache.pages import PagePool
+from outrider.tree.messages import DeclineReason
+
+
+class DeclinedError(Exception):
+    """A request cannot be served any longer."""
+
+    def __init__(self, reason: DeclineReason, detail: str) -> None:
+        super().__init__(detail)
+        self.refusal = Refusal(reason, detail)
+
+
+class ContextKeeper:
+    """Owns the context pages. Methods raise DeclinedError where they are used up, and what the runner raises."""
+
+    def __init__(self, runner: BurstRunner, slots: TreeSlots, options: GrowthOptions) -> None:
+        shape = runner.shape
+        self.pool = PagePool(shape.num_pages, shape.page_size)
+        self.num_extended = 0
+        """Tokens computed outside of bursts since someone set this to 0."""
+        self.max_forced = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
+        """Tokens between context and root that a burst computes; more are computed apart."""
+        self._runner = runner
+        self._slots = slots
+        self._own_features = options.own_features
+        self._max_between = shape.region // 8
+
+    def open(self, context: DraftContext) -> None:
+        """A request takes its row."""
+        self._runner.open(context.row, context.sampling)
+
+    def close(self, context: DraftContext) -> None:
+        """It leaves its row and its pages."""
+        self.pool.release(context.pages)
+        context.pages = []
+        self._runner.close(context.row)
+
+    def settle(self, context: DraftContext) -> None:
+        """Move KV of committed tokens that were run as they should be to the context."""
+        own = self._own_features or len(context.between) > self._max_between
+        first = context.kv_len
+        slots = context.take_settled(own=own)
+        if not slots:
+            return
+        self._reserve(context, context.kv_len)
+        self._runner.move(context.row, slots, first)
+        self._free(context.row, slots)
+        context.features.forget(context.end - 1)
+
+    def num_extendable(self, context: DraftContext) -> int:
+        """Tokens that should be computed apart before anything else of the request."""
+        between = len(context.between)
+        if not context.lag:
+            return between if between > self.max_forced else 0
+        covered = min(context.feature_end - context.end, between)
+        if context.feature_end > context.root:
+            return covered if covered > self.max_forced else 0
+        return min(covered, context.num_movable)
+
+    def extend(self, context: DraftContext, limit: int) -> None:
+        """Compute up to `limit` of those tokens."""
+        count = min(self.num_extendable(context), limit)
+        start = context.end
+        self._reserve(context, context.kv_len + count)
+        tokens = context.tree.author.tokens
+        if context.lag:
+            for low, high, values in context.features.cut(start - 1, start - 1 + count):
+                self._runner.extend(context.row, tokens[low + 1 : high + 1], low + 1, values)
+        else:
+            self._runner.extend(context.row, tokens[start : start + count], start, None)
+        self.num_extended += count
+        context.end += count
+        slots = [token.slot for token in context.between[:count] if token.slot >= 0]
+        del context.between[:count]
+        self._free(context.row, slots)
+        context.features.forget(context.end - 1)
+
+    def _reserve(self, context: DraftContext, kv_len: int) -> None:
+        missing = -(-kv_len // self.pool.page_size) - len(context.pages)
+        if missing <= 0:
+            return
+        pages = self.pool.allocate(missing)
+        if pages is None:
+            detail = f"{missing} pages are needed, {self.pool.num_free} of {self.pool.num_pages} are free"
+            raise DeclinedError(DeclineReason.OVERLOADED, detail)
+        context.pages += pages
+        self._runner.set_pages(context.row, context.pages)
+
+    def _free(self, row: int, slots: list[int]) -> None:
+        if slots:
+            self._slots.free(np.full(len(slots), row, np.int32), np.array(slots, np.int32))

@@ -1,0 +1,45 @@
+"""A draft model with what runs it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draft_service.burst.options import GrowthOptions
+from draft_service.burst.plan import BurstRunner
+from draft_service.drafters.base import Needs, model_algorithm
+from outrider.config.draft import DraftOptions
+
+
+@dataclass(frozen=True)
+class ModelDrafter:
+    """What the service knows of a draft model."""
+
+    runner: BurstRunner
+    sources: tuple[str, ...]
+    needs: Needs
+
+    def growth_options(self, options: DraftOptions) -> GrowthOptions:
+        """How it grows."""
+        return GrowthOptions.choose(options, self.runner.shape, self.needs.max_positions or options.max_positions)
+
+    def gauges(self) -> Mapping[str, int]:
+        """Nothing: its growth counts for itself."""
+        return {}
+
+
+def load_model_drafter(options: DraftOptions) -> ModelDrafter:
+    """Load the model that the options name and build its runner. Raises ConfigError naming the option at fault."""
+    # By name, because the service's own modules do not import torch.
+    model: Any = importlib.import_module("outrider.models.drafters.loader").load_draft_model(options)
+    runner: BurstRunner = importlib.import_module("draft_service.burst.build").build_runner(model, options)
+    needs = Needs(
+        vocab_size=model.target_vocab_size,
+        tokenizer_hash=model.tokenizer_hash,
+        hidden_size=model.hidden_size,
+        feature_layers=tuple(model.feature_layers),
+        max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),
+    )
+    return ModelDrafter(runner, (model_algorithm(options).lower(),), needs)

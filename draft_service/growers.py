@@ -1,0 +1,145 @@
+"""Growers made from drafters, and several of them on the same trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from draft_service.burst.growth import BurstGrowth
+from draft_service.drafters.base import AnyDrafter, Drafter
+from draft_service.drafters.model import ModelDrafter
+from draft_service.drafters.several import SeveralDrafters
+from draft_service.growth import Growth
+from draft_service.tree import Grower, Ledger, Tree
+from draft_service.tree_growth import ANY_SOURCE, Limits
+from outrider.config.draft import DraftOptions
+from outrider.logs import get_logger
+from outrider.tree.messages import Features
+
+_logger = get_logger(__name__)
+
+
+def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
+    """What grows trees with a drafter's guesses."""
+    ledger = Ledger(options.max_nodes)
+    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,)
+    growers: list[Grower] = []
+    first_source = 0
+    for part in parts:
+        sources = range(first_source, first_source + len(part.sources))
+        first_source = sources.stop
+        limits = _limits(options, sources, shared=len(parts) > 1)
+        if isinstance(part, ModelDrafter):
+            growers.append(BurstGrowth(part.runner, limits, ledger, part.growth_options(options)))
+        elif isinstance(part, Drafter):
+            growers.append(Growth(part, limits, ledger))
+        else:
+            raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
+    return growers[0] if len(growers) == 1 else Growers(growers, ledger)
+
+
+def _limits(options: DraftOptions, sources: range, *, shared: bool) -> Limits:
+    floor = math.log(options.min_path_probability) if options.min_path_probability else -math.inf
+    num_nodes, depth = options.speculative_num_draft_tokens or 64, options.speculative_num_steps or 48
+    return Limits(num_nodes, depth, floor, sources if shared else ANY_SOURCE, shared)
+
+
+class Growers(Grower):
+    """Several growers that append to the same authors, each told of what the others found.
+
+    A tree that one of them cannot serve is left to the rest.
+    """
+
+    def __init__(self, growers: Sequence[Grower], ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._growers = growers
+        self._serving: dict[int, list[Grower]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether none of them has anything to do."""
+        return all(grower.idle and not grower.declined for grower in self._growers)
+
+    def open(self, tree: Tree) -> None:
+        """All of them begin to grow a tree."""
+        opened: list[Grower] = []
+        try:
+            for grower in self._growers:
+                grower.open(tree)
+                opened.append(grower)
+        except Exception:
+            for grower in opened:
+                grower.close(tree)
+            raise
+        self._serving[tree.handle] = opened
+
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """All follow the author."""
+        for grower in self._serving[tree.handle]:
+            grower.follow(tree, known, missed=missed)
+
+    def changed(self, tree: Tree) -> None:
+        """All look again."""
+        for grower in self._serving[tree.handle]:
+            grower.changed(tree)
+
+    def close(self, tree: Tree) -> None:
+        """All free what they hold of a tree."""
+        self.declined.pop(tree.handle, None)
+        for grower in self._serving.pop(tree.handle):
+            grower.close(tree)
+
+    def take_features(self, tree: Tree, features: Features) -> None:
+        """All learn them."""
+        for grower in self._serving[tree.handle]:
+            grower.take_features(tree, features)
+
+    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
+        """Keep devices busy first, then grow what costs nothing, and wait for devices last."""
+        for may_wait in (False, True) if wait else (False,):
+            for grower in self._growers:
+                if not grower.idle:
+                    grower.grow(deadline, interrupted, wait=may_wait)
+                    self._tell_others(grower)
+            if interrupted():
+                break
+        self._drop_declined()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether one of them has something to do that can wait."""
+        return any(grower.has_work for grower in self._growers)
+
+    def work(self, deadline: float) -> None:
+        """Let them do what can wait."""
+        for grower in self._growers:
+            grower.work(deadline)
+
+    def forget_target(self) -> None:
+        """The next trees are of another target."""
+        for grower in self._growers:
+            grower.forget_target()
+
+    def count_into(self, count: Callable[[str, float], None]) -> None:
+        """Tell what all of them counted."""
+        for grower in self._growers:
+            grower.count_into(count)
+
+    def _tell_others(self, grower: Grower) -> None:
+        for tree in self.ledger.untold.values():
+            for other in self._serving[tree.handle]:
+                if other is not grower:
+                    other.found(tree)
+
+    def _drop_declined(self) -> None:
+        for grower in self._growers:
+            for handle, refusal in list(grower.declined.items()):
+                del grower.declined[handle]
+                serving = self._serving[handle]
+                if len(serving) == 1:
+                    self.declined[handle] = refusal
+                    continue
+                serving.remove(grower)
+                tree = self.ledger.trees[handle]
+                grower.close(tree)
+                _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)

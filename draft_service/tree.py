@@ -1,0 +1,152 @@
+"""A request's tree, what its growers share, and what a grower is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.tree.author import TreeAuthor
+from outrider.tree.messages import DeclineReason, Features
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """An open request as growers know it."""
+
+    handle: int
+    """Names it in the whole service; never used twice."""
+    author: TreeAuthor
+    vocab_size: int
+    """Ids at or past this are illegal."""
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a grower does not serve a tree any more."""
+
+    reason: DeclineReason
+    detail: str
+
+
+class Ledger:
+    """Counts of the trees that all growers of a service append to."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self.num_live = 0
+        """Live nodes in all trees."""
+        self.grown: Counter[int] = Counter()
+        """Nodes appended by source since someone emptied this."""
+        self.untold: dict[int, Tree] = {}
+        """Trees by handle that verify may have to be told about."""
+        self.trees: dict[int, Tree] = {}
+        """All open trees by handle."""
+        self._counted: dict[int, int] = {}
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether another node fits."""
+        return self.num_live < self.max_nodes
+
+    @property
+    def share(self) -> int:
+        """Nodes that each tree may have."""
+        return max(1, self.max_nodes // max(1, len(self._counted)))
+
+    def open(self, tree: Tree) -> None:
+        """Begin to count a tree."""
+        self.trees[tree.handle] = tree
+        self._counted[tree.handle] = 0
+        self.recount(tree)
+
+    def close(self, tree: Tree) -> None:
+        """Forget a tree."""
+        self.num_live -= self._counted.pop(tree.handle)
+        del self.trees[tree.handle]
+        self.untold.pop(tree.handle, None)
+
+    def recount(self, tree: Tree) -> None:
+        """Count a tree again that has something to tell: it was re-rooted, paused, resumed or given credit."""
+        num_live = tree.author.num_live
+        self.num_live += num_live - self._counted[tree.handle]
+        self._counted[tree.handle] = num_live
+        self.untold[tree.handle] = tree
+
+    def appended(self, tree: Tree, source: int) -> None:
+        """A node was appended."""
+        self.num_live += 1
+        self._counted[tree.handle] += 1
+        self.grown[source] += 1
+        self.untold[tree.handle] = tree
+
+
+class Grower(ABC):
+    """Appends nodes to the authors of open trees. The engine's thread calls it."""
+
+    declined: dict[int, Refusal]
+    """By handle, trees that it cannot serve; each is to be closed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.declined = {}
+
+    @property
+    def num_live(self) -> int:
+        """Live nodes in all trees, whoever appended them."""
+        return self.ledger.num_live
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether another node fits."""
+        return self.ledger.has_memory
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether there is nothing to do before a call of another method brings something."""
+
+    @abstractmethod
+    def open(self, tree: Tree) -> None:
+        """Begin to grow a tree. If this raises, the tree is not open here."""
+
+    @abstractmethod
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """The author's committed tokens went past `known`; `missed` says that a new epoch began with that."""
+
+    @abstractmethod
+    def changed(self, tree: Tree) -> None:
+        """Look again at a tree that was followed, paused, resumed, or given credit."""
+
+    @abstractmethod
+    def close(self, tree: Tree) -> None:
+        """Free everything of a tree."""
+
+    @abstractmethod
+    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
+        """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
+
+        Without `wait`, a grower whose next step is to wait for a device returns.
+        """
+
+    def found(self, tree: Tree) -> None:  # noqa: B027
+        """Another grower appended to the tree's author."""
+
+    def take_features(self, tree: Tree, features: Features) -> None:  # noqa: B027
+        """The target's features of committed positions have come; their memory is free once this returns."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return False
+
+    def work(self, deadline: float) -> None:  # noqa: B027
+        """Do what can wait until `time.perf_counter()` reads `deadline`."""
+
+    def forget_target(self) -> None:  # noqa: B027
+        """The next trees are of another target. No tree is open."""
+
+    def count_into(self, count: Callable[[str, float], None]) -> None:  # noqa: B027
+        """Tell what was counted since the last call, by name."""

@@ -1,0 +1,118 @@
+"""The device's side of a burst: which candidates a step runs, what attention must know of them, what comes of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.frontier_state import HEADER_WORDS, NUM_FIELDS, BurstRows, Pool, RegionPlan, StepTokens
+from kernels.launch import use_triton
+from kernels.reference import frontier as reference
+
+MAX_WIDTH = 256
+
+
+def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+    """Seeds enter the pool, and slot masks forget what is no longer live. One launch.
+
+    Args:
+        header: int32 [4] of step, number of seeds, floor (bits of a float32), unused.
+        seeds: int32 [8, max_seeds], fields as in the pool.
+        pool: its seeds are overwritten.
+        rows: of the burst; slot_masks of their table rows are cut to `live`. Padding rows have nothing live.
+        plan: where slot masks lie.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if header.shape != (HEADER_WORDS,) or seeds.shape != (NUM_FIELDS, pool.max_seeds):
+        raise ValueError(f"a header of {list(header.shape)} and seeds of {list(seeds.shape)} do not fit the pool")
+    if not (seeds.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
+        raise ValueError("seeds, pool and slot masks must be contiguous")
+    if use_triton(header):
+        from kernels.jit import frontier
+
+        frontier.begin_burst(header, seeds, pool, rows, plan)
+    else:
+        reference.begin_burst(header, seeds, pool, rows, plan)
+
+
+def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+    """Fill `step.order` with the best M entries of the pool, the best first, ties to the lower index. One launch.
+
+    Entries below the floor, and those that need a tree slot of a row that has no free one left, do not count.
+    `step.order` must be all -1 before; `place_entries` leaves it so.
+
+    Args:
+        header: see begin_burst; of the pool, the candidates of steps before the header's count.
+        pool: the candidates of step s begin at max_seeds + s * M * branching.
+        branching: candidates of a node.
+    """
+    _check_width(step)
+    if use_triton(header):
+        from kernels.jit import frontier
+
+        frontier.choose_entries(header, pool, rows, step, branching)
+    else:
+        reference.choose_entries(header, pool, rows, step, branching)
+
+
+def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+    """Give the chosen entries tree slots and lay them out row by row, in their order within a row. One launch.
+
+    Fills all of `step`, takes its entries out of the pool, stores their slot masks and raises the rows' next_free and
+    region_len. An entry without a fixed slot takes the next free one of its row; the rest of the row is left out when
+    there is none. Under a plan with `lag`, an entry that needs the feature of a parent in the same step waits for the
+    next one, and so do those below it.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    _check_width(step)
+    if step.mask.shape[1] != plan.slot_masks.shape[2] or not step.mask.is_contiguous():
+        raise ValueError(f"a mask of {list(step.mask.shape)} does not fit regions of {list(plan.slot_masks.shape)}")
+    if plan.page_tables.stride(1) != 1 or not (rows.free.is_contiguous() and plan.slot_masks.is_contiguous()):
+        raise ValueError("free slots, slot masks and the rows of the page tables must be contiguous")
+    if use_triton(step.order):
+        from kernels.jit import frontier
+
+        frontier.place_entries(pool, rows, step, plan)
+    else:
+        reference.place_entries(pool, rows, step, plan)
+
+
+def append_candidates(
+    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+) -> None:
+    """A step's candidates join the pool and the results; the header's step goes up by one. One launch.
+
+    Nothing happens from step S on.
+
+    Args:
+        tokens: int32 [M, k], target ids of the candidates of each place; -1 for none.
+        scores: float32 [M, k], their edge scores, at most 0.
+        results: int32 [S, M * (2 + 2 * k)], of which the header's step is written: picked [M], slots [M],
+            tokens [M, k], scores [M, k] (bits); -1, -1, -1 and -inf where there is nothing.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    width, branching = tokens.shape
+    if scores.shape != tokens.shape or width != step.order.shape[0]:
+        raise ValueError(f"candidates of {list(tokens.shape)} and {list(scores.shape)} do not fit the step")
+    if results.shape[1] != width * (2 + 2 * branching) or not results.is_contiguous():
+        raise ValueError(f"results of {list(results.shape)} do not fit {width} nodes of {branching} candidates")
+    if pool.capacity < pool.max_seeds + results.shape[0] * width * branching:
+        raise ValueError(f"a pool of {pool.capacity} entries cannot hold the candidates of {results.shape[0]} steps")
+    if not (tokens.is_contiguous() and scores.is_contiguous()):
+        raise ValueError("candidates must be contiguous")
+    if use_triton(header):
+        from kernels.jit import frontier
+
+        frontier.append_candidates(header, pool, step, tokens, scores, results)
+    else:
+        reference.append_candidates(header, pool, step, tokens, scores, results)
+
+
+def _check_width(step: StepTokens) -> None:
+    if step.order.shape[0] > MAX_WIDTH:
+        raise ValueError(f"a step runs at most {MAX_WIDTH} nodes, not {step.order.shape[0]}")

@@ -1,0 +1,152 @@
+"""Device memory of a burst of draft steps: what could be run, the rows it belongs to, and the tokens of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Fields of a pool entry.
+ROW, PARENT, TOKEN, POSITION, SLOT, FEATURE, SCORE, BASE = range(8)
+NUM_FIELDS = 8
+
+# Words of the header.
+STEP, NUM_SEEDS, FLOOR = range(3)
+HEADER_WORDS = 4
+
+FORCED_FROM = 1e29
+"""Scores from here on belong to entries that must be run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What a burst could run: C entries, seeds first, the candidates of its steps from `max_seeds` on.
+
+    Attributes:
+        entries: int32 [8, C], one row a field. ROW: row of the burst. PARENT: tree slot of the parent, -1 where all
+            before the token is context. TOKEN. POSITION: in the sequence. SLOT: tree slot that the entry must take, -1
+            for any. FEATURE: row of the given features, -1 for what the parent's step returned. SCORE: path score, bits
+            of a float32, -inf once it is used up. BASE: path score from which its candidates count, likewise.
+        max_seeds: entries of seeds.
+    """
+
+    entries: Tensor
+    max_seeds: int
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.entries.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BurstRows:
+    """The requests of a burst: B rows with a region of R tree slots each, W = R / 32 words. All int32.
+
+    Attributes:
+        table_rows: [B], the row's place in page tables and slot masks; padding rows share one that nobody owns.
+        context_len: [B], KV positions of the context.
+        region_len: [B], tree slots up to the last one in use; steps raise it.
+        num_free: [B], entries of `free` that count.
+        next_free: [B], how many of them are taken; steps raise it.
+        live: [B, W], bit t % 32 of word t // 32 is set where tree slot t holds a live node when the burst begins.
+        free: [B, R], tree slots to take, in this order.
+    """
+
+    table_rows: Tensor
+    context_len: Tensor
+    region_len: Tensor
+    num_free: Tensor
+    next_free: Tensor
+    live: Tensor
+    free: Tensor
+
+    def head(self, num_rows: int) -> BurstRows:
+        """Its first rows."""
+        return BurstRows(*(getattr(self, name)[:num_rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step: M places, those of a row one after the other, parents before children; padding behind.
+
+    Attributes:
+        token_ids: int32 [M], 0 for padding.
+        rotary: int32 [M], KV position of the token; 0 for padding.
+        rows: int32 [M], row of the burst, -1 for padding.
+        table_rows: int32 [M], the row's place in tables, -1 for padding.
+        first: int32 [B + 1], where each row's tokens begin.
+        kv_slots: int32 [M], -1 for padding.
+        mask: int32 [M, W], tree slots that the token sees, itself included; 0 for padding.
+        picked: int32 [M], pool index; -1 for padding.
+        slots: int32 [M], tree slot; -1 for padding.
+        positions: int32 [M], position of the token in the sequence; 0 for padding.
+        bases: float32 [M], path score from which its candidates count; -inf for padding.
+        sources: int64 [M], row of the feature store that the token reads.
+        targets: int64 [M], row of the feature store that the step writes.
+        order: int32 [M], -1 between steps: pool indices, the best first.
+        links: int32 [3, M], scratch.
+    """
+
+    token_ids: Tensor
+    rotary: Tensor
+    rows: Tensor
+    table_rows: Tensor
+    first: Tensor
+    kv_slots: Tensor
+    mask: Tensor
+    picked: Tensor
+    slots: Tensor
+    positions: Tensor
+    bases: Tensor
+    sources: Tensor
+    targets: Tensor
+    order: Tensor
+    links: Tensor
+
+    @classmethod
+    def new(cls, width: int, num_rows: int, words: int, device: torch.device) -> StepTokens:
+        """Memory for `width` tokens of `num_rows` rows."""
+
+        def ints(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=ints(width),
+            rotary=ints(width),
+            rows=ints(width, value=-1),
+            table_rows=ints(width, value=-1),
+            first=ints(num_rows + 1),
+            kv_slots=ints(width, value=-1),
+            mask=ints(width, words),
+            picked=ints(width, value=-1),
+            slots=ints(width, value=-1),
+            positions=ints(width),
+            bases=torch.full((width,), float("-inf"), device=device),
+            sources=ints(width, dtype=torch.int64),
+            targets=ints(width, dtype=torch.int64),
+            order=ints(width, value=-1),
+            links=ints(3, width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """Where tree slots and features of all rows lie; the same for every burst.
+
+    Rows of the feature store: one for each tree slot of each of the T table rows, one of zeros, then the given ones.
+
+    Attributes:
+        page_tables: int32 [T, P], rows contiguous.
+        slot_masks: int32 [T, R, W], tree slots that a slot's token sees, itself included.
+        page_size: tokens in a page.
+        region_base: logical position of tree slot 0, the same in every row.
+        lag: how far a token's KV position lies before its position.
+    """
+
+    page_tables: Tensor
+    slot_masks: Tensor
+    page_size: int
+    region_base: int
+    lag: int

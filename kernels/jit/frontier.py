@@ -1,0 +1,318 @@
+"""See kernels.frontier."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import frontier_state as state
+from kernels.attention_tiles import power_of_two
+from kernels.frontier_state import BurstRows, Pool, RegionPlan, StepTokens
+
+_ROW: tl.constexpr = tl.constexpr(state.ROW)
+_PARENT: tl.constexpr = tl.constexpr(state.PARENT)
+_TOKEN: tl.constexpr = tl.constexpr(state.TOKEN)
+_POSITION: tl.constexpr = tl.constexpr(state.POSITION)
+_SLOT: tl.constexpr = tl.constexpr(state.SLOT)
+_FEATURE: tl.constexpr = tl.constexpr(state.FEATURE)
+_SCORE: tl.constexpr = tl.constexpr(state.SCORE)
+_BASE: tl.constexpr = tl.constexpr(state.BASE)
+_STEP: tl.constexpr = tl.constexpr(state.STEP)
+_NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
+_FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
+_NUM_FIELDS: tl.constexpr = tl.constexpr(state.NUM_FIELDS)
+_NEVER: tl.constexpr = tl.constexpr(float("-inf"))
+_FAR: tl.constexpr = tl.constexpr(1 << 20)
+
+# Entries whose rank a program counts, and entries that it compares them with at a time.
+_OWN = 16
+_OTHERS = 512
+_SEEDS = 256
+
+
+@triton.jit
+def _as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_seed_programs"])
+def _begin(
+    header, seeds, entries, table_rows, live, slot_masks, num_seed_programs,
+    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, MASK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs of seeds, then one for each row. SIZE = region * WORDS."""
+    program = tl.program_id(0)
+    if program < num_seed_programs:
+        index = program * BLOCK + tl.arange(0, BLOCK)
+        inside = index < MAX_SEEDS
+        used = index < tl.load(header + _NUM_SEEDS)
+        for field in tl.static_range(_NUM_FIELDS):
+            value = tl.load(seeds + field * MAX_SEEDS + index, mask=inside & used, other=0)
+            tl.store(entries + field * CAPACITY + index, value, mask=inside & used)
+        never = tl.full([BLOCK], _NEVER, tl.float32).to(tl.int32, bitcast=True)
+        tl.store(entries + _SCORE * CAPACITY + index, never, mask=inside & (index >= tl.load(header + _NUM_SEEDS)))
+    else:
+        row = program - num_seed_programs
+        masks = slot_masks + tl.load(table_rows + row).to(tl.int64) * SIZE
+        for start in tl.static_range(0, SIZE, MASK_BLOCK):
+            at = start + tl.arange(0, MASK_BLOCK)
+            within = at < SIZE
+            alive = tl.load(live + row * WORDS + at % WORDS, mask=within, other=0)
+            tl.store(masks + at, tl.load(masks + at, mask=within, other=0) & alive, mask=within)
+
+
+@triton.jit
+def _usable_scores(entries, index, inside, next_free, num_free, floor, CAPACITY: tl.constexpr):
+    """Path scores of pool entries; -inf where an entry may not be run."""
+    scores = _as_float(tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0))
+    asked = inside & (scores >= floor)
+    row = tl.load(entries + _ROW * CAPACITY + index, mask=asked, other=0)
+    fixed = tl.load(entries + _SLOT * CAPACITY + index, mask=asked, other=0) >= 0
+    taken = tl.load(next_free + row, mask=asked, other=0)
+    there = tl.load(num_free + row, mask=asked, other=0)
+    return tl.where(asked & (fixed | (taken < there)), scores, _NEVER)
+
+
+@triton.jit
+def _choose(
+    header, entries, next_free, num_free, order, width, step_size,
+    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the ranks of OWN entries, by counting those before them."""
+    limit = tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
+    begin = tl.program_id(0) * OWN
+    if begin >= limit:
+        return
+    floor = _as_float(tl.load(header + _FLOOR))
+    own = begin + tl.arange(0, OWN)
+    scores = _usable_scores(entries, own, own < limit, next_free, num_free, floor, CAPACITY)
+    if tl.max(scores, 0) == _NEVER:
+        return
+    before = tl.zeros([OWN], tl.int32)
+    for start in range(0, limit, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        rivals = _usable_scores(entries, other, other < limit, next_free, num_free, floor, CAPACITY)
+        first = (rivals[None, :] == scores[:, None]) & (other[None, :] < own[:, None])
+        before += tl.sum(((rivals[None, :] > scores[:, None]) | first).to(tl.int32), 1)
+    tl.store(order + before, own, mask=(scores != _NEVER) & (before < width))
+
+
+@triton.jit
+def _earlier_links(there, row, parent, slot, WIDTH_PAD: tl.constexpr):
+    """Of each chosen entry, the earlier one whose tree slot is its parent's; -1 for none."""
+    number = tl.arange(0, WIDTH_PAD)
+    same = (row[:, None] == row[None, :]) & (there[:, None] & there[None, :])
+    match = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
+    match = match & (number[None, :] < number[:, None])
+    return tl.max(tl.where(match, number[None, :], -1), 1)
+
+
+@triton.jit
+def _climb(links, there, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, WORDS_PAD: tl.constexpr):
+    """From each entry up through its ancestors of this step.
+
+    `links` holds of each entry the number of the next one above or -1, its fixed tree slot or -1, and its parent, or -2
+    where it has to wait. Returns the tree slots on the way as bits, the parent of the topmost, and whether any waits.
+    """
+    ancestor = tl.where(there, tl.arange(0, WIDTH_PAD), -1)
+    word = tl.arange(0, WORDS_PAD)
+    words = tl.zeros([WIDTH_PAD, WORDS_PAD], tl.int32)
+    top = tl.full([WIDTH_PAD], -1, tl.int32)
+    late = tl.zeros([WIDTH_PAD], tl.int32)
+    while tl.max(ancestor, 0) >= 0:
+        alive = ancestor >= 0
+        up = tl.load(links + ancestor, mask=alive, other=-1)
+        slot = tl.load(links + WIDTH + ancestor, mask=alive, other=-1)
+        parent = tl.load(links + 2 * WIDTH + ancestor, mask=alive, other=-1)
+        late = late | (parent < -1).to(tl.int32)
+        top = tl.where(alive & (up < 0), parent, top)
+        bit = tl.where(slot >= 0, 1 << (slot & 31), 0)
+        words |= tl.where((slot >> 5)[:, None] == word[None, :], bit[:, None], 0)
+        ancestor = up
+    return words, top, late != 0
+
+
+@triton.jit(do_not_specialize=["num_rows", "lag"])
+def _place(
+    entries, table_rows, next_free, num_free, free, region_len, page_tables, slot_masks, order, links,
+    out_tokens, out_rotary, out_rows, out_table_rows, out_first, out_kv_slots, out_mask, out_picked, out_slots,
+    out_positions, out_bases, out_sources, out_targets,
+    num_rows, table_stride, region_base, lag,
+    CAPACITY: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS_PAD: tl.constexpr,
+    TABLES: tl.constexpr, REGION: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program. Lanes are the chosen entries, the best first, until they are stored at their places."""
+    number = tl.arange(0, WIDTH_PAD)
+    entry = tl.load(order + number, mask=number < WIDTH, other=-1)
+    chosen = entry >= 0
+    row = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=_FAR)
+    parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
+    token = tl.load(entries + _TOKEN * CAPACITY + entry, mask=chosen, other=0)
+    position = tl.load(entries + _POSITION * CAPACITY + entry, mask=chosen, other=0)
+    fixed = tl.load(entries + _SLOT * CAPACITY + entry, mask=chosen, other=-1)
+    feature = tl.load(entries + _FEATURE * CAPACITY + entry, mask=chosen, other=-1)
+    base = _as_float(tl.load(entries + _BASE * CAPACITY + entry, mask=chosen, other=0))
+    table_row = tl.load(table_rows + row, mask=chosen, other=TABLES - 1)
+    taken = tl.load(next_free + row, mask=chosen, other=0)
+    there_are = tl.load(num_free + row, mask=chosen, other=0)
+
+    up = _earlier_links(chosen, row, parent, fixed, WIDTH_PAD)
+    waits = (up >= 0) & (feature < 0) & (lag > 0)
+    stored = number < WIDTH
+    tl.store(links + number, up, mask=stored)
+    tl.store(links + WIDTH + number, fixed, mask=stored)
+    tl.store(links + 2 * WIDTH + number, tl.where(waits, -2, parent), mask=stored)
+    # What follows is read by other threads than those that wrote it, and read before it is overwritten.
+    tl.debug_barrier()
+    words, top, late = _climb(links, chosen, WIDTH, WIDTH_PAD, WORDS_PAD)
+    kept = chosen & (late == 0)
+
+    same = row[:, None] == row[None, :]
+    earlier = number[None, :] < number[:, None]
+    wants = kept & (fixed < 0)
+    nth = taken + tl.sum((same & earlier & wants[None, :]).to(tl.int32), 1)
+    kept = kept & ((fixed >= 0) | (nth < there_are))
+    slot = tl.where(fixed >= 0, fixed, tl.load(free + row * REGION + nth, mask=wants & kept, other=0))
+    word = tl.arange(0, WORDS_PAD)
+    own_bit = tl.where(slot >= 0, 1 << (slot & 31), 0)
+    words |= tl.where((slot >> 5)[:, None] == word[None, :], own_bit[:, None], 0)
+    masks = slot_masks + (table_row.to(tl.int64) * (REGION * WORDS))[:, None] + word[None, :]
+    in_words = (word < WORDS)[None, :]
+    words |= tl.load(masks + (top * WORDS)[:, None], mask=(kept & (top >= 0))[:, None] & in_words, other=0)
+
+    # Rows in order, and in each row the entries in theirs; what is left out goes behind.
+    key = tl.where(kept, row, _FAR)
+    ahead = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & earlier)
+    place = tl.sum(ahead.to(tl.int32), 1)
+    burst_row = tl.arange(0, ROWS_PAD)
+    first = tl.sum((key[None, :] < burst_row[:, None]).to(tl.int32), 1)
+    of_row = key[None, :] == burst_row[:, None]
+    in_rows = burst_row < num_rows
+    length = tl.max(tl.where(of_row, slot[None, :] + 1, 0), 1)
+    length = tl.maximum(length, tl.load(region_len + burst_row, mask=in_rows, other=0))
+    new_taken = tl.sum((of_row & wants[None, :]).to(tl.int32), 1)
+    new_taken += tl.load(next_free + burst_row, mask=in_rows, other=0)
+    logical = region_base + slot
+    page = tl.load(page_tables + table_row.to(tl.int64) * table_stride + logical // PAGE, mask=kept, other=0)
+    tl.debug_barrier()
+
+    tl.store(out_first + burst_row, first, mask=burst_row <= num_rows)
+    tl.store(region_len + burst_row, length, mask=in_rows)
+    tl.store(next_free + burst_row, new_taken, mask=in_rows)
+    tl.store(order + number, -1, mask=stored)
+    tl.store(masks + (slot * WORDS)[:, None], words, mask=kept[:, None] & in_words)
+    never = tl.full([WIDTH_PAD], _NEVER, tl.float32)
+    tl.store(entries + _SCORE * CAPACITY + entry, never.to(tl.int32, bitcast=True), mask=kept)
+
+    put = place < WIDTH
+    tl.store(out_tokens + place, tl.where(kept, token, 0), mask=put)
+    tl.store(out_rotary + place, tl.where(kept, tl.maximum(position - lag, 0), 0), mask=put)
+    tl.store(out_rows + place, tl.where(kept, row, -1), mask=put)
+    tl.store(out_table_rows + place, tl.where(kept, table_row, -1), mask=put)
+    tl.store(out_kv_slots + place, tl.where(kept, page * PAGE + logical % PAGE, -1), mask=put)
+    tl.store(out_mask + (place * WORDS)[:, None] + word[None, :], tl.where(kept[:, None], words, 0),
+             mask=put[:, None] & in_words)  # fmt: skip
+    tl.store(out_picked + place, tl.where(kept, entry, -1), mask=put)
+    tl.store(out_slots + place, tl.where(kept, slot, -1), mask=put)
+    tl.store(out_positions + place, tl.where(kept, position, 0), mask=put)
+    tl.store(out_bases + place, tl.where(kept, base, _NEVER), mask=put)
+    zero_row = TABLES * REGION
+    source = tl.where(
+        feature >= 0, zero_row + 1 + feature, tl.where(parent >= 0, table_row * REGION + parent, zero_row)
+    )
+    tl.store(out_sources + place, tl.where(kept, source, zero_row).to(tl.int64), mask=put)
+    target = tl.where(kept, table_row * REGION + slot, (TABLES - 1) * REGION)
+    tl.store(out_targets + place, target.to(tl.int64), mask=put)
+
+
+@triton.jit
+def _append(
+    header, entries, rows, picked, slots, positions, bases, tokens, scores, results, max_steps,
+    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, BRANCHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: it counts the step when all is read."""
+    step = tl.load(header + _STEP)
+    if step >= max_steps:
+        return
+    SIZE: tl.constexpr = WIDTH * BRANCHING
+    result = results + step * (2 * WIDTH + 2 * SIZE)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < SIZE
+        place = index // BRANCHING
+        run = tl.load(picked + place, mask=inside, other=-1)
+        slot = tl.load(slots + place, mask=inside, other=-1)
+        token = tl.load(tokens + index, mask=inside, other=-1)
+        edge = tl.load(scores + index, mask=inside, other=0.0)
+        there = (run >= 0) & (token >= 0) & (edge <= 0)
+        edge = tl.where(there, edge, _NEVER)
+        path = tl.load(bases + place, mask=inside, other=_NEVER) + edge
+        bits = path.to(tl.int32, bitcast=True)
+        entry = entries + MAX_SEEDS + step * SIZE + index
+        tl.store(entry + _ROW * CAPACITY, tl.load(rows + place, mask=inside, other=-1), mask=inside)
+        tl.store(entry + _PARENT * CAPACITY, slot, mask=inside)
+        tl.store(entry + _TOKEN * CAPACITY, token, mask=inside)
+        tl.store(entry + _POSITION * CAPACITY, tl.load(positions + place, mask=inside, other=0) + 1, mask=inside)
+        tl.store(entry + _SLOT * CAPACITY, -1, mask=inside)
+        tl.store(entry + _FEATURE * CAPACITY, -1, mask=inside)
+        tl.store(entry + _SCORE * CAPACITY, bits, mask=inside)
+        tl.store(entry + _BASE * CAPACITY, bits, mask=inside)
+        tl.store(result + 2 * WIDTH + index, tl.where(there, token, -1), mask=inside)
+        tl.store(result + 2 * WIDTH + SIZE + index, edge.to(tl.int32, bitcast=True), mask=inside)
+        of_node = inside & (index % BRANCHING == 0)
+        tl.store(result + place, run, mask=of_node)
+        tl.store(result + WIDTH + place, slot, mask=of_node)
+    tl.debug_barrier()
+    tl.store(header + _STEP, step + 1)
+
+
+def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+    """As kernels.frontier.begin_burst."""
+    region, words = plan.slot_masks.shape[1:]
+    of_seeds = triton.cdiv(pool.max_seeds, _SEEDS)
+    _begin[(of_seeds + rows.table_rows.shape[0],)](
+        header, seeds, pool.entries, rows.table_rows, rows.live, plan.slot_masks, of_seeds,
+        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, SIZE=region * words, WORDS=words,
+        BLOCK=_SEEDS, MASK_BLOCK=min(power_of_two(region * words), 1024), num_warps=4,
+    )  # fmt: skip
+
+
+def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+    """As kernels.frontier.choose_entries."""
+    width = step.order.shape[0]
+    _choose[(triton.cdiv(pool.capacity, _OWN),)](
+        header, pool.entries, rows.next_free, rows.num_free, step.order, width, width * branching,
+        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, OWN=_OWN, OTHERS=_OTHERS, num_warps=4,
+    )  # fmt: skip
+
+
+def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+    """As kernels.frontier.place_entries."""
+    width, num_rows = step.order.shape[0], rows.table_rows.shape[0]
+    tables, region, words = plan.slot_masks.shape
+    _place[(1,)](
+        pool.entries, rows.table_rows, rows.next_free, rows.num_free, rows.free, rows.region_len,
+        plan.page_tables, plan.slot_masks, step.order, step.links,
+        step.token_ids, step.rotary, step.rows, step.table_rows, step.first, step.kv_slots, step.mask, step.picked,
+        step.slots, step.positions, step.bases, step.sources, step.targets,
+        num_rows, plan.page_tables.stride(0), plan.region_base, plan.lag,
+        CAPACITY=pool.capacity, WIDTH=width, WIDTH_PAD=power_of_two(width), ROWS_PAD=power_of_two(tables),
+        TABLES=tables, REGION=region, WORDS=words, WORDS_PAD=power_of_two(words), PAGE=plan.page_size,
+        num_warps=4 if power_of_two(width) * power_of_two(tables) <= 2048 else 8,
+    )  # fmt: skip
+
+
+def append_candidates(
+    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+) -> None:
+    """As kernels.frontier.append_candidates."""
+    width, branching = tokens.shape
+    _append[(1,)](
+        header, pool.entries, step.rows, step.picked, step.slots, step.positions, step.bases,
+        tokens, scores, results, results.shape[0],
+        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, WIDTH=width, BRANCHING=branching,
+        BLOCK=min(power_of_two(width * branching), 512), num_warps=4,
+    )  # fmt: skip

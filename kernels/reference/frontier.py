@@ -1,0 +1,155 @@
+"""See kernels.frontier."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.frontier_state import (
+    BASE,
+    FEATURE,
+    FLOOR,
+    NUM_SEEDS,
+    PARENT,
+    POSITION,
+    ROW,
+    SCORE,
+    SLOT,
+    STEP,
+    TOKEN,
+    BurstRows,
+    Pool,
+    RegionPlan,
+    StepTokens,
+)
+
+_NEVER = float("-inf")
+
+
+def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+    """As kernels.frontier.begin_burst."""
+    count = int(header[NUM_SEEDS])
+    pool.entries[:, :count] = seeds[:, :count]
+    _scores(pool)[count : pool.max_seeds] = _NEVER
+    table_rows = rows.table_rows.long()
+    plan.slot_masks[table_rows] = plan.slot_masks[table_rows] & rows.live[:, None, :]
+
+
+def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+    """As kernels.frontier.choose_entries."""
+    limit = pool.max_seeds + int(header[STEP]) * step.order.shape[0] * branching
+    scores = _scores(pool)[:limit]
+    usable = scores >= header[FLOOR : FLOOR + 1].view(torch.float32)
+    full = rows.next_free >= rows.num_free
+    usable &= (pool.entries[SLOT, :limit] >= 0) | ~full[pool.entries[ROW, :limit].clamp(0, len(full) - 1).long()]
+    found = usable.nonzero()[:, 0]
+    best = found[scores[found].argsort(descending=True, stable=True)][: step.order.shape[0]]
+    step.order[: len(best)] = best.int()
+
+
+def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+    """As kernels.frontier.place_entries."""
+    chosen = [entry for entry in step.order.tolist() if entry >= 0]
+    step.order.fill_(-1)
+    fields = pool.entries[:, chosen].t().tolist()
+    _clear(step, plan)
+    kept: dict[int, list[tuple[int, int]]] = {}
+    own: dict[tuple[int, int], int] = {}
+    late: set[tuple[int, int]] = set()
+    next_free, num_free = rows.next_free.tolist(), rows.num_free.tolist()
+    for number, entry in enumerate(fields):
+        row, parent, slot = entry[ROW], entry[PARENT], entry[SLOT]
+        if (row, parent) in late or (plan.lag and entry[FEATURE] < 0 and (row, parent) in own):
+            if slot >= 0:
+                late.add((row, slot))
+            continue
+        if slot < 0:
+            if next_free[row] >= num_free[row]:
+                continue
+            slot = int(rows.free[row, next_free[row]])
+            next_free[row] += 1
+        own[row, slot] = number
+        kept.setdefault(row, []).append((number, slot))
+    rows.next_free.copy_(torch.tensor(next_free, dtype=torch.int32))
+    place = 0
+    for row in range(rows.table_rows.shape[0]):
+        step.first[row] = place
+        for number, slot in kept.get(row, ()):
+            _write(pool, rows, step, plan, place, chosen[number], fields[number], slot)
+            place += 1
+    step.first[rows.table_rows.shape[0] :] = place
+
+
+def _clear(step: StepTokens, plan: RegionPlan) -> None:
+    zero_row = plan.slot_masks.shape[0] * plan.slot_masks.shape[1]
+    for tensor, value in (
+        (step.token_ids, 0),
+        (step.rotary, 0),
+        (step.rows, -1),
+        (step.table_rows, -1),
+        (step.kv_slots, -1),
+        (step.mask, 0),
+        (step.picked, -1),
+        (step.slots, -1),
+        (step.positions, 0),
+        (step.bases, _NEVER),
+        (step.sources, zero_row),
+        (step.targets, (plan.slot_masks.shape[0] - 1) * plan.slot_masks.shape[1]),
+    ):
+        tensor.fill_(value)
+
+
+def _write(
+    pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan, place: int, index: int, entry: list[int], slot: int
+) -> None:
+    """One token at its place; its ancestors of this step have been written."""
+    row, parent, feature = entry[ROW], entry[PARENT], entry[FEATURE]
+    table_row = int(rows.table_rows[row])
+    num_tables, region, _ = plan.slot_masks.shape
+    step.token_ids[place] = entry[TOKEN]
+    step.rotary[place] = max(entry[POSITION] - plan.lag, 0)
+    step.rows[place], step.table_rows[place] = row, table_row
+    logical = plan.region_base + slot
+    page = int(plan.page_tables[table_row, logical // plan.page_size])
+    step.kv_slots[place] = page * plan.page_size + logical % plan.page_size
+    mask = plan.slot_masks[table_row, parent].clone() if parent >= 0 else torch.zeros_like(step.mask[0])
+    mask[slot // 32] |= 1 << slot % 32 if slot % 32 < 31 else -(1 << 31)
+    step.mask[place] = mask
+    plan.slot_masks[table_row, slot] = mask
+    step.picked[place], step.slots[place] = index, slot
+    step.positions[place] = entry[POSITION]
+    step.bases[place] = pool.entries[BASE, index : index + 1].view(torch.float32)[0]
+    zero_row = num_tables * region
+    own_row = table_row * region + parent if parent >= 0 else zero_row
+    step.sources[place] = zero_row + 1 + feature if feature >= 0 else own_row
+    step.targets[place] = table_row * region + slot
+    rows.region_len[row] = max(int(rows.region_len[row]), slot + 1)
+    _scores(pool)[index] = _NEVER
+
+
+def append_candidates(
+    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+) -> None:
+    """As kernels.frontier.append_candidates."""
+    width, branching = tokens.shape
+    number, size = int(header[STEP]), width * branching
+    if number >= results.shape[0]:
+        return
+    there = (step.picked[:, None] >= 0) & (tokens >= 0) & (scores <= 0)
+    edges = torch.where(there, scores, _NEVER)
+    path = (step.bases[:, None] + edges).contiguous()
+    start = pool.max_seeds + number * size
+    new = pool.entries[:, start : start + size].view(-1, width, branching)
+    new[ROW], new[PARENT] = step.rows[:, None], step.slots[:, None]
+    new[TOKEN], new[POSITION] = tokens, step.positions[:, None] + 1
+    new[SLOT] = new[FEATURE] = -1
+    new[SCORE] = new[BASE] = path.view(torch.int32)
+    result = results[number]
+    result[:width], result[width : 2 * width] = step.picked, step.slots
+    result[2 * width : 2 * width + size] = torch.where(there, tokens, -1).view(-1)
+    result[2 * width + size :] = edges.view(torch.int32).view(-1)
+    header[STEP] += 1
+
+
+def _scores(pool: Pool) -> Tensor:
+    return pool.entries[SCORE].view(torch.float32)

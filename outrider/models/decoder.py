@@ -1,0 +1,137 @@
+"""A pre-norm decoder layer: what language models and the heads of drafters are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionPlan
+from outrider.layers.linear import Linear
+from outrider.layers.norm import RMSNorm
+from outrider.models.config import ModelConfig
+
+
+class Attention:
+    """Grouped-query attention over rows [M, input_size]; `layer` is its layer of the KV cache."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device, input_size: int
+    ) -> None:
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_size = config.num_heads * config.head_dim
+        self.kv_size = config.num_kv_heads * config.head_dim
+        # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
+        self.qkv = Linear(input_size, self.q_size + 2 * self.kv_size, config.qkv_bias, dtype, device)
+        self.output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device)
+        self.qk_norm: RMSNorm | None = None
+        if config.qk_norm:
+            shape = (config.num_heads + config.num_kv_heads, config.head_dim)
+            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
+
+    def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
+        """`residual` [M, hidden] plus the attention's output for `rows`."""
+        heads = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
+        return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """q, k and v as views of the fused matrix; Qwen3's head norms fill one row a head."""
+        found: dict[str, Tensor] = {"o_proj.weight": self.output.weight}
+        sizes = (self.q_size, self.kv_size, self.kv_size)
+        for name, view in zip("qkv", self.qkv.weight.split(sizes), strict=True):
+            found[f"{name}_proj.weight"] = view
+        if self.qkv.bias is not None:
+            for name, view in zip("qkv", self.qkv.bias.split(sizes), strict=True):
+                found[f"{name}_proj.bias"] = view
+        if self.output.bias is not None:
+            found["o_proj.bias"] = self.output.bias
+        if self.qk_norm is not None:
+            found["q_norm.weight"] = self.qk_norm.weight[0]
+            found["k_norm.weight"] = self.qk_norm.weight[self.num_heads]
+        return found
+
+    def finish_loading(self) -> None:
+        """Called once when the weights are filled, to choose memory layouts."""
+        if self.qk_norm is not None:
+            self.qk_norm.weight[: self.num_heads] = self.qk_norm.weight[0].clone()
+            self.qk_norm.weight[self.num_heads :] = self.qk_norm.weight[self.num_heads].clone()
+        self.qkv.pack()
+        self.output.pack()
+
+
+class Mlp:
+    """A gated MLP."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.size = config.intermediate_size
+        self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device)
+        self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device)
+
+    def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
+        """`residual` [M, hidden] plus the MLP's output for `rows` [M, hidden]."""
+        return self.down.add_to(residual, self.gate_up.gated(rows))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """gate and up as halves of one matrix."""
+        gate, up = self.gate_up.weight.split(self.size)
+        found: dict[str, Tensor] = {
+            "gate_proj.weight": gate,
+            "up_proj.weight": up,
+            "down_proj.weight": self.down.weight,
+        }
+        if self.gate_up.bias is not None and self.down.bias is not None:
+            found["gate_proj.bias"], found["up_proj.bias"] = self.gate_up.bias.split(self.size)
+            found["down_proj.bias"] = self.down.bias
+        return found
+
+    def finish_loading(self) -> None:
+        """See Attention."""
+        self.gate_up.pack()
+        self.down.pack()
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and with a residual around it.
+
+    `input_size` is the width of what attention takes, if it is not the residual stream's. `input_norm` False leaves
+    out the norm before attention.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        input_size: int | None = None,
+        input_norm: bool = True,
+    ) -> None:
+        shape = (config.hidden_size,)
+        self.attention_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device) if input_norm else None
+        self.attention = Attention(config, layer, dtype, device, input_size or config.hidden_size)
+        self.mlp_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
+        self.mlp = Mlp(config, dtype, device)
+
+    def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
+        """The residual stream [M, hidden] after the layer."""
+        rows = stream if self.attention_norm is None else self.attention_norm(stream)
+        return self.run(rows, stream, plan)
+
+    def run(self, rows: Tensor, stream: Tensor, plan: AttentionPlan) -> Tensor:
+        """The same where attention takes `rows` [M, input_size], which the caller has normed."""
+        stream = self.attention(rows, stream, plan)
+        return self.mlp(self.mlp_norm(stream), stream)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Hugging Face names below the layer's own."""
+        found: dict[str, Tensor] = {"post_attention_layernorm.weight": self.mlp_norm.weight}
+        if self.attention_norm is not None:
+            found["input_layernorm.weight"] = self.attention_norm.weight
+        found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
+        found |= {f"mlp.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
+        return found
+
+    def finish_loading(self) -> None:
+        """See Attention."""
+        self.attention.finish_loading()
+        self.mlp.finish_loading()

@@ -1,0 +1,96 @@
+"""EAGLE-3 heads (arXiv 2503.01840), and the norms of EAGLE 3.1.
+
+feature     fc of the target's residual stream at some layers, side by side
+layer 0     attention over the normed embedding and the normed feature, side by side; the residual is the feature
+to logits   norm, then an output matrix over a smaller vocabulary
+to child    the stream before that norm
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.cache.kv import KVCache
+from outrider.layers.linear import Linear
+from outrider.layers.norm import RMSNorm
+from outrider.models.decoder import DecoderLayer
+from outrider.models.drafters.config import HeadConfig
+from outrider.models.drafters.head import DraftHead, required
+
+
+class Eagle3Head(DraftHead):
+    """See the module."""
+
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, dtype, device, target_ids)
+        hidden, num_features = config.decoder.hidden_size, len(config.feature_layers)
+        self.fc: Linear | None = None
+        if config.projects:
+            self.fc = self.linear(num_features * config.target_hidden_size, config.fc_bias)
+        self.feature_norms: list[RMSNorm] = []
+        if config.norm_each:
+            self.feature_norms = [self.norm(config.target_hidden_size) for _ in range(num_features)]
+        self.joint_norm: RMSNorm | None = None
+        if config.norm_all:
+            self.joint_norm = self.norm(num_features * config.target_hidden_size)
+        self.token_norm = self.norm(hidden)
+        self.hidden_norm = self.norm(hidden)
+        self.final_norm = self.norm(hidden)
+        # The first layer's own input norm is the embedding's: see checkpoint_tensors.
+        self.layers.append(DecoderLayer(config.decoder, 0, dtype, device, input_size=2 * hidden, input_norm=False))
+        for number in range(1, config.decoder.num_layers):
+            self.layers.append(DecoderLayer(config.decoder, number, dtype, device))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """See DraftHead."""
+        found = super().checkpoint_tensors()
+        found["layers.0.input_layernorm.weight"] = self.token_norm.weight
+        found["layers.0.hidden_norm.weight"] = self.hidden_norm.weight
+        found["norm.weight"] = self.final_norm.weight
+        if self.fc is not None:
+            found["fc.weight"] = self.fc.weight
+            if self.fc.bias is not None:
+                found["fc.bias"] = self.fc.bias
+        for number, norm in enumerate(self.feature_norms):
+            found[f"fc_norm.{number}.weight"] = norm.weight
+        if self.joint_norm is not None:
+            found["input_norm.weight"] = self.joint_norm.weight
+        return found
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        super().finish_loading()
+        if self.fc is not None:
+            self.fc.pack()
+
+    @torch.inference_mode()
+    def project(self, features: Tensor) -> Tensor:
+        """See DraftModel."""
+        features = features.to(self.dtype)
+        if self.feature_norms:
+            parts = features.chunk(len(self.feature_norms), 1)
+            features = torch.cat(
+                [norm(part.contiguous()) for norm, part in zip(self.feature_norms, parts, strict=True)], 1
+            )
+        if self.joint_norm is not None:
+            features = self.joint_norm(features)
+        return features if self.fc is None else self.fc(features)
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DraftModel."""
+        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
+        stream = required(features)
+        hidden = self.hidden_norm(stream)
+        rows = torch.cat((self.token_norm(self.embed(batch.token_ids)), hidden), 1)
+        stream = self.layers[0].run(rows, hidden if self.config.norm_before_residual else stream, plan)
+        for layer in self.layers[1:]:
+            stream = layer(stream, plan)
+        normed = self.final_norm(stream)
+        return normed, normed if self.config.norm_output else stream

@@ -1,0 +1,237 @@
+"""From the options of the draft service to a draft model that runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.config.draft import DraftOptions
+from outrider.device import choose_device
+from outrider.dtype import choose_dtype
+from outrider.errors import ConfigError
+from outrider.layers.linear import Linear
+from outrider.models.config import ModelConfig
+from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.drafters.eagle import EagleHead
+from outrider.models.drafters.eagle3 import Eagle3Head
+from outrider.models.drafters.head import EMBEDDING, OUTPUT, DraftHead
+from outrider.models.drafters.mtp import MtpHead
+from outrider.models.drafters.standalone import StandaloneDraft
+from outrider.models.drafters.stored import (
+    Stored,
+    check_tensors,
+    head_name,
+    mtp_name,
+    shared_tensors,
+    stored_tensors,
+)
+from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
+from outrider.models.fields import get_int, read_json
+from outrider.models.llama import LlamaFamily
+from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
+from outrider.models.store import resolve_model
+from outrider.models.store_hub import is_hub_id
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+
+def load_draft_model(
+    options: DraftOptions,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> DraftModel:
+    """Load the one draft model that `options.speculative_algorithm` names beside NGRAM.
+
+    Without `device` and `dtype` the options say or choose them.
+    Names and shapes are checked before memory is taken for weights. A head that lacks embedding or output matrix takes
+    them from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
+
+    Raises:
+        ConfigError: names the option, field, file or tensor that is at fault.
+    """
+    algorithm = model_algorithm(options.speculative_algorithm)
+    folder = _draft_folder(options, algorithm)
+    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
+    device = device or choose_device(options.device)
+    dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
+    if dtype not in SUPPORTED_DTYPES:
+        raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
+    place = Place(device, dtype, progress)
+    if algorithm == "STANDALONE":
+        return _load_standalone(options, folder, place)
+    head = (
+        _load_mtp(options, folder, place)
+        if algorithm == "NEXTN"
+        else _load_eagle(options, algorithm, folder, target, place)
+    )
+    head.tokenizer_hash = _tokenizer_hash(folder)
+    return head
+
+
+def model_algorithm(names: Collection[str]) -> str:
+    """The drafter with a model among `names`. Raises ConfigError unless it is one."""
+    found = [name for name in names if name in ALGORITHMS]
+    unknown = [name for name in names if name not in (*ALGORITHMS, "NGRAM")]
+    if unknown or len(found) != 1:
+        raise ConfigError(
+            f"--speculative-algorithm {','.join(names)}: needs one of {', '.join(ALGORITHMS)} for a draft model"
+        )
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where weights go, and who is told of it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    progress: Progress | None
+
+
+def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> DraftModel:
+    config = ModelConfig.from_folder(folder)
+    allowed = _token_map(options, config.vocab_size)
+    model = load_model(folder, place.dtype, place.device, place.progress)
+    if allowed is not None and isinstance(model, LlamaFamily):
+        source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
+        with torch.inference_mode():
+            model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)
+            model.head.weight.copy_(source.read()[allowed])
+            model.head.pack()
+    return StandaloneDraft(model, _tokenizer_hash(folder), _on(allowed, place.device))
+
+
+def _load_mtp(options: DraftOptions, folder: Path, place: Place) -> DraftHead:
+    config = mtp_config(ModelConfig.from_folder(folder))
+    stored = stored_tensors(folder, mtp_name)
+    if config.decoder.tie_embeddings and EMBEDDING in stored:
+        stored[OUTPUT] = stored[EMBEDDING]
+    return _load_head(MtpHead, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
+
+
+def _load_eagle(options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: Place) -> DraftHead:
+    stored = stored_tensors(folder, head_name)
+    _check_kind(algorithm, stored, folder)
+    config = _head_config(algorithm, folder, stored, target)
+    stored = _with_shared(stored, config, target, folder)
+    build = Eagle3Head if algorithm == "EAGLE3" else EagleHead
+    return _load_head(build, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
+
+
+def _load_head(
+    build: Callable[[HeadConfig, torch.dtype, torch.device, Tensor | None], DraftHead],
+    config: HeadConfig,
+    stored: dict[str, Stored],
+    folder: Path,
+    allowed: Tensor | None,
+    place: Place,
+) -> DraftHead:
+    ids = _own_ids(stored.pop("d2t", None), config, folder)
+    # The meta device gives names and shapes without memory.
+    check_tensors(stored, build(config, place.dtype, torch.device("meta"), None).checkpoint_tensors(), folder)
+    rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
+    with torch.inference_mode():
+        head = build(config, place.dtype, place.device, _on(ids, place.device))
+        _fill(head.checkpoint_tensors(), stored, rows, place.progress)
+        head.finish_loading()
+    return head
+
+
+def _own_ids(offsets: Stored | None, config: HeadConfig, folder: Path) -> Tensor | None:
+    vocab_size = config.decoder.vocab_size
+    if offsets is not None:
+        return ids_of_offsets(offsets.read(), config.draft_vocab_size, vocab_size, str(offsets.path))
+    if config.draft_vocab_size != vocab_size:
+        raise ConfigError(
+            f"{folder}: tensor d2t missing from the checkpoint; the draft vocabulary of {config.draft_vocab_size} is "
+            f"not the target's of {vocab_size}"
+        )
+    return None
+
+
+def _with_shared(stored: dict[str, Stored], config: HeadConfig, target: Path | None, folder: Path) -> dict[str, Stored]:
+    """With the target's embedding and output matrix in the place of those that the head has not got."""
+    # In layers after the first the norm is there in some files, and no engine uses it.
+    unread = {f"layers.{number}.hidden_norm.weight" for number in range(1, config.decoder.num_layers)}
+    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    if config.decoder.tie_embeddings and EMBEDDING in stored and OUTPUT not in stored:
+        stored[OUTPUT] = stored[EMBEDDING]
+    missing = [name for name in (EMBEDDING, OUTPUT) if name not in stored]
+    if not missing:
+        return stored
+    if target is None:
+        raise ConfigError(f"{folder}: has no {' and no '.join(missing)} of its own; give --target-model-path")
+    shared = shared_tensors(target)
+    return stored | {name: shared[name] for name in missing}
+
+
+def _fill(
+    targets: Mapping[str, Tensor], stored: Mapping[str, Stored], rows: Tensor | None, progress: Progress | None
+) -> None:
+    total = sum(tensor.nbytes for tensor in targets.values())
+    done = 0
+    for name, target in targets.items():
+        values = stored[name].read()
+        target.copy_(values if rows is None or name != OUTPUT else values[rows])
+        done += target.nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
+    fields = read_json(folder / "config.json")
+    layers = hidden = None
+    if target is not None:
+        of_target = read_json(target / "config.json")
+        layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
+    if algorithm == "EAGLE3":
+        return eagle3_config(fields, names, layers, hidden)
+    if layers is None or hidden is None:
+        raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
+    return eagle_config(fields, names, layers, hidden)
+
+
+def _check_kind(algorithm: str, names: Collection[str], folder: Path) -> None:
+    found = "EAGLE3" if "layers.0.hidden_norm.weight" in names else "EAGLE"
+    if found != algorithm:
+        raise ConfigError(f"--speculative-algorithm {algorithm}: {folder} holds a head of {found}")
+
+
+def _draft_folder(options: DraftOptions, algorithm: str) -> Path:
+    """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
+    name = options.speculative_draft_model_path
+    if not name and algorithm == "NEXTN":
+        name = options.target_model_path
+        if not name:
+            raise ConfigError("--target-model-path: NEXTN needs the folder of the target that holds the head")
+    elif not name:
+        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
+    elif options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
+        name = f"{name}@{options.speculative_draft_model_revision}"
+    return resolve_model(name, needs_tokenizer=algorithm == "STANDALONE")
+
+
+def _stated_dtype(folder: Path) -> str:
+    fields = read_json(folder / "config.json")
+    return str(fields.get("dtype") or fields.get("torch_dtype") or "")
+
+
+def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
+    path = options.speculative_token_map
+    return read_token_map(Path(path), vocab_size) if path else None
+
+
+def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if ids is None else ids.to(device, torch.int32)
+
+
+def _tokenizer_hash(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

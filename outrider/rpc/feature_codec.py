@@ -1,0 +1,112 @@
+"""Between the messages of the features stream and protobuf."""
+
+from __future__ import annotations
+
+from outrider.errors import InvalidRequestError
+from outrider.tree.handshake import MAX_FEATURE_LAYERS
+from outrider.tree.messages import (
+    FEATURE_ITEM_BYTES,
+    MAX_FEATURE_BYTES,
+    FeatureRing,
+    Features,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+)
+from outrider.v1 import draft_pb2
+
+_MAX_POSITIONS = 1 << 31
+
+
+def encode_begin(begin: FeaturesBegin) -> draft_pb2.DraftServiceFeaturesRequest:
+    """The first message of verify."""
+    ring = None
+    if begin.ring is not None:
+        given = begin.ring
+        ring = draft_pb2.FeatureRing(
+            host=given.host, device=given.device, handle=given.handle, num_bytes=given.num_bytes
+        )
+    message = draft_pb2.FeaturesBegin(
+        token=begin.token, layers=begin.layers, width=begin.width, dtype=begin.dtype, ring=ring
+    )
+    return draft_pb2.DraftServiceFeaturesRequest(begin=message)
+
+
+def encode_features(features: Features) -> draft_pb2.DraftServiceFeaturesRequest:
+    """Features; their dtype is the stream's."""
+    message = draft_pb2.Features(
+        request=features.request,
+        start=features.start,
+        count=features.count,
+        final=features.final,
+        sequence=features.sequence,
+        data=bytes(features.data),
+        ring_offset=features.ring_offset,
+    )
+    return draft_pb2.DraftServiceFeaturesRequest(features=message)
+
+
+def encode_accept(accept: FeaturesAccept) -> draft_pb2.DraftServiceFeaturesResponse:
+    """The first message of the draft."""
+    message = draft_pb2.FeaturesAccept(uses_ring=accept.uses_ring, window=accept.window, projects=accept.projects)
+    return draft_pb2.DraftServiceFeaturesResponse(accept=message)
+
+
+def encode_released(released: FeaturesReleased) -> draft_pb2.DraftServiceFeaturesResponse:
+    """A release."""
+    return draft_pb2.DraftServiceFeaturesResponse(released=draft_pb2.FeaturesReleased(through=released.through))
+
+
+def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegin:
+    """Raises InvalidRequestError for what is no beginning of a features stream."""
+    if message.WhichOneof("event") != "begin":
+        raise InvalidRequestError("event", "is no begin", "begin the stream with one")
+    begin = message.begin
+    if begin.dtype not in FEATURE_ITEM_BYTES:
+        known = ", ".join(FEATURE_ITEM_BYTES)
+        raise InvalidRequestError("begin.dtype", f"{begin.dtype[:32]!r} is not known", f"use one of {known}")
+    if not 1 <= len(begin.layers) <= MAX_FEATURE_LAYERS:
+        raise InvalidRequestError("begin.layers", f"{len(begin.layers)} layers, from 1 to {MAX_FEATURE_LAYERS}")
+    row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+    if not 1 <= row_bytes <= MAX_FEATURE_BYTES:
+        raise InvalidRequestError("begin.width", f"{begin.width} values do not fit {MAX_FEATURE_BYTES} bytes")
+    ring = None
+    if begin.HasField("ring"):
+        ring = FeatureRing(begin.ring.host, begin.ring.device, begin.ring.handle, begin.ring.num_bytes)
+    return FeaturesBegin(begin.token, tuple(begin.layers), begin.width, begin.dtype, ring)
+
+
+def decode_features(message: draft_pb2.DraftServiceFeaturesRequest, begin: FeaturesBegin, ring_bytes: int) -> Features:
+    """Features of a stream that began with `begin`; `ring_bytes` 0 when it has no ring.
+
+    Raises InvalidRequestError where sizes do not fit each other.
+    """
+    if message.WhichOneof("event") != "features":
+        raise InvalidRequestError("event", "is no features, or not known to this version")
+    part = message.features
+    if not part.count or part.start + part.count > _MAX_POSITIONS:
+        raise InvalidRequestError("features.count", f"{part.count} positions from {part.start} on are absurd")
+    size = part.count * begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+    offset = part.ring_offset if part.HasField("ring_offset") else None
+    if size > MAX_FEATURE_BYTES:
+        raise InvalidRequestError("features.count", f"{size} bytes, at most {MAX_FEATURE_BYTES}")
+    if offset is None and len(part.data) != size:
+        raise InvalidRequestError(
+            "features.data", f"{len(part.data)} bytes are not {part.count} x {begin.width} values"
+        )
+    if offset is not None and (part.data or offset + size > ring_bytes):
+        raise InvalidRequestError("features.ring_offset", f"{offset} and {size} bytes do not lie in {ring_bytes}")
+    return Features(
+        part.request, part.start, part.count, part.final, part.data, begin.dtype, part.sequence, ring_offset=offset
+    )
+
+
+def decode_response(message: draft_pb2.DraftServiceFeaturesResponse) -> FeaturesAccept | FeaturesReleased:
+    """What a draft says on the stream. Raises InvalidRequestError for what this version does not know."""
+    kind = message.WhichOneof("event")
+    if kind == "accept":
+        accept = message.accept
+        return FeaturesAccept(accept.uses_ring, accept.window, accept.projects)
+    if kind == "released":
+        return FeaturesReleased(message.released.through)
+    raise InvalidRequestError("event", "is empty or not known to this version")

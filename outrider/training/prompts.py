@@ -1,0 +1,119 @@
+"""What the target is asked, to make training text: given questions, and the form of a chat around them. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from outrider.errors import ConfigError
+
+# Stands for the user's words while the template is rendered; no tokenizer or template has a use for it.
+_PLACE = "\u241fplace of the question\u241f"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a user says first, and the group that it is reported under ("" for none)."""
+
+    text: str
+    category: str = ""
+
+
+class ChatForm:
+    """The chat template of a model folder, cut where the user's words stand.
+
+    Attributes:
+        before: token ids up to the user's words. Sampling after them lets the model invent a question.
+        after: token ids from there to where the answer begins.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where the folder has no chat template, or one that cannot be cut."""
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        text = _render(folder, _PLACE)
+        parts = text.split(_PLACE)
+        if len(parts) != 2:
+            raise ConfigError(f"{folder}: the chat template repeats or changes the user's words")
+        self._parts = parts
+        self.before = self._encode(parts[0])
+        self.after = self._encode(parts[1])
+
+    def ask(self, question: str) -> list[int]:
+        """Token ids of a conversation that ends where the answer to `question` begins."""
+        return self._encode(self._parts[0] + question + self._parts[1])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self.tokenizer.decode(token_ids))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Questions of a JSONL file: each line an object with `prompt`, or with `turns` of which the first counts.
+
+    Raises:
+        ConfigError: names the line that is at fault.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    questions = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise ConfigError(f"{path} holds no questions")
+    return questions
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: expected a JSON object")
+    turns = fields.get("turns")
+    text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(f"{where}: neither a prompt nor turns")
+    return Question(text, str(fields.get("category", "")))
+
+
+def _render(folder: Path, content: str) -> str:
+    config = _tokenizer_config(folder)
+    path = folder / "chat_template.jinja"
+    source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    messages = [{"role": "user", "content": content}]
+    try:
+        template = environment.from_string(source)
+        return template.render(messages=messages, add_generation_prompt=True, tools=None, **special)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{folder}: the chat template cannot be rendered: {error}") from None
+
+
+def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _text(token: object) -> str:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

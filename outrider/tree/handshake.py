@@ -1,0 +1,86 @@
+"""Whether a verify service and a draft service fit together: one check, made by both sides from both hellos."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.tree.messages import Hello
+
+MAX_FEATURE_LAYERS = 8
+"""Layers of the target that a drafter may take: each costs verify memory for every token that it keeps."""
+
+_RELEASE = "run the same release on both sides"
+
+
+class HandshakeError(OutriderError):
+    """The two sides cannot work together; the message names both values."""
+
+    http_status = 412
+    grpc_status = "FAILED_PRECONDITION"
+    code = "handshake_mismatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds in a session."""
+
+    vocab_size: int = 0
+    """Token ids at or past this are illegal on both sides."""
+    max_positions: int = 0
+    """Longest sequence that the draft serves; 0 for any. The target's may be longer."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the target whose hidden states the drafter takes, in order; empty for none."""
+    features_token: str = ""
+    """Names the session to the features stream."""
+
+
+def agree(verify: Hello, draft: Hello) -> Terms:
+    """The terms of a session.
+
+    Raises InvalidRequestError where verify's hello makes no sense, HandshakeError where the two do not fit.
+    """
+    _same("protocol_version", verify.protocol_version, draft.protocol_version, _RELEASE)
+    _same("noise_version", verify.noise_version, draft.noise_version, _RELEASE)
+    if not 1 <= verify.vocab_size < 1 << 31:
+        raise InvalidRequestError("hello.vocab_size", f"{verify.vocab_size} is no vocabulary", "send the target's size")
+    if verify.tokenizer_hash and draft.tokenizer_hash:
+        fix = "use a drafter of the target's tokenizer"
+        _same("tokenizer_hash", verify.tokenizer_hash, draft.tokenizer_hash, fix)
+    if draft.hidden_size:
+        fix = "use a drafter that was trained for the target"
+        _same("hidden_size", verify.hidden_size, draft.hidden_size, fix)
+    _check_layers(verify, draft)
+    return Terms(
+        # Padded vocabularies may differ in size; an id that one side lacks is illegal.
+        vocab_size=min(verify.vocab_size, draft.vocab_size or verify.vocab_size),
+        max_positions=draft.max_positions,
+        feature_layers=draft.feature_layers,
+        features_token=draft.features_token,
+    )
+
+
+def _check_layers(verify: Hello, draft: Hello) -> None:
+    layers = draft.feature_layers
+    if not layers:
+        return
+    if not draft.hidden_size:
+        raise HandshakeError(
+            f"hello.hidden_size: verify has {verify.hidden_size}, the draft service has 0 and takes layers {layers}; "
+            "state the width that they have"
+        )
+    if len(layers) > MAX_FEATURE_LAYERS:
+        raise HandshakeError(
+            f"hello.feature_layers: verify stores at most {MAX_FEATURE_LAYERS} for a draft, the draft service takes "
+            f"{len(layers)}; use a drafter that takes fewer"
+        )
+    if len(set(layers)) < len(layers) or max(layers) > verify.num_layers + 1:
+        raise HandshakeError(
+            f"hello.feature_layers: verify has {verify.num_layers} layers, the draft service takes {layers}; name each "
+            f"layer once, from 0 to {verify.num_layers + 1}"
+        )
+
+
+def _same(field: str, theirs: object, ours: object, fix: str) -> None:
+    if theirs != ours:
+        raise HandshakeError(f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; {fix}")

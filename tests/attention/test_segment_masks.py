@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.cache.kv import KVCache
+from outrider.layers.rotary import Rotary
+from outrider.models.rope_config import RopeConfig
+
+HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 40
+
+
+def rotary() -> Rotary:
+    return Rotary(RopeConfig(kind="default", theta=10000.0), DIM, torch.device("cpu"))
+
+
+def visible(segment: Segment) -> torch.Tensor:
+    """bool [n, L]."""
+    n, length = segment.num_queries, segment.kv_slots.numel()
+    seen = torch.ones(n, length, dtype=torch.bool)
+    if segment.mask is None:
+        return seen.tril(length - n)
+    seen[:, length - segment.mask.shape[1] :] = segment.mask
+    return seen
+
+
+def attend(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the backend, and key by key."""
+    generator = torch.Generator().manual_seed(3)
+    kv = KVCache(1, SLOTS, KV_HEADS, DIM, torch.float32)
+    for cache in (kv.k, kv.v):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    count = sum(segment.num_queries for segment in segments)
+    heads = torch.randn(count, HEADS + 2 * KV_HEADS, DIM, generator=generator)
+    # Positions of 0 leave queries and keys unrotated.
+    batch = ForwardBatch(torch.zeros(count).long(), torch.zeros(count).long(), segments)
+    ours = TorchAttention().plan(batch, kv, HEADS, rotary()).attend(0, heads, None)
+    expected, start = [], 0
+    for segment in segments:
+        seen = visible(segment)
+        for i in range(segment.num_queries):
+            slots = segment.kv_slots[seen[i]]
+            k, v = (cache[0, slots].repeat_interleave(HEADS // KV_HEADS, 1) for cache in (kv.k, kv.v))
+            weights = (torch.einsum("hd,lhd->hl", heads[start + i, :HEADS], k) * DIM**-0.5).softmax(-1)
+            expected.append(torch.einsum("hl,lhd->hd", weights, v).flatten())
+        start += segment.num_queries
+    return ours, torch.stack(expected)
+
+
+def segment(first: int, length: int, num_queries: int, columns: int, seed: int) -> Segment:
+    """Slots first, first + 1, ...; a random mask over the last `columns` in which all see themselves."""
+    mask = torch.rand(num_queries, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
+    own = torch.arange(num_queries)
+    mask[own, columns - num_queries + own] = True
+    return Segment(num_queries, torch.arange(first, first + length), mask)
+
+
+@pytest.mark.parametrize(("num_queries", "columns"), [(1, 1), (1, 5), (3, 3), (3, 8), (4, 12)])
+def test_masks_reach_back_before_the_queries(num_queries: int, columns: int) -> None:
+    torch.testing.assert_close(*attend([segment(2, 12, num_queries, columns, 1)]))
+
+
+def test_segments_of_all_kinds_in_one_batch() -> None:
+    kinds = [segment(0, 9, 2, 6, 1), Segment(3, torch.arange(9, 15)), segment(15, 10, 1, 7, 2), segment(25, 8, 4, 4, 3)]
+    torch.testing.assert_close(*attend(kinds))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (3, 9)])
+def test_masks_that_do_not_fit_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="does not fit 3 queries over 8 positions"):
+        attend([Segment(3, torch.arange(8), torch.ones(shape, dtype=torch.bool))])

@@ -1,0 +1,93 @@
+"""What the benchmark of the split makes of its command line and of metrics pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+from pages import Cost, Histogram, Page  # noqa: E402
+from soak import Rest, judge  # noqa: E402
+from split_cases import Case  # noqa: E402
+from split_figures import Measured, compare, table, work_out  # noqa: E402
+from split_load import Answers, read_prompts  # noqa: E402
+
+from outrider.errors import ConfigError  # noqa: E402
+
+
+def test_a_case_says_drafters_mode_load_and_options() -> None:
+    case = Case.parse("eagle3@random+ngram,lockstep,steps=4,topk=2,b=16,t=0.8")
+    assert case.algorithms == ["EAGLE3", "NGRAM"] and case.models == ["random"]
+    assert case.title("m", "bf16") == "m eagle3@random+ngram lockstep steps=4 topk=2 b16 bf16 t0.8"
+    options = case.draft_options({"random": Path("/heads/r")}, ["--device=cpu"])
+    assert options.speculative_algorithm == ("EAGLE3", "NGRAM") and options.lockstep
+    assert options.speculative_draft_model_path == "/heads/r" and options.speculative_num_steps == 4
+    assert options.speculative_eagle_topk == 2 and options.device == "cpu"
+    plain = Case.parse("plain")
+    assert not plain.drafts and plain.models == [] and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
+
+
+def test_a_case_without_its_model_or_with_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--draft standalone=PATH"):
+        Case.parse("standalone").draft_options({}, [])
+    with pytest.raises(ConfigError, match="no-such-option"):
+        Case.parse("ngram,no_such_option=1").draft_options({}, [])
+    with pytest.raises(ConfigError, match="fast"):
+        Case.parse("ngram,fast")
+
+
+def test_a_quantile_lies_within_its_bucket() -> None:
+    histogram = Histogram(10.0, 10.0, {1.0: 4.0, 2.0: 8.0, 4.0: 10.0, float("inf"): 10.0})
+    assert histogram.mean == 1.0
+    assert histogram.quantile(0.5) == 1.25 and histogram.quantile(0.9) == 3.0
+    assert Histogram(0.0, 0.0, {}).quantile(0.5) == 0.0
+
+
+def run(text: str, texts: list[list[int]], seconds: float, rounds: int, **counters: float) -> Measured:
+    """A case with these answers and counters of verify."""
+    page = Page({f"outrider_verify_{name}": value for name, value in counters.items()})
+    case = Case.parse(text)
+    measured = Measured(case, case.title("m", "bf16"), Answers(texts, seconds, rounds), page)
+    work_out(measured)
+    return measured
+
+
+def test_cases_are_set_beside_plain_and_lockstep_of_the_same_load() -> None:
+    texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    runs = [
+        run("plain", texts, 8.0, 8),
+        run("plain,t=0.8", texts, 1.0, 8),
+        run("standalone", [texts[0], [5, 6, 9, 8]], 2.0, 4, drafted_rounds=4, hit_rounds=3),
+        run("standalone,lockstep,steps=8", texts, 4.0, 2),
+        run("standalone,lockstep,steps=2", texts, 3.2, 3),
+        run("ngram", texts, 8.0, 8),
+    ]
+    compare(runs)
+    split = runs[2]
+    assert split.get("tokens_per_second") == 4.0 and split.get("speedup_over_plain") == 4.0
+    assert split.get("hit_rate") == 0.75 and split.get("accept_length") == 2.0
+    assert split.get("speedup_over_lockstep") == pytest.approx(1.6), "the fastest lockstep setting"
+    assert split.get("accept_over_lockstep") == 0.5, "the deepest lockstep tree"
+    assert split.get("equal_texts") == 1 and split.get("texts") == 2 and split.get("tokens_until_texts_part") == 2
+    assert "speedup_over_lockstep" not in runs[5].figures and "speedup_over_plain" not in runs[1].figures
+    assert len(table(runs).splitlines()) == 7
+
+
+def test_a_soak_fails_for_what_is_left_and_for_memory_that_grows() -> None:
+    def rest(resident: float, pages: float = 0.0) -> Rest:
+        return Rest({"outrider_verify_kv_pages_used": pages}, {"verify": Cost(1.0, resident, 100.0)})
+
+    # Code, pools and tries fill in the first half.
+    assert judge([rest(100), rest(300), rest(400), rest(420)], 10.0) == []
+    assert judge([rest(100), rest(300), rest(400), rest(431)], 10.0) == ["verify: resident_mib grew from 400 to 431"]
+    assert judge([rest(100), rest(100, 3.0)], 10.0) == ["after spell 1: outrider_verify_kv_pages_used is 3, not 0"]
+
+
+def test_prompts_are_first_turns(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"turns": ["a", "b"]}\n\n{"prompt": "c"}\n')
+    assert read_prompts(path) == ["a", "c"]

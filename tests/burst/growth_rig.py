@@ -1,0 +1,197 @@
+"""Requests of a draft service whose model is scripted, and verify's side of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from scripted_runner import Guesses, ScriptedRunner, features_message
+
+from draft_service.burst.growth import BurstGrowth
+from draft_service.burst.plan import BurstShape
+from draft_service.drafters.base import AnyDrafter, Needs
+from draft_service.drafters.model import ModelDrafter
+from draft_service.drafters.several import SeveralDrafters
+from draft_service.growers import Growers
+from draft_service.requests import Requests
+from outrider.config.draft import DraftOptions
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
+from outrider.tree.mirror import TreeMirror
+
+VOCAB = 40
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def shape(**changes: int) -> BurstShape:
+    figures = {
+        "num_rows": 4, "region": 64, "branching": 3, "max_seeds": 64, "max_steps": 4, "max_width": 16, "page_size": 4,
+        "num_pages": 256, "max_context": 400, "feature_size": 0,
+    } | changes  # fmt: skip
+    return BurstShape(**figures)
+
+
+def scripted(path: tuple[int, ...]) -> Guesses:
+    """Three guesses that depend on every token of the path."""
+    draw = random.Random(hash(path))
+    tokens = draw.sample(range(VOCAB), 3)
+    best = draw.uniform(0.45, 0.9)
+    chances = (best, (1 - best) * 0.6, (1 - best) * 0.3)
+    return [(token, float(np.float32(math.log(chance)))) for token, chance in zip(tokens, chances, strict=True)]
+
+
+def continuation(tokens: Sequence[int], length: int, pick: random.Random | None = None) -> list[int]:
+    """What a target commits that mostly agrees with the scripted model."""
+    path = list(tokens)
+    for _ in range(length):
+        guesses = scripted(tuple(path))
+        place = 0 if pick is None else pick.choices((0, 1, 2, 3), (6, 2, 1, 1))[0]
+        path.append(guesses[place][0] if place < 3 else (guesses[0][0] + 7) % VOCAB)
+    return path[len(tokens) :]
+
+
+class Peer:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.vocab_size = VOCAB
+        self.received: list[DraftMessage] = []
+
+    def send(self, messages: Sequence[DraftMessage]) -> None:
+        self.received.extend(messages)
+
+
+class Verify:
+    """One request as verify sees it: its tokens and its mirror. Checks every node against the scripted model."""
+
+    def __init__(self, number: int, tokens: list[int]) -> None:
+        self.number = number
+        self.tokens = tokens
+        self.mirror = TreeMirror(tokens, VOCAB, 256)
+        self.declined: DeclineReason | None = None
+        self.closed = False
+
+    def take(self, message: DraftMessage) -> None:
+        if isinstance(message, Decline):
+            self.declined = message.reason
+        elif isinstance(message, Grow):
+            self.mirror.insert(message)
+
+    def held(self) -> dict[tuple[int, ...], float]:
+        """Paths from the root of what the mirror holds, and their edge scores."""
+        mirror, held = self.mirror, {}
+        if mirror.num_unresolved:
+            return {}
+        paths: dict[int, tuple[int, ...]] = {mirror.root: ()}
+        for row in range(mirror.root + 1, mirror.end):
+            paths[row] = (*paths[row - int(mirror.nodes[1, row])], int(mirror.nodes[0, row]))
+            held[paths[row]] = float(mirror.scores[row])
+        return held
+
+    def check(self, sources: tuple[int, ...] = (0,)) -> None:
+        """Nodes of these sources are what the model says after their path."""
+        self.mirror.check_integrity()
+        by_path = dict(zip(self.held(), range(self.mirror.root + 1, self.mirror.end), strict=False))
+        for path, score in self.held().items():
+            if self.mirror.sources[by_path[path]] in sources:
+                guesses = dict(scripted((*self.tokens, *path[:-1])))
+                assert guesses[path[-1]] == score, (path, score)
+
+
+class Rig:
+    """A service's requests and what verify knows of them."""
+
+    def __init__(self, options: DraftOptions | None = None, partner: AnyDrafter | None = None, **changes: int) -> None:
+        self.runner = ScriptedRunner(scripted, shape(**changes), first_token=1)
+        self.options = options or DraftOptions(max_positions=300)
+        drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs())
+        if partner is not None:
+            drafter = SeveralDrafters([drafter, partner])
+        self.requests = Requests(drafter, self.options)
+        grower = self.requests.growth
+        first = grower._growers[0] if isinstance(grower, Growers) else grower
+        assert isinstance(first, BurstGrowth)
+        self.growth = first
+        self.peer = Peer()
+        self.open_requests: dict[int, Verify] = {}
+        self.gone: dict[int, Verify] = {}
+
+    def open(self, number: int, tokens: list[int], credit: int = 24, sampling: SamplingParams = GREEDY) -> Verify:
+        request = Verify(number, list(tokens))
+        self.open_requests[number] = request
+        message = Open(number, np.array(tokens, np.int32), len(tokens), sampling, credit)
+        self.requests.handle(self.peer, message)
+        return request
+
+    def commit(self, number: int, new_tokens: Sequence[int], credit: int = 24) -> None:
+        request = self.open_requests[number]
+        before = len(request.tokens)
+        request.tokens += list(new_tokens)
+        request.mirror.commit()
+        mirror = request.mirror
+        tokens = np.array(new_tokens, np.int32)
+        self.requests.handle(
+            self.peer,
+            Commit(number, before, tokens, mirror.epoch, mirror.received_through, mirror.resolved_root, credit),
+        )
+
+    def features(self, number: int, start: int, count: int) -> None:
+        tokens = self.open_requests[number].tokens
+        self.requests.handle(self.peer, features_message(number, tokens, start, count))
+
+    def pause(self, number: int) -> None:
+        self.requests.handle(self.peer, Pause(number))
+
+    def resume(self, number: int, credit: int = 24) -> None:
+        self.requests.handle(self.peer, Resume(number, credit))
+
+    def close(self, number: int) -> None:
+        self.gone[number] = self.open_requests.pop(number)
+        self.requests.handle(self.peer, Close(number))
+
+    def turn(self, *, wait: bool = True) -> None:
+        """As a turn of the engine."""
+        if not self.requests.growth.idle:
+            self.requests.growth.grow(math.inf, lambda: not wait)
+        self.requests.tell()
+        self.deliver()
+
+    def settle(self) -> None:
+        """Turn until there is nothing to do."""
+        for _ in range(500):
+            if self.requests.growth.idle and not self.requests.growth.declined:
+                break
+            self.turn()
+        else:
+            raise AssertionError("growth does not come to rest")
+        self.requests.tell()
+        self.deliver()
+        self.growth._forest.check_integrity()
+
+    def deliver(self) -> None:
+        received, self.peer.received = self.peer.received, []
+        for message in received:
+            request = self.open_requests.get(message.request)  # type: ignore[union-attr]
+            if request is not None:
+                request.take(message)
+                if request.declined and request.declined is not DeclineReason.GAP:
+                    self.gone[request.number] = self.open_requests.pop(request.number)
+
+    def check_nothing_left(self) -> None:
+        """Every row, slot and page is free."""
+        growth = self.growth
+        assert not self.runner.rows
+        assert not self.runner.page_owner
+        assert sorted(growth._free_rows) == list(range(self.runner.shape.num_rows))
+        assert growth._keeper.pool.num_free == self.runner.shape.num_pages
+        growth._keeper.pool.check_integrity()
+        growth._forest.slots.check_integrity()
+        assert not growth._forest.slots.live.any()
+        assert not growth._forest.num_run.any()
+        growth._forest._compact()
+        assert growth._forest.entries.count == 0
+        assert self.requests.growth.num_live == 0
+        for group in (growth._contexts, growth._rows, growth._unsettled, growth._changed, growth._opening):
+            assert not group

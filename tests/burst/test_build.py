@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from burst_host import Host
+
+from draft_service.burst.build import build_runner
+from draft_service.burst.torch_runner import TorchRunner
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+from outrider.models.drafters.base import DraftModel
+
+
+def test_a_cpu_gets_the_torch_runner(model: DraftModel) -> None:
+    runner = build_runner(model, DraftOptions(max_requests=3, max_total_tokens=600))
+    shape = runner.shape
+    assert isinstance(runner, TorchRunner)
+    assert (shape.num_rows, shape.region, shape.branching, shape.max_width) == (3, 64, 4, 8)
+    # 600 tokens in pages of 16; a row never needs more than the model's 256 positions.
+    assert (shape.num_pages, shape.max_context, shape.lag) == (38, 256, int(model.feature_size > 0))
+    host = Host(runner, model)
+    host.open(2, list(range(30, 70)))
+    assert len(host.step(3, 8)) == 1 + 4 + 8
+
+
+def test_memory_is_no_more_than_all_rows_can_use(plain_model: DraftModel) -> None:
+    shape = build_runner(plain_model, DraftOptions(max_requests=2)).shape
+    assert shape.num_pages == 2 * 256 // shape.page_size
+    assert build_runner(plain_model, DraftOptions(speculative_eagle_topk=2)).shape.branching == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"max_total_tokens": 100}, "--max-total-tokens"), ({"attention_backend": "triton"}, "--attention-backend")],
+)
+def test_refusals_name_the_option(plain_model: DraftModel, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build_runner(plain_model, DraftOptions(**options))

@@ -1,0 +1,161 @@
+"""Growth with a drafter that takes the target's features."""
+
+from __future__ import annotations
+
+from growth_rig import Rig, continuation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.config.draft import DraftOptions
+
+
+def rig_of(*, own: bool = False) -> Rig:
+    return Rig(DraftOptions(max_positions=300, own_features=own), feature_size=1)
+
+
+def opened(rig: Rig, tokens: list[int]) -> None:
+    rig.open(1, tokens)
+    rig.features(1, 0, len(tokens) - 1)
+    rig.settle()
+
+
+def test_nothing_grows_before_the_features_of_the_prompt_are_here() -> None:
+    rig = rig_of()
+    request = rig.open(1, list(range(1, 31)))
+    rig.settle()
+    assert not rig.runner.bursts
+    rig.features(1, 0, 10)
+    rig.settle()
+    assert not rig.runner.bursts
+    assert sum(count for _, count in rig.runner.extended) == 10
+    rig.features(1, 10, 19)
+    rig.settle()
+    request.check()
+    assert request.held()
+
+
+def test_a_sequence_of_one_token_waits_for_the_next() -> None:
+    rig = rig_of()
+    request = rig.open(1, [1])
+    rig.settle()
+    assert not rig.runner.bursts
+    rig.commit(1, [9])
+    rig.settle()
+    assert not request.held()
+    rig.features(1, 0, 1)
+    rig.settle()
+    assert request.held()
+
+
+def test_growth_goes_on_from_own_features_until_the_true_ones_come() -> None:
+    rig = rig_of()
+    opened(rig, [1, 2, 3, 4])
+    request = rig.open_requests[1]
+    rig.commit(1, [*continuation(request.tokens, 2), 39])
+    rig.settle()
+    assert request.held()
+    assert rig.runner.rows[0].context == [2, 3, 4][: len(rig.runner.rows[0].context)]
+    rig.features(1, 3, 3)
+    rig.settle()
+    assert rig.runner.rows[0].context == request.tokens[1:-1]
+    request.check()
+
+
+def test_a_hit_is_run_again_with_true_features_and_the_tree_stays() -> None:
+    rig = rig_of()
+    opened(rig, [1, 2, 3, 4])
+    request = rig.open_requests[1]
+    accepted = continuation(request.tokens, 2)
+    below = {path[2:] for path in request.held() if path[:2] == tuple(accepted) and len(path) > 2}
+    rig.commit(1, accepted)
+    rig.features(1, 3, 2)
+    ran = len(rig.runner.ran)
+    rig.settle()
+    again = rig.runner.ran[ran:]
+    assert tuple(request.tokens) in again
+    assert tuple(request.tokens[:-1]) in again
+    assert below <= request.held().keys()
+    assert rig.runner.rows[0].context == request.tokens[1:-1]
+    # What hangs below the root was not run again.
+    assert len(set(again)) == len(again)
+    assert not {tuple(request.tokens) + path for path in below} & set(again) & set(rig.runner.ran[:ran])
+
+
+def test_own_features_may_do_for_the_context() -> None:
+    rig = rig_of(own=True)
+    opened(rig, [1, 2, 3, 4])
+    request = rig.open_requests[1]
+    rig.commit(1, continuation(request.tokens, 2))
+    rig.settle()
+    assert rig.runner.rows[0].context == request.tokens[1:-1]
+    ran = len(rig.runner.ran)
+    rig.features(1, 3, 2)
+    rig.settle()
+    assert tuple(request.tokens) not in rig.runner.ran[ran:]
+
+
+def test_features_that_never_come_do_not_fill_the_tree() -> None:
+    rig = rig_of()
+    opened(rig, [1, 2, 3, 4])
+    request = rig.open_requests[1]
+    for _ in range(30):
+        rig.commit(1, continuation(request.tokens, 2))
+        rig.settle()
+        assert request.held()
+    assert len(rig.runner.rows[0].context) > 30
+
+
+steps = st.one_of(
+    st.tuples(st.just("turn"), st.booleans()),
+    st.tuples(st.just("commit"), st.integers(1, 4)),
+    st.tuples(st.just("miss"), st.lists(st.integers(0, 39), min_size=1, max_size=14)),
+    st.tuples(st.just("features"), st.integers(1, 12)),
+    st.tuples(st.just("again"), st.integers(0, 40), st.integers(1, 12)),
+    st.tuples(st.just("skip"), st.integers(1, 3)),
+    st.tuples(st.just("slow"), st.booleans()),
+    st.tuples(st.sampled_from(["pause", "resume"])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 30), st.booleans(), st.lists(steps, max_size=40))
+def test_features_may_come_in_any_order_or_not_at_all(length: int, own: bool, trace: list[tuple]) -> None:
+    rig = rig_of(own=own)
+    request = rig.open(1, [1, *range(2, length + 1)])
+    sent = 0
+    for step in trace:
+        match step:
+            case ("turn", wait):
+                rig.turn(wait=wait)
+            case ("commit", count):
+                rig.commit(1, continuation(request.tokens, count))
+            case ("miss", tokens):
+                rig.commit(1, tokens)
+            case ("features", count):
+                count = min(count, len(request.tokens) - 1 - sent)
+                if count > 0:
+                    rig.features(1, sent, count)
+                    sent += count
+            case ("again", start, count) if start < len(request.tokens):
+                rig.features(1, start, min(count, len(request.tokens) - start))
+            case ("skip", count):
+                sent += count
+            case ("slow", slow):
+                rig.runner.auto_ready = not slow
+            case ("pause",):
+                rig.pause(1)
+            case ("resume",):
+                rig.resume(1)
+        request.check()
+    rig.runner.auto_ready = True
+    rig.resume(1)
+    rig.settle()
+    rig.commit(1, [5])
+    rig.features(1, 0, len(request.tokens) - 1)
+    rig.settle()
+    request.check()
+    assert request.held()
+    assert not rig.growth._unsettled
+    rig.close(1)
+    rig.settle()
+    rig.check_nothing_left()

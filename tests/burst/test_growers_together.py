@@ -1,0 +1,158 @@
+"""A model and n-grams that grow one tree."""
+
+from __future__ import annotations
+
+import pytest
+from growth_rig import Rig, continuation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_burst_growth import act, steps
+
+from draft_service.drafters.base import Needs, build_drafter
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.drafters.several import SeveralDrafters
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+
+REPEATING = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4]
+
+
+def together(**changes: int) -> Rig:
+    options = DraftOptions(max_positions=300)
+    return Rig(options, NgramDrafter(options), **changes)
+
+
+def finish(rig: Rig) -> None:
+    while rig.requests.growth.has_work:
+        rig.requests.work(float("inf"))
+    rig.settle()
+
+
+def test_sources_follow_each_other_and_both_contribute() -> None:
+    rig = together()
+    request = rig.open(1, REPEATING)
+    finish(rig)
+    request.check(sources=(0,))
+    sources = set(request.mirror.sources[request.mirror.root + 1 : request.mirror.end])
+    assert sources >= {0, 1}
+    assert (5,) in request.held()
+    assert (5, 6, 7) in request.held()
+
+
+def test_the_model_goes_on_below_what_the_n_grams_found() -> None:
+    rig = together()
+    rig.open(1, REPEATING)
+    finish(rig)
+    assert (*REPEATING, 5) in rig.runner.ran
+
+
+def test_the_n_grams_go_on_below_what_the_model_found() -> None:
+    rig = together(branching=1)
+    probe = Rig()
+    first = probe.open(1, REPEATING)
+    probe.settle()
+    guess = max(first.held(), key=lambda path: (len(path) == 1, first.held()[path]))[0]
+    request = rig.open(1, [guess, 33, 34, *REPEATING])
+    finish(rig)
+    below = [path for path in request.held() if 33 in path]
+    mirror = request.mirror
+    found = dict(zip(request.held(), mirror.sources[mirror.root + 1 : mirror.end], strict=True))
+    mixed = [path for path in found if found[path] and len(path) > 1 and not found[path[:-1]]]
+    assert mixed or not below
+
+
+def test_a_node_that_both_find_is_there_once() -> None:
+    rig = together()
+    request = rig.open(1, REPEATING)
+    finish(rig)
+    assert not rig.open_requests[1].mirror.dropped["duplicate"]
+    accepted = continuation(request.tokens, 1)
+    rig.commit(1, accepted)
+    finish(rig)
+    assert not request.mirror.dropped["duplicate"]
+    request.check()
+
+
+def test_without_rows_the_n_grams_serve_alone() -> None:
+    rig = together(num_rows=1)
+    rig.open(1, REPEATING)
+    request = rig.open(2, REPEATING)
+    finish(rig)
+    assert request.declined is None
+    mirror = request.mirror
+    assert set(mirror.sources[mirror.root + 1 : mirror.end]) == {1}
+    rig.commit(2, [5])
+    finish(rig)
+    assert request.held()
+
+
+def test_a_burst_that_fails_leaves_the_n_grams() -> None:
+    rig = together()
+    rig.runner.launch_fault = RuntimeError("no memory")
+    request = rig.open(1, REPEATING)
+    finish(rig)
+    assert request.declined is None
+    assert request.held()
+    rig.close(1)
+    finish(rig)
+    rig.check_nothing_left()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_whatever_verify_does_both_follow_and_nothing_leaks(trace: list[tuple]) -> None:
+    rig = together()
+    for number, step in enumerate([("open", 3), *trace]):
+        act(rig, number, step)
+        if number % 3 == 0:
+            rig.requests.work(float("inf"))
+    rig.runner.auto_ready = True
+    finish(rig)
+    for number in sorted(rig.open_requests):
+        rig.resume(number)
+        rig.commit(number, [5])
+    finish(rig)
+    for request in rig.open_requests.values():
+        request.check()
+    for number in sorted(rig.open_requests):
+        rig.close(number)
+    finish(rig)
+    rig.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_algorithm": ("MAGIC",)}, ("--speculative-algorithm", "'MAGIC'", "NGRAM")),
+        ({"speculative_algorithm": ("EAGLE", "EAGLE3")}, ("--speculative-algorithm", "EAGLE,EAGLE3")),
+        ({"speculative_algorithm": ("NGRAM", "NGRAM")}, ("--speculative-algorithm", "once")),
+        ({"speculative_algorithm": ("EAGLE3",)}, ("--speculative-draft-model-path", "EAGLE3")),
+        ({"speculative_algorithm": ("STANDALONE", "NGRAM")}, ("--speculative-draft-model-path", "STANDALONE")),
+        ({"speculative_algorithm": ("NEXTN",)}, ("--speculative-draft-model-path", "--target-model-path")),
+        ({"lockstep": True}, ("--lockstep", "NGRAM")),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused_naming_the_option(
+    changes: dict[str, object], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_drafter(DraftOptions(**changes))  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words)
+
+
+class _Stub:
+    def __init__(self, needs: Needs) -> None:
+        self.sources = ("stub",)
+        self.needs = needs
+
+    def gauges(self) -> dict[str, int]:
+        return {}
+
+
+def test_what_several_drafters_need_is_joined() -> None:
+    model = _Stub(Needs(100, "cafe", 64, (1, 2), 512))
+    both = SeveralDrafters([model, _Stub(Needs())])
+    assert both.sources == ("stub", "stub")
+    assert both.needs == Needs(100, "cafe", 64, (1, 2), 0)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        SeveralDrafters([model, _Stub(Needs(tokenizer_hash="beef"))])

@@ -1,0 +1,85 @@
+"""Growth with a real model on a CPU: trees that lived through commits are those that a fresh start grows."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from growth_rig import GREEDY, Peer, Verify, shape
+
+from draft_service.burst.runner import RunnerOptions
+from draft_service.burst.torch_runner import TorchRunner
+from draft_service.drafters.base import Needs
+from draft_service.drafters.model import ModelDrafter
+from draft_service.requests import Requests
+from outrider.attention.torch_backend import TorchAttention
+from outrider.config.draft import DraftOptions
+from outrider.models.drafters.base import DraftModel
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Commit, Open
+from outrider.tree.mirror import TreeMirror, token_array
+
+CREDIT = 24
+
+
+class Service:
+    """Requests of a real model."""
+
+    def __init__(self, model: DraftModel) -> None:
+        runner = TorchRunner(model, shape(max_context=128, branching=4), TorchAttention(), RunnerOptions())
+        options = DraftOptions(max_positions=100, min_path_probability=0.0)
+        self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), options)
+        self.peer = Peer()
+        self.peer.vocab_size = model.target_vocab_size
+        self.held: dict[int, Verify] = {}
+
+    def open(self, number: int, tokens: list[int], sampling: SamplingParams) -> Verify:
+        request = Verify(number, list(tokens))
+        request.mirror = TreeMirror(request.tokens, self.peer.vocab_size, 256)
+        self.held[number] = request
+        self.requests.handle(self.peer, Open(number, token_array(tokens), len(tokens), sampling, CREDIT))
+        return request
+
+    def commit(self, request: Verify, tokens: list[int]) -> None:
+        mirror, before = request.mirror, len(request.tokens)
+        request.tokens += tokens
+        mirror.commit()
+        seen = (mirror.epoch, mirror.received_through, mirror.resolved_root)
+        self.requests.handle(self.peer, Commit(request.number, before, token_array(tokens), *seen, CREDIT))
+
+    def settle(self) -> None:
+        while not self.requests.growth.idle:
+            self.requests.growth.grow(math.inf, lambda: False)
+        self.requests.tell()
+        for message in self.peer.received:
+            self.held[message.request].take(message)  # type: ignore[union-attr]
+        self.peer.received.clear()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)])
+def test_a_tree_that_lived_through_commits_scores_as_a_fresh_one(
+    plain_model: DraftModel, sampling: SamplingParams
+) -> None:
+    service, draw = Service(plain_model), random.Random(1)
+    request = service.open(0, [draw.randrange(plain_model.target_vocab_size) for _ in range(30)], sampling)
+    service.settle()
+    hits = 0
+    for number in range(1, 7):
+        paths = [path for path in request.held() if len(path) <= 3]
+        path = list(draw.choice(paths))
+        if number == 3:
+            path.append(draw.randrange(plain_model.target_vocab_size))
+        epoch = request.mirror.epoch
+        service.commit(request, path)
+        service.settle()
+        hits += request.mirror.epoch == epoch
+        assert service.requests.declines.total() == 0
+        other = Service(plain_model)
+        fresh = other.open(0, request.tokens, sampling)
+        other.settle()
+        both = request.held().keys() & fresh.held().keys()
+        assert len(both) > 5
+        for path in both:
+            assert request.held()[path] == pytest.approx(fresh.held()[path], abs=2e-3)
+    assert hits >= 4

@@ -1,0 +1,77 @@
+"""Features are held within bounds and released in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from draft_service import feature_door
+from draft_service.feature_door import FeatureInflow
+
+
+async def test_messages_are_released_in_order_whatever_order_the_engine_takes() -> None:
+    inflow = FeatureInflow()
+    for sequence in range(1, 5):
+        assert await inflow.admit(sequence, 10)
+    inflow.release(3)
+    inflow.release(2)
+    inflow.release(1)
+    assert await inflow.next_release() == 3
+    inflow.release(4)
+    assert await inflow.next_release() == 4
+
+
+async def test_what_is_not_done_is_not_released() -> None:
+    inflow = FeatureInflow()
+    for sequence in (1, 2):
+        assert await inflow.admit(sequence, 10)
+    inflow.release(2)
+    waiting = asyncio.create_task(inflow.next_release())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    inflow.release(1)
+    assert await asyncio.wait_for(waiting, 10) == 2
+
+
+async def test_a_number_that_does_not_rise_is_refused_and_one_may_be_missing() -> None:
+    inflow = FeatureInflow()
+    assert not await inflow.admit(0, 1)
+    assert await inflow.admit(2, 1)
+    assert not await inflow.admit(2, 1)
+    assert not await inflow.admit(1, 1)
+    assert await inflow.admit(7, 1)
+    inflow.release(2)
+    inflow.release(7)
+    assert await inflow.next_release() == 7
+
+
+async def test_the_reader_waits_while_too_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_door, "MAX_HELD_BYTES", 100)
+    inflow = FeatureInflow()
+    assert await inflow.admit(1, 60) and await inflow.admit(2, 60)
+    third = asyncio.create_task(inflow.admit(3, 60))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not third.done()
+    inflow.release(1)
+    assert await asyncio.wait_for(third, 10)
+
+
+async def test_releases_from_another_thread_all_arrive() -> None:
+    inflow = FeatureInflow()
+    order = list(range(1, 201))
+    for sequence in order:
+        assert await inflow.admit(sequence, 1)
+    random.Random(3).shuffle(order)
+    thread = threading.Thread(target=lambda: [inflow.release(sequence) for sequence in order])
+    thread.start()
+    last = 0
+    while last < 200:
+        told = await asyncio.wait_for(inflow.next_release(), 10)
+        assert told > last
+        last = told
+    thread.join()

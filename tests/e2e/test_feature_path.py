@@ -1,0 +1,117 @@
+"""The target's features from the verify service's process to a drafter, over both streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda_harness import VOCAB, small_model
+from draft_door import serve_door
+from draft_fakes import ScriptedDrafter
+from feature_draft import true_features
+from tokenizers import Tokenizer, models
+
+from draft_service.drafters.base import DraftRequest, Needs
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.rpc.channel import open_channel
+from outrider.tree.messages import Features
+from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
+from verify_service.main import serve
+
+LAYERS = (0, 3, 1)
+
+
+class NotingDrafter(ScriptedDrafter):
+    """Keeps texts and features of all requests, and guesses nothing of use."""
+
+    needs = Needs(hidden_size=64, feature_layers=LAYERS, max_positions=100)
+
+    def __init__(self) -> None:
+        super().__init__(lambda node: {(node.token + 1) % VOCAB: 0.6})
+        self.texts: dict[int, list[int]] = {}
+        self.rows: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+
+    def open(self, request: DraftRequest) -> None:
+        super().open(request)
+        self.texts[request.handle] = list(request.tokens)
+
+    def commit(
+        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
+    ) -> None:
+        super().commit(request, tokens, root, live, features)
+        self.texts[request] += tokens
+
+    def take_features(self, request: int, features: Features) -> None:
+        data = torch.frombuffer(bytearray(features.data), dtype=getattr(torch, features.dtype))
+        for place, row in enumerate(data.view(features.count, -1)):
+            self.rows[request][features.start + place] = row
+
+
+async def generate(stub: verify_pb2_grpc.VerifyServiceStub, prompt: list[int], max_tokens: int) -> list[int]:
+    request = verify_pb2.VerifyServiceGenerateRequest(
+        request_id="test",
+        prompt_token_ids=prompt,
+        sampling=common_pb2.SamplingParams(temperature=0.0),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+    )
+    return [token async for message in stub.Generate(request) for token in message.token_ids]
+
+
+async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = small_model(folder)
+    words = {f"word{number}": number for number in range(VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
+    drafter = NotingDrafter()
+    async with serve_door(tmp_path / "d", drafter, DraftOptions()):
+        options = VerifyOptions(
+            model=str(folder),
+            dtype="float32",
+            threads=1,
+            max_total_tokens=1024,
+            metrics_address="",
+            address=f"unix:{tmp_path}/v",
+            draft=(f"unix:{tmp_path}/d",),
+        )
+        stop = asyncio.Event()
+        verify = asyncio.create_task(serve(options, stop))
+        channel = open_channel(options.address)
+        try:
+            stub = verify_pb2_grpc.VerifyServiceStub(channel)
+            await stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), wait_for_ready=True, timeout=60)
+            # Until both streams are open, requests are decoded plainly.
+            for _ in range(500):
+                if drafter.texts:
+                    break
+                await generate(stub, [1, 2, 3], 4)
+            prompts = [list(range(number, number + 30)) for number in (1, 1, 9, 20)]
+            answers = await asyncio.gather(*[generate(stub, prompt, 40) for prompt in prompts])
+            assert [len(answer) for answer in answers] == [40] * 4
+            long = await generate(stub, list(range(30)), 100)
+            assert len(long) == 100
+        finally:
+            await channel.close()
+            stop.set()
+            assert await verify == 0
+    check(drafter, model, {tuple(prompt) for prompt in prompts})
+
+
+def check(drafter: NotingDrafter, model: Any, prompts: set[tuple[int, ...]]) -> None:
+    """What arrived is right, and it is all but what was under way when requests ended."""
+    complete = 0
+    for handle, rows in drafter.rows.items():
+        text = drafter.texts[handle]
+        assert sorted(rows) == list(range(len(rows))), "a position is missing"
+        text = text[: len(rows)]
+        expected = true_features(model, text, LAYERS)[: len(rows)]
+        found = torch.stack([rows[position] for position in range(len(text))])
+        assert ((found - expected[: len(found)]).norm(dim=1) / expected.norm(dim=1)).max() < 1e-4
+        complete += tuple(text[:30]) in prompts and len(rows) > 60
+        assert len(drafter.texts[handle]) <= 100, "a request went past the drafter's longest sequence"
+    assert complete == 4

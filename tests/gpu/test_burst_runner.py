@@ -1,0 +1,144 @@
+"""Bursts on a GPU: graphs, kernels and copies give what the model gives when it is run plainly on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from burst_host import Host
+from tiny_drafts import FeatureDraft, chain_draft
+from tiny_models import save_tiny
+
+from draft_service.burst.build import build_runner
+from draft_service.burst.cuda_runner import CudaRunner
+from draft_service.burst.plan import BurstResult, BurstShape
+from draft_service.burst.runner import RunnerOptions
+from outrider.attention.triton_backend import TritonAttention
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+from outrider.models.drafters.base import DraftModel
+from outrider.models.loader import load_model
+from outrider.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    save_tiny(made, head_dim=16)
+    return made
+
+
+def draft(folder: Path, kind: str, dtype: torch.dtype, device: str) -> DraftModel:
+    model = load_model(folder, dtype, device)
+    return FeatureDraft(model) if kind == "features" else chain_draft(model)
+
+
+def make_runner(model: DraftModel, use_graphs: bool = True, **changes: int) -> CudaRunner:
+    shape = BurstShape(
+        num_rows=8,
+        region=256,
+        branching=4,
+        max_seeds=128,
+        max_steps=8,
+        max_width=32,
+        page_size=16,
+        num_pages=64,
+        max_context=200,
+        feature_size=model.feature_size,
+    )
+    options = RunnerOptions(chunk_size=24, use_graphs=use_graphs)
+    runner = CudaRunner(model, replace(shape, **changes), TritonAttention(), options)
+    runner.capture()
+    return runner
+
+
+def prompt(length: int) -> list[int]:
+    return [(7 * place + length) % 97 for place in range(length)]
+
+
+def live(host: Host, check: bool = True) -> list[BurstResult]:
+    """Several rows grow, commit, and come and go."""
+    results = []
+    for row, length in ((0, 5), (3, 60), (7, 33)):
+        sampling = SamplingParams(temperature=0.3 * row, seed=2**40 + row, choice_index=row)
+        host.open(row, prompt(length), sampling)
+    for turn in range(4):
+        for num_steps, width in ((4, 20), (2, 8)):
+            burst, seeds = host.burst(num_steps, width, floor=-9.0)
+            results.append(host.runner.launch(burst).wait())
+            host.merge(burst, seeds, results[-1], check)
+        for row in (0, 3):
+            request = host.requests[row]
+            assert request.root is not None
+            known = [node for node in request.nodes.values() if request.root in node.above()]
+            deepest = max(known, key=lambda node: len(node.tokens))
+            guessed = list(deepest.tokens[len(request.tokens) :])
+            host.commit(row, guessed + [5] * (turn % 2 or not guessed), move=turn != 2)
+        if turn == 1:
+            host.close(7)
+            host.open(7, prompt(40))
+    return results
+
+
+@pytest.mark.parametrize("kind", ["plain", "features"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_proposes_what_the_cpu_does(folder: Path, kind: str, dtype: torch.dtype) -> None:
+    runner = make_runner(draft(folder, kind, dtype, "cuda"))
+    assert len(runner.graphs) == len(runner.buckets.all())
+    # The CPU's own model in full precision: what is left is the rounding of the GPU's.
+    host = Host(runner, draft(folder, kind, torch.float32, "cpu"), TOLERANCE[dtype])
+    live(host, check=dtype == torch.float32 or kind == "plain")
+    assert host.num_checked > 150 or kind == "features"
+
+
+@pytest.mark.parametrize("kind", ["plain", "features"])
+def test_graphs_do_what_single_launches_do(folder: Path, kind: str) -> None:
+    found = []
+    for use_graphs in (True, False):
+        model = draft(folder, kind, torch.bfloat16, "cuda")
+        host = Host(make_runner(model, use_graphs), draft(folder, kind, torch.float32, "cpu"))
+        found.append(live(host, check=False))
+    for with_graphs, without in zip(*found, strict=True):
+        for name in ("picked", "slots", "tokens", "scores"):
+            np.testing.assert_array_equal(getattr(with_graphs, name), getattr(without, name), err_msg=name)
+
+
+def test_two_bursts_are_pending_at_once(folder: Path) -> None:
+    host = Host(
+        make_runner(draft(folder, "plain", torch.float32, "cuda")), draft(folder, "plain", torch.float32, "cpu")
+    )
+    host.tolerance = TOLERANCE[torch.float32]
+    for row in range(4):
+        host.open(row, prompt(9 + row))
+    told = [host.burst(6, 32, rows=[2 * half, 2 * half + 1]) for half in range(2)]
+    pending = [host.runner.launch(burst) for burst, _ in told]
+    for (burst, seeds), launched in zip(told, pending, strict=True):
+        host.merge(burst, seeds, launched.wait())
+        assert launched.done()
+    assert host.num_checked > 100
+
+
+def test_built_from_options(folder: Path) -> None:
+    options = DraftOptions(max_requests=4, max_total_tokens=2048, speculative_eagle_topk=4)
+    runner = build_runner(draft(folder, "plain", torch.bfloat16, "cuda"), options)
+    assert isinstance(runner, CudaRunner)
+    assert (runner.shape.num_rows, runner.shape.region, runner.shape.num_pages) == (4, 256, 64)
+    host = Host(runner, draft(folder, "plain", torch.float32, "cpu"), TOLERANCE[torch.bfloat16])
+    host.open(1, prompt(30))
+    assert len(host.step(8, 64)) > 100
+
+
+def test_too_little_memory_is_said_so(folder: Path) -> None:
+    model = draft(folder, "plain", torch.bfloat16, "cuda")
+    with pytest.raises(ConfigError, match="--mem-fraction-static"):
+        build_runner(model, DraftOptions(mem_fraction_static=0.01))
+    model.num_layers = 1 << 16
+    with pytest.raises(ConfigError, match="has no memory for the draft model"):
+        build_runner(model, DraftOptions(max_total_tokens=1 << 24))

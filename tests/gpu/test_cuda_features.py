@@ -1,0 +1,126 @@
+"""Features that graphs store are those of one plain forward, and a draft may ask for them while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from feature_draft import FeatureDraft
+from harness import Answer, run_all
+from local_draft import oracle
+
+from outrider.models.base import CausalLM
+from verify_service.cuda_executor import CudaExecutor
+from verify_service.engine import Engine
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = (0, 1, 3)
+Models = Callable[..., CausalLM]
+Start = Callable[..., tuple[Engine, CudaExecutor]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes engines and starts them; in the end nothing may be left in them."""
+    made: list[Engine] = []
+
+    def begin(model: CausalLM, **options: object) -> tuple[Engine, CudaExecutor]:
+        engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
+        made.append(engine)
+        engine.start()
+        return engine, executor
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+def guessing(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
+    return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("use_graphs", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
+def test_features_in_graphs_are_those_of_a_plain_forward(
+    small_models: Models, start: Start, dtype: torch.dtype, tolerance: float, use_graphs: bool, deterministic: bool
+) -> None:
+    model = small_models(dtype=dtype)
+    engine, executor = start(model, use_graphs=use_graphs, deterministic=deterministic)
+    truth = run_all(engine, jobs(), speculate=False)
+    num_graphs = len(executor.graphs)
+    before = dict(executor.graphs._graphs)
+    draft = guessing(engine, truth)
+    draft.connect()
+    answers = run_all(engine, jobs())
+    engine.stop()
+    assert draft.check(model, tolerance) > 200
+    assert len(executor.graphs) == num_graphs
+    assert (num_graphs > 0) == use_graphs
+    # Rounds that were run store features, and idle time may have renewed others.
+    assert not use_graphs or any(executor.graphs._graphs[bucket] is not graph for bucket, graph in before.items())
+    if dtype is torch.float32 or deterministic:
+        assert tokens(answers) == tokens(truth)
+
+
+def test_a_draft_may_ask_while_requests_run(small_models: Models, start: Start) -> None:
+    model = small_models(dtype=torch.float32)
+    engine, _ = start(model)
+    truth = run_all(engine, jobs(), speculate=False)
+    first, second = guessing(engine, truth, (1,)), guessing(engine, truth, (3, 0))
+    first.connect()
+    assert tokens(run_all(engine, jobs(), len(jobs()))) == tokens(truth)
+    second.connect()
+    assert tokens(run_all(engine, jobs(), len(jobs()))) == tokens(truth)
+    assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
+    engine.stop()
+    assert first.num_begun == second.num_begun == 1
+    for draft in (first, second):
+        # What was open when the store was begun anew was closed in the middle.
+        assert draft.check(model, 1e-3, preempted=True) > 100
+
+
+def test_a_store_that_does_not_fit_leaves_the_engine_as_it_was(
+    small_models: Models, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    model = small_models(dtype=torch.float32)
+    engine, _ = start(model)
+    truth = run_all(engine, jobs(), speculate=False)
+    monkeypatch.setattr("verify_service.cuda_executor.FeatureStore", fail)
+    draft = guessing(engine, truth)
+    draft.connect()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    assert not draft.texts and draft.num_begun == 0
+
+
+def test_an_idle_engine_renews_its_graphs(small_models: Models, start: Start) -> None:
+    model = small_models(dtype=torch.float32)
+    engine, executor = start(model)
+    draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
+    draft.connect()
+    renewed = threading.Event()
+
+    def look() -> None:
+        if executor._stale or not draft.num_begun:
+            engine.ask(look)
+        else:
+            renewed.set()
+
+    engine.ask(look)
+    assert renewed.wait(60)
+    run_all(engine, jobs()[:4])
+    engine.stop()
+    assert draft.check(model, 1e-3) > 50

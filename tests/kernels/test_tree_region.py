@@ -1,0 +1,215 @@
+"""Tree attention over a context and a tree region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from rounds import chain, make_round
+from torch import Tensor
+
+from kernels.attention import TreeRegion, tree_attention
+from kernels.attention_tiles import TileConfig
+from kernels.reference import attention as reference
+
+SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
+HEADS = (4, 2, 16)
+FULL_WORD = 1 << 32
+
+
+def near(dtype: torch.dtype) -> dict[str, float]:
+    """Sums of values of size one, in another order, and the weights rounded to the dtype before the second product."""
+    return {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps}
+
+
+@dataclass
+class Step:
+    """Some nodes of some trees, int32 on one device, and the caches."""
+
+    first: Tensor
+    cached_len: Tensor
+    table_rows: Tensor
+    page_tables: Tensor
+    mask: Tensor
+    region: TreeRegion
+    page_size: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def run(self, **options: object) -> Tensor:
+        """By the kernel."""
+        settings: dict[str, object] = {"num_splits": 1, "config": SMALL, **options}
+        lengths = (self.page_tables, self.table_rows, self.first, self.cached_len)
+        return tree_attention(
+            self.q, self.k, self.v, *lengths, self.mask, region=self.region, page_size=self.page_size,
+            max_row_tokens=self.q.shape[0], scale=self.q.shape[2] ** -0.5, **settings,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def expected(self) -> Tensor:
+        """By the reference."""
+        out = torch.empty(self.q.shape[0], self.q.shape[1] * self.q.shape[2], dtype=self.q.dtype, device=self.q.device)
+        lengths = (self.page_tables, self.table_rows, self.first, self.cached_len, self.mask)
+        where = (self.q, self.k, self.v, *lengths, self.page_size, self.q.shape[2] ** -0.5, None, out)
+        return reference.tree_attention(*where, self.region.base, self.region.lens)
+
+
+def make_step(
+    queries: list[int],
+    contexts: list[int],
+    lens: list[int],
+    *,
+    device: str,
+    heads: tuple[int, int, int] = HEADS,
+    dtype: torch.dtype = torch.float32,
+    region: int = 64,
+    page_size: int = 4,
+    padding: int = 0,
+    seed: int = 0,
+) -> Step:
+    """Rows of so many tokens each, over contexts and used slots; every token sees random slots, one at least."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_tokens = len(queries), sum(queries) + padding
+    base = -(-max(contexts) // page_size) * page_size + page_size
+    pages_each = -(-(base + region) // page_size)
+    tables = torch.randperm((num_rows + 1) * pages_each, generator=generator).view(num_rows + 1, pages_each)
+    mask = torch.full((num_tokens, region // 32), -1, dtype=torch.int64)
+    rows = [row for row, count in enumerate(queries) for _ in range(count)]
+    for token, row in enumerate(rows):
+        seen = torch.rand(region, generator=generator) < 0.4
+        seen[lens[row] :] = False
+        seen[int(torch.randint(lens[row], (1,), generator=generator))] = True
+        mask[token] = (seen.view(-1, 32).long() << torch.arange(32)).sum(1)
+    mask = torch.where(mask >= FULL_WORD // 2, mask - FULL_WORD, mask)
+    first = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()])
+    table_rows = torch.randperm(num_rows + 1, generator=generator)[:num_rows]
+    slots = tables.numel() * page_size
+    q = torch.randn(num_tokens, heads[0], heads[2], generator=generator).to(dtype)
+    k, v = (torch.randn(slots, heads[1], heads[2], generator=generator).to(dtype) for _ in range(2))
+
+    def ints(values: Tensor) -> Tensor:
+        return values.to(torch.int32).to(device)
+
+    return Step(
+        first=ints(first), cached_len=ints(torch.tensor(contexts)), table_rows=ints(table_rows),
+        page_tables=ints(tables), mask=ints(mask), region=TreeRegion(base, ints(torch.tensor(lens))),
+        page_size=page_size, q=q.to(device), k=k.to(device), v=v.to(device),
+    )  # fmt: skip
+
+
+QUERIES = [5, 1, 0, 9, 2]
+CONTEXTS = [37, 0, 12, 16, 3]
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("region", "lens"), [(32, [9, 1, 5, 32, 7]), (64, [64, 40, 9, 33, 1])])
+def test_region_equals_reference(
+    region: int, lens: list[int], dtype: torch.dtype, num_splits: int, device: str
+) -> None:
+    made = make_step(QUERIES, CONTEXTS, lens, device=device, dtype=dtype, region=region, padding=3)
+    result = made.run(num_splits=num_splits)
+    torch.testing.assert_close(result, made.expected(), **near(dtype))
+    assert not result[-3:].any(), "padding gets zeros"
+
+
+@pytest.mark.parametrize("keys", [16, 32, 64])
+@pytest.mark.parametrize("heads", [(9, 3, 16), (8, 2, 16)])
+def test_regions_of_many_words(heads: tuple[int, int, int], keys: int, device: str) -> None:
+    """Key tiles begin anywhere in a word, and lie in up to three of them."""
+    made = make_step([7, 2, 3, 1], [45, 0, 63, 3], [256, 256, 130, 70], device=device, heads=heads, region=256)
+    config = replace(SMALL, keys=keys)
+    for num_splits in (1, 4):
+        result = made.run(num_splits=num_splits, config=config)
+        torch.testing.assert_close(result, made.expected(), **near(torch.float32))
+
+
+@pytest.mark.parametrize("span", [2, 100])
+def test_splits_of_several_steps(span: int, device: str) -> None:
+    made = make_step([3, 1, 2], [139, 0, 20], [60, 17, 64], device=device)
+    result = made.run(num_splits=4, config=replace(SMALL, span=span))
+    torch.testing.assert_close(result, made.expected(), **near(torch.float32))
+
+
+def test_what_no_mask_names_does_not_matter(device: str) -> None:
+    """Between the context and the region, in unused slots and in slots of hidden nodes."""
+    made = make_step([4, 2], [10, 3], [20, 64], device=device)
+    before = made.run(num_splits=2)
+    seen = torch.zeros(made.k.shape[0], dtype=torch.bool)
+    for row in range(2):
+        tokens = range(int(made.first[row]), int(made.first[row + 1]))
+        named = [j for j in range(64) if any(int(made.mask[t, j // 32]) >> (j % 32) & 1 for t in tokens)]
+        logical = torch.tensor([*range(int(made.cached_len[row])), *(made.region.base + j for j in named)])
+        table = made.page_tables[int(made.table_rows[row])].cpu().long()
+        seen[table[logical // 4] * 4 + logical % 4] = True
+    made.k[~seen], made.v[~seen] = 1e4, -1e4
+    assert torch.equal(made.run(num_splits=2), before)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_token_without_keys_gets_zeros(num_splits: int, device: str) -> None:
+    made = make_step([2, 1], [0, 5], [3, 4], device=device)
+    made.region.lens[0] = 0
+    result = made.run(num_splits=num_splits)
+    assert not result[:2].any()
+    torch.testing.assert_close(result, made.expected(), **near(torch.float32))
+
+
+def test_a_region_behind_the_context_is_the_tree_of_a_round(device: str) -> None:
+    """Where the region begins at cached_len and every slot is a token, it means what no region means."""
+    made = make_round([chain(6)], [8], device=device).expand()
+    q, k, v = (torch.randn(n, 2, 16, device=device) for n in (6, *[made.page_tables.numel() * 4] * 2))
+    shape = {"page_size": 4, "max_row_tokens": 6, "scale": 0.25, "num_splits": 2, "config": SMALL}
+    region = TreeRegion(8, torch.full((1,), 6, dtype=torch.int32, device=device))
+    with_region = tree_attention(q, k, v, *made.lengths(), made.mask, region=region, **shape)  # type: ignore[arg-type]
+    assert torch.equal(with_region, tree_attention(q, k, v, *made.lengths(), made.mask, **shape))  # type: ignore[arg-type]
+
+
+def test_regions_that_do_not_fit_are_refused(device: str) -> None:
+    made = make_step([2, 1], [0, 5], [3, 4], device=device)
+    with pytest.raises(ValueError, match="deterministic"):
+        made.run(path=torch.zeros(3, 4, dtype=torch.int32, device=device))
+    made.region = TreeRegion(8, made.region.lens[:1])
+    with pytest.raises(ValueError, match="2 rows"):
+        made.run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)])
+@pytest.mark.parametrize("num_splits", [1, 8, 24])
+def test_large_regions(num_splits: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    queries, contexts = [32, 1, 0, 8, 17], [1000, 0, 64, 4100, 129]
+    for region, lens in ((256, [256, 1, 40, 200, 97]), (64, [64, 1, 40, 20, 33])):
+        made = make_step(
+            queries, contexts, lens, device=device, heads=heads, dtype=dtype, region=region, page_size=16, padding=6
+        )
+        torch.cuda.synchronize()
+        for pdl in (False, True):
+            result = made.run(num_splits=num_splits, config=None, pdl=pdl)
+            torch.testing.assert_close(result, made.expected(), **near(dtype))
+
+
+@pytest.mark.gpu
+def test_many_rows_of_one_token(device: str) -> None:
+    made = make_step(
+        [1] * 64, [17 * row for row in range(64)], [1 + 4 * row for row in range(64)], device=device,
+        heads=(9, 3, 64), dtype=torch.bfloat16, region=256, page_size=16,
+    )  # fmt: skip
+    result = made.run(num_splits=4, config=None)
+    torch.testing.assert_close(result, made.expected(), **near(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph_read_new_lengths(device: str) -> None:
+    made = make_step([8, 3], [700, 90], [256, 31], device=device, heads=(9, 3, 64), dtype=torch.bfloat16, region=256)
+    made.run(num_splits=8, config=None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = made.run(num_splits=8, config=None)
+    for contexts, lens in (([700, 90], [256, 31]), ([3, 701], [256, 100]), ([64, 0], [256, 256])):
+        made.cached_len.copy_(torch.tensor(contexts))
+        made.region.lens.copy_(torch.tensor(lens))
+        graph.replay()
+        torch.testing.assert_close(result, made.expected(), **near(torch.bfloat16))

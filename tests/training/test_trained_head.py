@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from naive_head import NaiveHead
+from safetensors.torch import load_file
+from training_world import random_texts
+
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.config.draft import DraftOptions
+from outrider.models.drafters.loader import load_draft_model
+from outrider.training.dense import target_states
+from outrider.training.eagle3 import Eagle3Head
+from outrider.training.export import export_head, head_config
+from outrider.training.target import Target
+
+STEPS = 5
+
+
+def test_unrolled_head_equals_a_step_by_step_run(target: Target, head: Eagle3Head) -> None:
+    ids = torch.from_numpy(random_texts(target, 1, 4, 14).sequence(0)).long()
+    features, _ = target_states(target.model, ids[None], head.shape.feature_layers)
+    with torch.no_grad():
+        steps = [feature[0] for feature in head.unroll(features, target.embed(ids[None]), target.rotary, STEPS)]
+        true = NaiveHead(target, head)
+        for base in range(len(ids) - 1):
+            feature = true.run(int(ids[base + 1]), true.feature(features[0, base]))
+            chain = true.fork()
+            for step in range(min(STEPS, len(ids) - 1 - base)):
+                if step:
+                    feature = chain.run(int(ids[base + 1 + step]), feature)
+                torch.testing.assert_close(steps[step][base], feature, rtol=1e-4, atol=1e-4)
+
+
+def test_draft_ids_and_target_ids_are_inverse(head: Eagle3Head) -> None:
+    assert torch.equal(head.draft_ids[head.target_ids], torch.arange(200))
+    assert int((head.draft_ids >= 0).sum()) == 200
+    assert torch.equal(head.t2d.nonzero().squeeze(1), head.target_ids)
+
+
+def test_exported_head_has_public_names_and_gives_the_same_logits(
+    target: Target, head: Eagle3Head, tmp_path: Path
+) -> None:
+    export_head(head, target.folder, tmp_path, torch.float32)
+    assert set(load_file(tmp_path / "model.safetensors")) == {
+        "d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight",
+        *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+        *(f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    }  # fmt: skip
+    options = replace(
+        DraftOptions(),
+        speculative_algorithm=("EAGLE3",),
+        speculative_draft_model_path=str(tmp_path),
+        target_model_path=str(target.folder),
+    )
+    loaded = load_draft_model(options, torch.device("cpu"), torch.float32)
+    assert loaded.feature_layers == head.shape.feature_layers
+    assert loaded.target_ids is not None and torch.equal(loaded.target_ids.long(), head.target_ids)
+
+    ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()
+    features, _ = target_states(target.model, ids[None], head.shape.feature_layers)
+    count = ids.numel() - 1
+    slots = torch.arange(count)
+    batch = ForwardBatch(ids[1:], slots, [Segment(count, slots)])
+    rows, own = loaded.forward(batch, loaded.project(features[0, :-1]), loaded.new_kv(count), TorchAttention())
+    with torch.no_grad():
+        feature = next(head.unroll(features, target.embed(ids[None]), target.rotary, 1))[0, :-1]
+        expected = head.lm_head(head.norm(feature))
+    torch.testing.assert_close(loaded.logits(rows), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own, feature, rtol=1e-4, atol=1e-4)
+
+
+def test_default_feature_layers_go_without_saying(target: Target, head: Eagle3Head) -> None:
+    fields = json.loads((target.folder / "config.json").read_text())
+    layers = head_config(head, fields, torch.bfloat16)["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == [0, 1, 2]
+    head.shape = replace(head.shape, feature_layers=(2, 2, 1))
+    assert "eagle_config" not in head_config(head, fields, torch.bfloat16)

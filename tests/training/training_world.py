@@ -1,0 +1,32 @@
+"""Heads and texts for the tests of training."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.training.eagle3 import Eagle3Head, HeadShape
+from outrider.training.target import Target
+from outrider.training.texts import Texts
+
+
+def make_head(target: Target, draft_vocab_size: int = 200) -> Eagle3Head:
+    """An untrained head whose draft vocabulary leaves some tokens out."""
+    torch.manual_seed(5)
+    random = torch.randperm(target.config.vocab_size)[:draft_vocab_size].sort().values
+    head = Eagle3Head(HeadShape(target.config, draft_vocab_size, (1, 2, 3)), random)
+    target.start(head)
+    head.calibrate(torch.rand(10, head.fc.in_features) * 3)
+    return head
+
+
+def random_texts(target: Target, count: int, prompt_len: int, answer_len: int, seed: int = 0) -> Texts:
+    """Sequences of random tokens, of different lengths."""
+    random = torch.Generator().manual_seed(seed)
+
+    def tokens(size: int) -> list[int]:
+        ids: list[int] = torch.randint(3, target.config.vocab_size, (size,), generator=random).tolist()
+        return ids
+
+    return Texts.join(
+        [tokens(prompt_len + i % 3) for i in range(count)], [tokens(answer_len - i % 5) for i in range(count)]
+    )

@@ -1,0 +1,87 @@
+"""A device that fails in a round, through the whole system: what clients are told, and that the service comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import grpc
+import httpx
+from tiny_service import Reply, generate_all
+
+from outrider.cli.cluster import Cluster
+from outrider.config.verify import VerifyOptions
+
+FAULTY = Path(__file__).parent / "faulty"
+START_SECONDS = 240.0
+
+
+class Events:
+    """What befalls the services of a cluster."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._back = threading.Semaphore(0)
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+        if text == "verify serves again":
+            self._back.release()
+
+    def wait_until_back(self) -> None:
+        assert self._back.acquire(timeout=START_SECONDS), self.texts
+
+
+def both(cluster: Cluster) -> list[Reply]:
+    return asyncio.run(generate_all(cluster, [[1, 2], [1, 3]], 60))
+
+
+def ask(cluster: Cluster, body: dict[str, object]) -> httpx.Response:
+    """The answer to a completion, once the gateway has found the service again."""
+    for _ in range(600):
+        answer = httpx.post(f"{cluster.rest_url}/v1/completions", json=body, timeout=60)
+        if answer.status_code != 503:
+            break
+        assert "retry-after" in answer.headers
+        threading.Event().wait(0.05)
+    return answer
+
+
+def check_device_fault(folder: Path, tmp_path: Path, device: str) -> None:
+    """The model in `folder` is served on `device`, which fails twice."""
+    faults, events = tmp_path / "faults", Events()
+    faults.write_text("2")
+    path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
+    cluster = Cluster(
+        verify=VerifyOptions(
+            model=str(folder),
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            max_total_tokens=2048,
+            max_running_requests=4,
+            max_draft_tokens=4,
+            served_model_name="tiny",
+        ),
+        services=("verify", "gateway"),
+        supervise=True,
+        modules={"verify": "faulty_verify"},
+        env={**os.environ, "PYTHONPATH": path, "FAULTS_FILE": str(faults)},
+        on_event=events.note,
+        start_seconds=START_SECONDS,
+    )
+    with cluster:
+        for reply in both(cluster):
+            assert reply.code is grpc.StatusCode.INTERNAL, reply
+            assert 0 < len(reply.token_ids) < 60
+            assert "device" not in reply.details, "what failed is for the log alone"
+        events.wait_until_back()
+        body = {"model": "tiny", "prompt": "word5", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        answer = ask(cluster, body)
+        assert answer.status_code == 500 and answer.json()["error"]["message"], answer.text
+        events.wait_until_back()
+        ask(cluster, body)
+        assert [len(reply.token_ids) for reply in both(cluster)] == [60, 60]
+    ended = [text for text in events.texts if text.startswith("verify ended")]
+    assert len(ended) == 2 and all("exit code 1" in text for text in ended), events.texts

@@ -1,0 +1,58 @@
+"""A draft that says what a test wants, at times that a test sets."""
+
+from __future__ import annotations
+
+import numpy as np
+from harness import Answer, make_request
+
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Grow, VerifyMessage
+from verify_service.drafts import Drafts
+from verify_service.request import Request
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """A port that notes what it is given."""
+
+    def __init__(self, address: str = "recorder") -> None:
+        self.address = address
+        self.sent: list[VerifyMessage] = []
+        self.num_resets = 0
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        self.sent += messages
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+    def take(self, drafts: Drafts) -> list[VerifyMessage]:
+        drafts.flush()
+        sent, self.sent = self.sent, []
+        return sent
+
+
+def request(tokens: list[int]) -> Request:
+    return make_request(Answer(), tokens, SamplingParams(), 50)
+
+
+def tree(number: int, epoch: int, base_len: int, tokens: list[int]) -> Grow:
+    count = len(tokens)
+    return Grow(
+        number, epoch, base_len, base_len, 1, np.arange(count, dtype=np.uint32), np.array(tokens, np.int32),
+        np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
+    )  # fmt: skip
+
+
+def follow(drafts: Drafts, one: Request, count: int = 1) -> None:
+    """The request's last `count` tokens are committed."""
+    drafts.committed(one)
+    drafts.report(one, count, credit=16)
+    drafts.learn()

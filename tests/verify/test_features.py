@@ -1,0 +1,314 @@
+"""A draft that takes features gets the target's own, for every committed position, whatever happened on the way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from feature_draft import FeatureDraft, wait_for
+from harness import Answer, make_engine, make_request, run_all
+from local_draft import Guess, LocalDraft, noise, oracle, wrong
+
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
+from verify_service.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0)
+LAYERS = (0, 1, 3)
+"""The embedding, the second layer's input, and the output behind the final norm."""
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    engine = make_engine(model)
+    engine.start()
+    try:
+        return run_all(engine, jobs(), speculate=False)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def start(model: CausalLM) -> Iterator[Start]:
+    """Makes engines of a kind; in the end nothing may be left in them."""
+    made: list[Engine] = []
+
+    def begin(kind: str, **options: Any) -> Engine:
+        if kind == "torch":
+            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
+        else:
+            engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
+        made.append(engine)
+        return engine
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+def guesser(name: str, truth: list[Answer]) -> Guess:
+    known = texts(truth)
+    return {
+        "none": lambda author: None,
+        "right": oracle(known, VOCAB),
+        "wrong": wrong(known, VOCAB),
+        "random": noise(9, VOCAB),
+    }[name]
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
+@pytest.mark.parametrize(
+    ("guess", "width", "num_pages"), [("none", 4, 256), ("right", 1, 256), ("right", 4, 24), ("random", 4, 256)]
+)
+def test_every_committed_position_arrives(
+    model: CausalLM, truth: list[Answer], start: Start, kind: str, guess: str, width: int, num_pages: int
+) -> None:
+    engine = start(kind, num_pages=num_pages)
+    draft = FeatureDraft(engine, VOCAB, guesser(guess, truth), LAYERS)
+    draft.connect()
+    engine.start()
+    answers = run_all(engine, jobs(), width)
+    assert tokens(answers) == tokens(truth)
+    engine.stop()
+    assert draft.check(model, preempted=num_pages == 24) > 200
+    if num_pages == 24:
+        assert engine.scheduler.num_preemptions > 0
+    else:
+        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+    if guess == "right":
+        assert sum(answer.num_accepted for answer in answers) > 100
+
+
+@pytest.mark.parametrize("window", [0, 3000])
+def test_a_spinning_engine_sends_piece_by_piece(
+    model: CausalLM, truth: list[Answer], start: Start, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    # A round on a CPU is over when it was launched: let the engine look a few times before it sees that.
+    monkeypatch.setattr("verify_service.cuda_executor.CudaRound.done", lambda round: next(looks) % 40 == 39)
+    engine = start("paged", spin=True)
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    draft.window = window
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
+    engine.stop()
+    # Rounds are short: not all of what a request's last ones brought was sent before it ended.
+    assert draft.check(model, preempted=True) > 150
+    assert not window or max(len(message.data) for message in draft.messages) <= window
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+def test_a_draft_that_takes_no_features_costs_no_store(start: Start, kind: str, truth: list[Answer]) -> None:
+    engine = start(kind)
+    engine.draft_connected(LocalDraft(engine, VOCAB, guesser("right", truth)))
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    assert engine._executor._features is None  # type: ignore[attr-defined]
+    assert engine.memory.feature_epoch == 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+def test_requests_from_before_stay_plain_and_their_prefixes_are_not_shared(
+    model: CausalLM, start: Start, kind: str
+) -> None:
+    engine = start(kind)
+    draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
+    prompt = list(range(20))
+    early, late = Answer(), Answer()
+
+    def connect_then_ask(update: object) -> None:
+        early.take(update)  # type: ignore[arg-type]
+        if len(early.updates) == 3:
+            draft.connect()
+        if len(early.updates) == 9:
+            engine.submit(make_request(late, prompt, GREEDY, VOCAB))
+
+    request = make_request(early, prompt, GREEDY, VOCAB)
+    request.sink = connect_then_ask
+    engine.start()
+    engine.submit(request)
+    wait_for([early, late])
+    assert tokens([early]) == tokens([late])
+    assert len(draft.texts) == 1, "the early request was opened without features"
+    assert late.updates[0].num_cached_prompt_tokens == 0
+    again = run_all(engine, [(prompt, GREEDY)])
+    engine.stop()
+    assert again[0].updates[0].num_cached_prompt_tokens
+    draft.check(model)
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+def test_a_preempted_request_gets_features_when_it_comes_back(
+    model: CausalLM, truth: list[Answer], start: Start, kind: str
+) -> None:
+    engine = start(kind, num_pages=24)
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    answers = []
+    for number, (prompt, params) in enumerate(jobs()[:6]):
+        answers.append(Answer())
+        request = make_request(answers[-1], prompt, params, VOCAB)
+        if number == 0:
+            sink = request.sink
+
+            def connect(update: Any, sink: Any = sink, answer: Answer = answers[-1]) -> None:
+                sink(update)
+                if len(answer.updates) == 2:
+                    draft.connect()
+
+            request.sink = connect
+        engine.submit(request)
+    engine.start()
+    wait_for(answers)
+    engine.stop()
+    assert tokens(answers) == tokens(truth[:6])
+    assert engine.scheduler.num_preemptions > 0
+    assert draft.check(model, preempted=True) > 50
+
+
+def test_a_second_draft_with_other_layers_gets_its_own(model: CausalLM, truth: list[Answer], start: Start) -> None:
+    engine = start("paged")
+    first = FeatureDraft(engine, VOCAB, guesser("right", truth), (1,))
+    second = FeatureDraft(engine, VOCAB, guesser("random", truth), (3, 0))
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    assert first.check(model) > 50
+    second.connect()
+    # While the store is begun anew, what is open with the first draft is closed, and opened again later.
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert first.check(model) > 100 and second.check(model) > 50
+    assert (first.num_begun, second.num_begun) == (1, 1)
+
+
+def test_a_draft_that_releases_nothing_gets_no_more_than_its_window(
+    model: CausalLM, truth: list[Answer], start: Start
+) -> None:
+    engine = start("torch")
+    slow = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    slow.window, slow.releases = 20_000, False
+    slow.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), 1)) == tokens(truth)
+    assert 0 < sum(len(message.data) for message in slow.messages) <= slow.window
+    slow.releases = True
+    slow.texts.clear()
+    slow.release()
+    engine.ask(lambda: engine.features.opened(slow, 0))
+    assert tokens(run_all(engine, jobs()[:3])) == tokens(truth[:3])
+    engine.stop()
+    slow.check(model)
+
+
+def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
+    truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ConfigError("no room")
+
+    engine = start("torch")
+    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    assert not draft.texts and draft.num_begun == 0
+    assert not engine.features.preparing
+    monkeypatch.undo()
+    draft.connect()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    assert draft.num_begun == 1
+
+
+def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
+    model: CausalLM, truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("paged")
+    first, second = (FeatureDraft(engine, VOCAB, guesser("right", truth), layers) for layers in ((1,), (3, 0)))
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+
+    def fail(*arguments: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("verify_service.cuda_executor.FeatureStore", fail)
+    second.connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    first.texts.clear()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert first.check(model) > 200 and not second.texts
+
+
+def test_more_layers_than_a_store_may_have_are_refused(truth: list[Answer], start: Start) -> None:
+    engine = start("torch")
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), tuple(range(17)))
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+    assert draft.num_begun == 0 and not draft.texts
+
+
+def test_a_window_smaller_than_a_position_lets_one_through_at_a_time(
+    model: CausalLM, truth: list[Answer], start: Start
+) -> None:
+    engine = start("torch")
+    draft = FeatureDraft(engine, VOCAB, guesser("none", truth), LAYERS)
+    draft.window = 1
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+    assert {message.count for message in draft.messages} == {1}
+
+
+def test_features_wait_while_the_door_is_behind(model: CausalLM, truth: list[Answer], start: Start) -> None:
+    engine = start("torch")
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    draft.has_room = False
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:3])) == tokens(truth[:3])
+    assert not draft.messages
+    draft.has_room = True
+    draft.texts.clear()
+    assert tokens(run_all(engine, jobs()[3:6])) == tokens(truth[3:6])
+    engine.stop()
+    draft.check(model)
+
+
+def test_a_request_longer_than_the_draft_serves_is_not_opened(truth: list[Answer], start: Start) -> None:
+    engine = start("torch")
+    opened: list[int] = []
+
+    def note(author: TreeAuthor) -> None:
+        opened.append(author.prompt_len)
+
+    draft = FeatureDraft(engine, VOCAB, note, ())
+    draft.terms = type(draft.terms)(max_positions=20)
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    lengths = [len(prompt) for prompt, _ in jobs()]
+    assert set(opened) == {length for length in lengths if length <= 20}
+    assert max(lengths) > 20

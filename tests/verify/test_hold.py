@@ -1,0 +1,207 @@
+"""What rounds wait for: a burst that follows an answer, everything in lockstep, and never a peer that is unwell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from fake_device import VOCAB, FakeDevice, count_up, submit
+from harness import PAGE_SIZE, Silence
+from local_draft import LocalDraft, chain
+from scripted_peer import Clock, Recorder, follow, request, tree
+
+from outrider.tree.author import TreeAuthor
+from outrider.tree.messages import Grow, VerifyMessage
+from verify_service.budget import WIDTHS, Budget, CostModel
+from verify_service.drafts import Drafts
+from verify_service.engine import Engine
+from verify_service.hold import HoldPolicy
+from verify_service.inbox import Action, ThreadInbox
+from verify_service.limits import EngineLimits
+from verify_service.link import Link
+from verify_service.memory import Memory
+from verify_service.request import Request
+
+ROUND = 0.0045
+"""Seconds of a round of an 8B model on a large GPU."""
+
+
+class Peer:
+    """A draft that answers each miss in two steps: what it has, and later what its burst has found."""
+
+    def __init__(self, clock: Clock, lockstep: bool = False) -> None:
+        self.clock = clock
+        self.drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, lockstep=lockstep)
+        self.port = Recorder()
+        self.drafts.connected(self.port)
+        self.request: Request = request([1, 2])
+        self.drafts.admit(self.request)
+        self.epoch = 0
+        self.answer([3])
+
+    @property
+    def link(self) -> Link:
+        link = self.drafts.link(self.request)
+        assert link is not None
+        return link
+
+    def miss(self) -> None:
+        """A round accepts the whole chain that there is, and then nothing of the tree is left."""
+        mirror = self.link.mirror
+        chain = mirror.nodes[0, mirror.root + 1 : mirror.end].tolist() if mirror.num_nodes else []
+        self.request.tokens += [*chain, 40]
+        follow(self.drafts, self.request, len(chain) + 1)
+
+    def answer(self, tokens: list[int]) -> None:
+        self.epoch += 1
+        grow = tree(self.link.number, self.epoch, self.request.committed_len, tokens)
+        self.drafts.receive(self.port, [grow], self.clock.now)
+
+    def follow_up(self, first: int, tokens: list[int]) -> None:
+        """More nodes, each below the one before."""
+        count = len(tokens)
+        grow = Grow(
+            self.link.number, self.epoch, self.request.committed_len, self.request.committed_len, first,
+            np.arange(first - 1, first - 1 + count, dtype=np.uint32), np.array(tokens, np.int32),
+            np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
+        )  # fmt: skip
+        self.drafts.receive(self.port, [grow], self.clock.now)
+
+    def wait(self, lockstep: bool = False, others: int = 0) -> float:
+        """How long a round of this request, and of `others` that have no draft, would wait."""
+        budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+        choice = budget.choose(1 + others, 1 + others, self.link.mirror.log_probs)
+        awaited = [self.link] if self.link.expects else []
+        return HoldPolicy(budget, 0.02, lockstep).seconds(awaited, 1 + others, choice)
+
+
+@pytest.fixture
+def peer() -> Peer:
+    return Peer(Clock())
+
+
+def misses(peer: Peer, count: int, burst: Sequence[int], answer: float = 0.001, more: float = 0.002) -> None:
+    """Rounds that miss: an answer without nodes after `answer` seconds, `burst` after another `more`."""
+    for _ in range(count):
+        peer.miss()
+        peer.clock.now += answer
+        peer.answer([])
+        peer.clock.now += more
+        if burst:
+            peer.follow_up(1, list(burst))
+        peer.clock.now += ROUND
+
+
+def test_a_round_waits_for_the_burst_that_follows_an_empty_answer(peer: Peer) -> None:
+    misses(peer, 60, burst=[5, 6, 7])
+    peer.miss()
+    assert 0.003 <= peer.wait() <= 0.02, "answer and burst together"
+    peer.clock.now += 0.001
+    peer.answer([])
+    assert peer.wait() >= 0.0019, "the burst alone"
+    peer.clock.now += 0.002
+    peer.follow_up(1, [5, 6, 7])
+    assert peer.wait() == 0, "nothing more is expected"
+
+
+def test_a_round_does_not_wait_again_for_a_draft_that_says_all_at_once(peer: Peer) -> None:
+    for _ in range(60):
+        peer.miss()
+        peer.clock.now += 0.001
+        peer.answer([5, 6, 7])
+        peer.clock.now += ROUND
+    peer.miss()
+    assert peer.wait() > 0.0005
+    peer.clock.now += 0.001
+    peer.answer([])
+    assert peer.wait() == 0
+
+
+def test_a_draft_that_finds_nothing_is_soon_not_waited_for(peer: Peer) -> None:
+    misses(peer, 60, burst=[])
+    peer.miss()
+    assert peer.wait() == 0
+
+
+def test_one_miss_does_not_stop_many_others(peer: Peer) -> None:
+    misses(peer, 60, burst=[5, 6, 7])
+    peer.miss()
+    assert peer.wait() > 0
+    assert peer.wait(others=31) == 0
+
+
+def test_a_burst_that_is_slower_than_a_round_is_not_waited_for(peer: Peer) -> None:
+    misses(peer, 100, burst=[5], answer=0.001, more=0.012)
+    peer.miss()
+    assert peer.wait() == 0
+
+
+def test_lockstep_waits_for_every_answer_but_never_for_a_peer_that_is_unwell() -> None:
+    peer = Peer(Clock(), lockstep=True)
+    peer.request.tokens.append(3)  # a hit
+    follow(peer.drafts, peer.request)
+    assert peer.wait(lockstep=True) == 0.02
+    peer.clock.now += 0.5
+    assert peer.wait(lockstep=True) == 0
+    peer.answer([4])
+    assert peer.wait(lockstep=True) == 0
+    peer.miss()
+    assert peer.wait(lockstep=True, others=31) == 0.02
+
+
+class Patient(ThreadInbox):
+    """Hands the draft's answers over only to an engine that waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_back: list[Callable[[], None]] = []
+        self.waiting = False
+
+    def take(self, timeout: float | None) -> list[Action]:
+        if timeout is not None:
+            answers, self.held_back = self.held_back, []
+            for answer in answers:
+                answer()
+        return super().take(None if len(self) else timeout)
+
+
+class Slow(LocalDraft):
+    """Grows a fresh tree after each commit, when it is waited for."""
+
+    def __init__(self, engine: Engine, inbox: Patient) -> None:
+        super().__init__(engine, VOCAB, self._fresh)
+        self._inbox = inbox
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        copy = list(messages)
+        self._inbox.held_back.append(lambda: LocalDraft.send(self, copy))
+
+    def _fresh(self, author: TreeAuthor) -> None:
+        chain(author, [count_up(author.committed_len + ahead) for ahead in range(6)], -3.0)
+
+
+def test_a_lockstep_engine_takes_a_fixed_number_of_nodes_in_every_round() -> None:
+    device, inbox = FakeDevice(), Patient()
+    # Nodes that cost this much and promise this little are never taken by choice.
+    cost = CostModel([1e-3 * width for width in WIDTHS])
+    limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=5.0, lockstep=True)
+    engine = Engine(device, Memory(64, PAGE_SIZE), cost, limits, Silence(), inbox)
+    engine.draft_connected(Slow(engine, inbox))
+    answer = submit(engine, max_tokens=26)
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    assert answer.token_ids == [count_up(position) for position in range(3, 29)]
+    nodes = [entries[0][2] for entries in device.rounds]
+    assert nodes[1:-1] == [4] * len(nodes[1:-1]) and len(nodes) <= 7
+
+
+def test_credit_follows_what_rounds_take_and_stays_within_a_tree(peer: Peer) -> None:
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) == 16
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=9) == 36
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) < 36
+    assert peer.drafts.credit(peer.request, share=63, num_nodes=60) == 64
+    for _ in range(40):
+        last = peer.drafts.credit(peer.request, share=1, num_nodes=0)
+    assert last == 16

@@ -1,0 +1,137 @@
+"""An engine whose device waits for it: it never sleeps while requests run, and sees the end of a round at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
+from harness import PAGE_SIZE, Silence
+from local_draft import LocalDraft, chain
+
+from outrider.tree.author import TreeAuthor
+from outrider.tree.messages import VerifyMessage
+from verify_service.budget import WIDTHS, CostModel
+from verify_service.engine import Engine
+from verify_service.gaps import LONG_SECONDS, tell_long
+from verify_service.garbage import Garbage
+from verify_service.inbox import Action, ThreadInbox
+from verify_service.limits import EngineLimits
+from verify_service.memory import Memory
+
+
+def test_what_comes_is_done_piece_by_piece_and_a_round_s_end_goes_first() -> None:
+    device = FakeDevice(spin=True)
+    engine = fake_engine(device)
+
+    def ask() -> None:
+        if len(device.rounds) == 4:
+            for number in range(6):
+                engine.ask(lambda number=number: device.events.append(f"piece {number}"))  # type: ignore[misc]
+
+    device.during = ask
+    answer = submit(engine, max_tokens=20)
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    # A round is over at the third look, and one piece is done between two looks. What is left waits for the next.
+    text = " ".join(device.events)
+    assert "launch piece 0 piece 1 wait launch piece 2 piece 3 wait launch piece 4 piece 5 wait" in text
+    assert answer.token_ids == [count_up(position) for position in range(3, 23)]
+
+
+def test_an_inbox_that_never_empties_keeps_nobody_waiting() -> None:
+    device = FakeDevice(spin=True)
+    engine = fake_engine(device)
+
+    def again() -> None:
+        for _ in range(5):
+            engine.ask(lambda: None)
+
+    device.during = again
+    first = submit(engine, max_tokens=30)
+    engine.start()
+    late = submit(engine, max_tokens=5)
+    assert first.done.wait(10) and late.done.wait(10)
+    engine.stop()
+
+
+class Sleepless(ThreadInbox):
+    """Notes when the engine waits; answers of a draft come at the third look during a hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+        self.num_looks = 0
+        self.later: list[Action] = []
+
+    def take(self, timeout: float | None) -> list[Action]:
+        self.num_waits += timeout is not None
+        self.num_looks += 1
+        if self.num_looks >= 3 and self.later:
+            later, self.later = self.later, []
+            for action in later:
+                action()
+        return super().take(timeout)
+
+
+class Later(LocalDraft):
+    """Answers a little later."""
+
+    def __init__(self, engine: Engine, inbox: Sleepless) -> None:
+        super().__init__(engine, VOCAB, self._two)
+        self._inbox = inbox
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        self._inbox.num_looks = 0
+        copy: Sequence[VerifyMessage] = list(messages)
+        self._inbox.later.append(lambda: LocalDraft.send(self, list(copy)))
+
+    def _two(self, author: TreeAuthor) -> None:
+        chain(author, [count_up(author.committed_len + ahead) for ahead in range(2)])
+
+
+def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
+    device, inbox = FakeDevice(spin=True), Sleepless()
+    limits = EngineLimits(VOCAB, 200, max_hold_seconds=5.0, spin=True)
+    engine = Engine(device, Memory(64, PAGE_SIZE), CostModel([0.5] * len(WIDTHS)), limits, Silence(), inbox)
+    engine.draft_connected(Later(engine, inbox))
+    answer = submit(engine, max_tokens=12)
+    asleep: list[int] = []
+    device.during = lambda: asleep.append(inbox.num_waits)
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    assert [entries[0][2] for entries in device.rounds][:3] == [2, 2, 2]
+    assert asleep[0] == asleep[-1], "it slept while a request ran"
+
+
+def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    count = 10
+    monkeypatch.setattr(gc, "isenabled", lambda: False)
+    monkeypatch.setattr(gc, "get_count", lambda: (count, 0, 0))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: swept.append(generation))
+    one = Garbage()
+    one.sweep()
+    one.idle()
+    assert swept == []
+    count = 5000
+    for _ in range(32):
+        one.sweep()
+    assert swept == [0] * 31 + [1]
+    one.idle()
+    assert swept[-1] == 2
+
+
+def test_a_long_gap_is_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
+    phases = (("commit", 0.0001), ("launch", 0.009), ("CPU time", 0.0002), ("taken off the CPU", 3.0))
+    with caplog.at_level("DEBUG"):
+        tell_long(LONG_SECONDS / 2, phases)
+        tell_long(None, phases)
+        assert not caplog.messages
+        tell_long(0.0093, phases)
+    assert caplog.messages == [
+        "the device was idle for 9.3 ms: commit 0.10 ms, launch 9.00 ms, CPU time 0.20 ms, taken off the CPU 3 times"
+    ]

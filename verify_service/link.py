@@ -1,0 +1,144 @@
+"""A request's tree and the peer that grows it; a peer and what goes to it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.tree.handshake import Terms
+from outrider.tree.messages import VerifyMessage
+from outrider.tree.mirror import TreeMirror
+from verify_service.calibration import Calibrator
+from verify_service.health import PeerHealth, Wait
+from verify_service.request import Request
+
+LEAST_MORE = 0.05
+"""Accepted tokens; a draft that adds less to its answers a little later has said all at once."""
+
+PROMISE_NODES = 8
+"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
+
+
+class DraftPort(Protocol):
+    """A session with one draft service. Methods must not block; `send` is called on the engine thread alone."""
+
+    address: str
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
+@dataclass(eq=False, slots=True)
+class FeatureLine:
+    """The features stream of a draft: what is sent and not released is bounded."""
+
+    row_bytes: int
+    """Of the features of one position."""
+    dtype: str
+    window: int = 0
+    """Bytes that may be under way."""
+    open: bool = False
+    """Whether the draft is there to read it."""
+    sequence: int = 0
+    """Number of the last message."""
+    under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    """Number and bytes of messages that were not released."""
+    num_bytes: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be sent now; a window that is smaller than one position lets one through at a time."""
+        return max(self.window - self.num_bytes, 0 if self.under_way else self.row_bytes)
+
+    def take(self, num_bytes: int) -> int:
+        """The number of a new message of so many bytes."""
+        self.sequence += 1
+        self.under_way.append((self.sequence, num_bytes))
+        self.num_bytes += num_bytes
+        return self.sequence
+
+    def release(self, through: int) -> None:
+        """The draft is done with messages up to this number."""
+        while self.under_way and self.under_way[0][0] <= through:
+            self.num_bytes -= self.under_way.popleft()[1]
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One request's tree, and the peer that grows it, if any does."""
+
+    request: Request
+    mirror: TreeMirror
+    number: int = 0
+    peer: Peer | None = None
+    paused: bool = False
+    opened_at: float = float("-inf")
+    retry_at: float = 0.0
+    refused_by: set[DraftPort] = field(default_factory=set)
+    """Sessions whose draft will not take the request, however often it is asked."""
+    features_sent: int = 0
+    """Positions whose features the draft was sent, or that are on their way."""
+    credit: int = 0
+    gain: float = 1.0
+    """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
+    awaited: bool = False
+    """The last commit left no nodes (in lockstep: whatever it left), and the draft's answer to it is not here yet."""
+    asked_at: float | None = None
+    """When the draft was told of what it should answer; None while it has not been."""
+    answered_at: float | None = None
+    """When the answer to a commit that left no nodes came; None once more has come, or something newer is awaited."""
+    promised: float = 0.0
+    """Accepted tokens that this answer promised."""
+    used: float = 0.0
+    """Nodes that its rounds took lately."""
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def expects(self) -> bool:
+        """Whether the draft may bring nodes soon that a round would want."""
+        return self.awaited or self.answered_at is not None
+
+    def first_wait(self) -> Wait | None:
+        """For the answer to a miss."""
+        if not self.awaited or self.peer is None:
+            return None
+        waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
+        return self.peer.health.misses.answer.left(self.gain, waited)
+
+    def whole_wait(self) -> Wait | None:
+        """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
+        if self.peer is None or self.peer.health.misses.more_gain < LEAST_MORE:
+            return None
+        misses = self.peer.health.misses
+        if self.answered_at is not None:
+            return misses.more.left(misses.more_gain, self.clock() - self.answered_at)
+        first = self.first_wait()
+        if first is None:
+            return None
+        gain, more = first.gain + misses.more_gain, misses.more
+        return Wait(gain, first.typical + more.typical, first.late + more.late)
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A draft service that is connected."""
+
+    port: DraftPort
+    health: PeerHealth
+    calibrator: Calibrator
+    """Of this draft's sources; what another draft's scores are worth says nothing about it."""
+    terms: Terms = field(default_factory=Terms)
+    line: FeatureLine | None = None
+    """Where its features go, if it takes any and its stream is asked for."""
+    links: dict[int, Link] = field(default_factory=dict)
+    outbox: list[VerifyMessage] = field(default_factory=list)
+    draining: bool = False
+    """It goes away: what it has it keeps, and nothing new is opened with it."""
+    missed_at: float | None = None
+    """When it was first found lost; None while it is not."""
