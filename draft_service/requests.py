@@ -96,12 +96,12 @@ class Requests:
     def tell(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
-        untold = self.growth.ledger.untold
+        untold, withheld = self.growth.ledger.untold, self.growth.ledger.withheld
         answers: dict[Peer, list[DraftMessage]] = {}
-        for handle, tree in untold.items():
+        for handle in [handle for handle in untold if handle not in withheld]:
+            tree = untold.pop(handle)
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._peers[handle], []).append(grow)
-        untold.clear()
         for peer, messages in answers.items():
             peer.send(messages)
 

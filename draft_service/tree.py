@@ -42,6 +42,8 @@ class Ledger:
         """Nodes appended by source since someone emptied this."""
         self.untold: dict[int, Tree] = {}
         """Trees by handle that verify may have to be told about."""
+        self.withheld: set[int] = set()
+        """Handles of trees that verify is told nothing of, not even of commits, until they are complete."""
         self.trees: dict[int, Tree] = {}
         """All open trees by handle."""
         self._counted: dict[int, int] = {}
@@ -67,6 +69,7 @@ class Ledger:
         self.num_live -= self._counted.pop(tree.handle)
         del self.trees[tree.handle]
         self.untold.pop(tree.handle, None)
+        self.withheld.discard(tree.handle)
 
     def recount(self, tree: Tree) -> None:
         """Count a tree again that has something to tell: it was re-rooted, paused, resumed or given credit."""

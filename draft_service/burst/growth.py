@@ -79,9 +79,11 @@ class BurstGrowth(Grower):
     def open(self, tree: Tree) -> None:
         """A tree gets its row once the burst under way has ended."""
         self._opening[tree.handle] = tree
+        self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The forest follows once the burst under way has ended."""
+        self._withhold(tree)
 
     def changed(self, tree: Tree) -> None:
         """Look again once the burst under way has ended."""
@@ -132,8 +134,23 @@ class BurstGrowth(Grower):
             self._announcer.prepare()
         if self._options.lockstep_steps:  # the whole tree in one message
             self._announcer.run(inf, lambda: False)
+            self._release()
         else:
             self._announcer.run(deadline, interrupted)
+
+    def _withhold(self, tree: Tree) -> None:
+        if self._options.lockstep_steps:
+            self.ledger.withheld.add(tree.handle)
+
+    def _release(self) -> None:
+        """Have complete trees told, and those that do not grow."""
+        for handle in list(self.ledger.withheld):
+            context = self._contexts.get(handle)
+            if context is None:
+                continue
+            follows = context.known == context.tree.author.committed_len
+            if (follows and not context.steps_left) or not self._forest.quotas[context.row]:
+                self.ledger.withheld.discard(handle)
 
     def forget_target(self) -> None:
         """Nothing is kept of a target."""
