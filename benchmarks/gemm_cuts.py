@@ -39,7 +39,17 @@ LAYER = (
     Shape("down", 4096, 14336),
 )
 HEADS = (Shape("head", 49152, 4096, out_dtype=torch.float32), Shape("head128k", 128256, 4096, out_dtype=torch.float32))
-SHAPES = {shape.name: shape for shape in (*LAYER, *HEADS)}
+SMALL = (
+    Shape("small_qkv", 960, 576),
+    Shape("small_o", 576, 576),
+    Shape("small_gate_up", 1536, 576, gated=True),
+    Shape("small_down", 576, 1536),
+    Shape("small_head", 49152, 576, out_dtype=torch.float32),
+)
+"""Of SmolLM2-135M, a draft model."""
+SHAPES = {shape.name: shape for shape in (*LAYER, *HEADS, *SMALL)}
+FEW_WEIGHTS = 4 << 20
+"""Fewer cannot keep all processors busy; their products are bound by latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,8 @@ class Found:
 
 def candidates(shape: Shape, num_rows: int, processors: int) -> list[GemmConfig]:
     """The coarse sweep: every sensible tile, depth, number of programs, with both ways to copy."""
+    if shape.bytes < FEW_WEIGHTS:
+        return small_candidates(shape, num_rows)
     found: dict[GemmConfig, None] = {}
     tiles = [(True, 64, 4), (True, 128, 4), (True, 128, 8), (False, 16, 4), (False, 32, 4), (False, 64, 4)]
     for swap, block_n, warps in tiles:
@@ -80,6 +92,21 @@ def candidates(shape: Shape, num_rows: int, processors: int) -> list[GemmConfig]
     return list(found)
 
 
+def small_candidates(shape: Shape, num_rows: int) -> list[GemmConfig]:
+    """The same for few weights: narrow tiles, everything in flight at once or asked into L2 ahead."""
+    found: dict[GemmConfig, None] = {}
+    for swap, block_n, warps in ((False, 16, 4), (False, 16, 2), (False, 32, 4), (False, 64, 4), (True, 64, 4)):
+        for block_k in (64, 128, 256):
+            steps = -(-shape.size // block_k)
+            for split_k in (1, 2, 3, 4):
+                for prefetch in (0, 32):
+                    stages = min(max(-(-steps // split_k), 2), 8)
+                    config = GemmConfig(block_n, block_k, split_k, 1, stages, warps, swap, prefetch=prefetch)
+                    if split_k <= steps and sensible(config, shape, num_rows, 0):
+                        found[config] = None
+    return list(found)
+
+
 def with_memory(config: GemmConfig, shape: Shape, num_rows: int, memory: int) -> GemmConfig:
     """As many stages as fit into `memory`."""
     one = replace(config, stages=1).shared_bytes(num_rows, 2, shape.gated)
@@ -91,6 +118,8 @@ def sensible(config: GemmConfig, shape: Shape, num_rows: int, processors: int) -
     memory = config.shared_bytes(num_rows, 2, shape.gated)
     if config.stages < 2 or memory > 224 * KB:
         return False
+    if shape.bytes < FEW_WEIGHTS:
+        return True
     steps = -(-shape.size // config.block_k)
     tiles = -(-shape.num_out // config.block_n)
     programs = tiles * config.split_k if config.split_k else config.per_sm * processors

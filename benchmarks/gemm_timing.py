@@ -17,6 +17,7 @@ from kernels.gemm_configs import GemmConfig
 
 COLD_BYTES = 500 << 20
 POOL_LAYERS = 4
+MOST_WEIGHTS = 240
 
 
 def compile_one(shape: Shape, num_rows: int, config: GemmConfig, with_residual: bool) -> str:
@@ -44,7 +45,8 @@ def pool() -> Tensor:
 @cache
 def pool_weights(shape: Shape) -> list[Tensor]:
     """Distinct weights of one shape, at least COLD_BYTES of them where the pool has as many."""
-    count = min(-(-COLD_BYTES // shape.bytes) + 1, pool().numel() * 2 // shape.bytes)
+    # Of few weights not all that L2 could hold are needed: what one graph reads is more than it holds.
+    count = min(-(-COLD_BYTES // shape.bytes) + 1, pool().numel() * 2 // shape.bytes, MOST_WEIGHTS)
     size = shape.weight_rows * shape.size
     return [pool()[index * size : (index + 1) * size].view(shape.weight_rows, shape.size) for index in range(count)]
 

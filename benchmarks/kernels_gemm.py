@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from engine_timing import copy_rate
 from gemm_chains import CHAINS, chain_kernels, model_chain
-from gemm_cuts import LAYER, SHAPES, Shape
+from gemm_cuts import LAYER, SHAPES, SMALL, Shape
 from gemm_sweep import Compiler, Timer, sweep
 from gemm_timing import time_graph
 from report import Row, write_report
@@ -37,7 +37,8 @@ def print_winners(timer: Timer, shapes: list[Shape], row_counts: list[int]) -> l
             if not best:
                 continue
             cublas = timer.cublas(shape, num_rows)
-            found, case = best[0], f"llama-8b {shape.name} m{num_rows} bf16"
+            model = "smollm2-135m" if shape in SMALL else "llama-8b"
+            found, case = best[0], f"{model} {shape.name} m{num_rows} bf16"
             rates = [shape.bytes / seconds / 1e12 for seconds in (cublas, found.seconds)]
             cut = ", ".join(f"{name}={value}" for name, value in asdict(found.config).items())
             print(f"{shape.name:>9}{num_rows:5d}{rates[0]:9.2f}{rates[1]:9.2f}{rates[1] / rates[0]:7.2f}  {cut}")
@@ -85,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
     parser.add_argument("--shapes", nargs="+", default=["qkv", "o", "gate_up", "down", "head"], choices=sorted(SHAPES))
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=32, help="of the chain that is timed; 0 for none")
     parser.add_argument("--limit", type=int, default=200, help="cuts of the coarse sweep for each product")
     parser.add_argument("--seconds", type=float, default=110, help="time for the sweep")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
@@ -96,7 +97,8 @@ def main() -> None:
     compiler, timer = Compiler(options.workers), Timer()
     sweep(shapes, options.rows, timer, compiler, options.limit, options.seconds)
     rows = print_winners(timer, shapes, options.rows)
-    compiler.compile(chain_kernels(timer, options.rows), time.perf_counter() + 30)
+    if options.layers:
+        compiler.compile(chain_kernels(timer, options.rows), time.perf_counter() + 30)
     compiler.pool.shutdown(wait=False, cancel_futures=True)
     timer.close()
     if options.dump:
@@ -104,7 +106,8 @@ def main() -> None:
     rate = copy_rate(torch.device("cuda"))
     print(f"\ndevice copy: {rate / 1e12:.2f} TB/s")
     rows.append(Row("copy", "copy_bandwidth", rate / 1e12, "TB/s"))
-    rows += print_chains(timer, options.rows, options.layers)
+    if options.layers:
+        rows += print_chains(timer, options.rows, options.layers)
     if options.out:
         write_report(options.out, "kernels_gemm", torch.cuda.get_device_name(), rows, ("torch", "triton"))
 

@@ -67,7 +67,8 @@ class Bench:
         arguments = self.arguments
         argv = [f"--model={arguments.model}", f"--device={arguments.verify_device}", "--disable-radix-cache"]
         if num_targets > 1:
-            argv.append("--mem-fraction-static=0.4")
+            # What is free differs while both start; so much holds every batch that is measured here.
+            argv.append("--max-total-tokens=65536")
         return parse_options(VerifyOptions, [*argv, *arguments.verify_option])
 
     def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
