@@ -21,7 +21,7 @@ import torch
 from report import Row, cpu_name, write_report
 
 from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, Seeds
+from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
 from draft_service.burst.runner import Runner, RunnerOptions
 from draft_service.burst.torch_runner import TorchRunner
 from outrider.attention.torch_backend import TorchAttention
@@ -151,7 +151,7 @@ class Bench:
         free = range(1, min(1 + -(-num_steps * case.nodes // case.rows), self._runner.shape.region))
         ints = np.arange(count, dtype=np.int32)
         position = case.context + self._runner.shape.lag + (score <= 0)
-        seeds = Seeds(
+        seeds = Seeds.of(
             rows=ints % case.rows,
             parents=np.array(parents, np.int32),
             tokens=ints * 7 % 1000,
@@ -160,7 +160,7 @@ class Bench:
             slots=np.array(slots, np.int32),
             features=np.full(count, -1, np.int32),
         )
-        rows = [RowState(row, case.context, live, free) for row in range(case.rows)]
+        rows = RowStates.of([RowState(row, case.context, live, free) for row in range(case.rows)], len(live))
         return Burst(rows, seeds, num_steps, case.nodes, -1e9)
 
     def _run(self, burst: Burst) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TypeVar
@@ -24,6 +25,8 @@ _logger = get_logger(__name__)
 _SLICE_SECONDS = 0.001
 """Growth between two looks at what to send; a burst after a miss fits in."""
 _MAX_ORDERS_PER_TURN = 64
+_COUNT_EVERY = 16
+"""Turns between two looks at what was counted, while there is something to grow."""
 _WORK_EVERY = 8
 """Turns that growth may take before the drafter's other work gets one."""
 
@@ -62,9 +65,22 @@ class Engine:
         """Apply a batch of an admitted session's messages."""
         self._inbox.put(lambda: self._apply(session, messages))
 
-    def submit_features(self, session: Session, features: Features, done: Callable[[], None]) -> None:
-        """Apply features of a session; `done` is called, in the engine's thread, when their memory is free."""
-        self._inbox.put(lambda: self._apply_features(session, features, done))
+    def submit_features(
+        self,
+        session: Session,
+        features: Features,
+        done: Callable[[], None],
+        fetch: Callable[[], object] | None = None,
+    ) -> None:
+        """Apply features of a session; `done` is called, in the engine's thread, when their memory is free.
+
+        `fetch`, called there too, gives their `rows` if they lie elsewhere.
+        """
+        self._inbox.put(lambda: self._apply_features(session, features, done, fetch))
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Do something in the engine's thread after all that was submitted before."""
+        self._inbox.put(action)
 
     def detach(self, session: Session) -> None:
         """Free everything of a session."""
@@ -87,16 +103,21 @@ class Engine:
 
     def _turn(self) -> None:
         growth = self.requests.growth
-        self._take_orders(wait=growth.idle and not growth.has_work and not growth.ledger.untold and not growth.declined)
+        is_busy = growth.has_work or growth.ledger.has_news or bool(growth.declined)
+        self._take_orders(wait=growth.idle and not is_busy)
         if not growth.idle:
             began = perf_counter()
             growth.grow(began + _SLICE_SECONDS, self._interrupted)
+            if growth.pressed and self._interrupted():
+                self._take_orders(wait=False)
+                growth.grow(perf_counter() + _SLICE_SECONDS, self._interrupted)
             self._metrics.growth_seconds.observe(perf_counter() - began)
         self._turns += 1
         if growth.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
             self.requests.work(perf_counter() + _SLICE_SECONDS)
         self.requests.tell()
-        self._count()
+        if growth.idle or self._turns % _COUNT_EVERY == 0:
+            self._count()
         if self._on_drained and not len(self.requests):
             for callback in self._on_drained:
                 callback()
@@ -122,9 +143,13 @@ class Engine:
                 self.requests.fail(session, message)
         session.batch_done()
 
-    def _apply_features(self, session: Session, features: Features, done: Callable[[], None]) -> None:
+    def _apply_features(
+        self, session: Session, features: Features, done: Callable[[], None], fetch: Callable[[], object] | None
+    ) -> None:
         try:
             if not session.closed:
+                if fetch is not None:
+                    features = replace(features, rows=fetch())
                 self.requests.handle(session, features)
         except Exception as error:
             _logger.error("features could not be handled", exc_info=error)

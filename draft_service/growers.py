@@ -60,6 +60,11 @@ class Growers(Grower):
         """Whether none of them has anything to do."""
         return all(grower.idle and not grower.declined for grower in self._growers)
 
+    @property
+    def pressed(self) -> bool:
+        """Whether one of them is."""
+        return any(grower.pressed for grower in self._growers)
+
     def open(self, tree: Tree) -> None:
         """All of them begin to grow a tree."""
         opened: list[Grower] = []
@@ -101,7 +106,8 @@ class Growers(Grower):
                 if not grower.idle:
                     grower.grow(deadline, interrupted, wait=may_wait)
                     self._tell_others(grower)
-            if interrupted():
+            # What was found is told before anybody waits for a device.
+            if self.ledger.has_news or interrupted():
                 break
         self._drop_declined()
 

@@ -39,6 +39,8 @@ def own_hello(drafter: AnyDrafter, options: DraftOptions) -> Hello:
         max_positions=longest_sequence(needs, options),
         sources=drafter.sources,
         features_token=secrets.token_hex(16) if needs.feature_layers else "",
+        projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
+        projection_hash=needs.projection.name if needs.projection is not None else "",
     )
 
 

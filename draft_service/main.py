@@ -11,18 +11,20 @@ from contextlib import suppress
 from functools import partial
 
 from draft_service.drafters.base import build_drafter
+from draft_service.drafters.model import find_mapper
 from draft_service.engine import Engine
 from draft_service.metrics import DraftMetrics
 from draft_service.servicer import DraftServicer
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
+from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.metrics import MetricsPage
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
-_SWITCH_SECONDS = 0.0005
-"""The event loop may wait so long for the engine's thread; Python's own 5 ms are longer than a growth slice."""
+_SWITCH_SECONDS = 0.0001
+"""How long the event loop and the engine's thread may wait for each other; its own 5 ms are longer than a burst."""
 _GC_THRESHOLD = 50_000
 """Tries are many small objects without cycles: look at them seldom."""
 
@@ -37,11 +39,13 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
     options.check()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(options.threads)
+    for name, value in KERNEL_CACHES.items():
+        os.environ.setdefault(name, value)
     sys.setswitchinterval(_SWITCH_SECONDS)
     drafter = build_drafter(options)
     metrics = DraftMetrics(drafter.sources)
     engine = Engine(drafter, options, metrics)
-    servicer = DraftServicer(engine, drafter, options, metrics)
+    servicer = DraftServicer(engine, drafter, options, metrics, find_mapper(drafter))
     watch(metrics, engine, servicer)
     server = GrpcServer(
         address=options.address,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -12,25 +12,35 @@ import grpc
 from draft_service.drafters.base import AnyDrafter
 from draft_service.engine import Engine
 from draft_service.feature_door import FeatureInflow
+from draft_service.feature_ring import MemoryMapper, RingReader, map_ring
 from draft_service.handshake import Target, check_same_target, check_target, own_hello
 from draft_service.metrics import DraftMetrics
 from draft_service.session import Session
 from outrider import __version__
 from outrider.config.draft import DraftOptions
-from outrider.errors import InvalidRequestError, OverloadedError
+from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.logs import get_logger
 from outrider.rpc.codec import decode_verify, encode_draft, in_parts
-from outrider.rpc.feature_codec import decode_begin, decode_features, encode_accept, encode_released
+from outrider.rpc.feature_codec import (
+    decode_begin,
+    decode_features,
+    encode_accept,
+    encode_projection,
+    encode_released,
+)
 from outrider.tree.handshake import HandshakeError
 from outrider.tree.messages import (
+    FEATURE_ITEM_BYTES,
     Decline,
     DeclineReason,
+    Features,
     FeaturesAccept,
     FeaturesBegin,
     FeaturesReleased,
     Hello,
     VerifyMessage,
 )
+from outrider.tree.projection import Projection, cut_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 _logger = get_logger(__name__)
@@ -44,7 +54,16 @@ _FeaturesContext = grpc.aio.ServicerContext[
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Speculation streams and information about the drafter."""
 
-    def __init__(self, engine: Engine, drafter: AnyDrafter, options: DraftOptions, metrics: DraftMetrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: AnyDrafter,
+        options: DraftOptions,
+        metrics: DraftMetrics,
+        mapper: MemoryMapper | None = None,
+    ) -> None:
+        """`mapper`: maps verify's memory where the drafter works, if that can be."""
+        self._mapper = mapper
         self._engine = engine
         self._drafter = drafter
         self._options = options
@@ -92,16 +111,26 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         session = self._awaiting.pop(begin.token, None)
         if session is None:
             raise InvalidRequestError("begin.token", "names no session that waits for features")
-        inflow = FeatureInflow()
-        await context.write(encode_accept(FeaturesAccept()))
-        work = (self._read_features(session, begin, inflow, context), _write_releases(inflow, context), session.ended())
-        tasks: list[asyncio.Task[None]] = [asyncio.create_task(one) for one in work]
+        ring = await self._map(begin)
+        tasks: list[asyncio.Task[None]] = []
         try:
+            inflow = FeatureInflow()
+            await context.write(encode_accept(FeaturesAccept(ring is not None, projects=begin.wants_projection)))
+            projection = self._drafter.needs.projection if begin.wants_projection else None
+            work = (
+                self._read_features(session, begin, ring, inflow, context),
+                _answer(projection, inflow, context),
+                session.ended(),
+            )
+            tasks = [asyncio.create_task(one) for one in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             await _end(tasks)
+            if ring is not None:
+                # What was submitted may still be read from it.
+                self._engine.post(ring.close)
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
@@ -133,12 +162,33 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def _check_features(self, begin: FeaturesBegin) -> None:
         needs = self._drafter.needs
         width = len(needs.feature_layers) * needs.hidden_size
+        if begin.projected:
+            if needs.projection is None:
+                raise HandshakeError("begin.projected: verify sends products, the drafter offers no projection")
+            width = needs.projection.num_columns
         for field, theirs, wanted in (("layers", begin.layers, needs.feature_layers), ("width", begin.width, width)):
             if theirs != wanted:
                 raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
 
+    async def _map(self, begin: FeaturesBegin) -> RingReader | None:
+        """The ring that a stream offers, if it can be read here."""
+        if begin.ring is None or self._mapper is None:
+            return None
+        # Enabling access between two devices takes a while.
+        mapping = asyncio.ensure_future(asyncio.to_thread(map_ring, begin.ring, self._mapper))
+        try:
+            return await asyncio.shield(mapping)
+        except asyncio.CancelledError:
+            mapping.add_done_callback(_unmap)
+            raise
+
     async def _read_features(
-        self, session: Session, begin: FeaturesBegin, inflow: FeatureInflow, context: _FeaturesContext
+        self,
+        session: Session,
+        begin: FeaturesBegin,
+        ring: RingReader | None,
+        inflow: FeatureInflow,
+        context: _FeaturesContext,
     ) -> None:
         while True:
             try:
@@ -148,14 +198,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 continue
             if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
                 return
+            if ring is not None and ring.broken:
+                # The session is dialled again, and goes without a ring.
+                self._mapper = None
+                raise InternalError("the ring of features cannot be read any more")
             sequence = message.features.sequence
             try:
-                features = decode_features(message, begin, ring_bytes=0)
+                features = decode_features(message, begin, ring.num_bytes if ring is not None else 0)
             except InvalidRequestError:
                 features = None
             admitted = await inflow.admit(sequence, len(features.data) if features else 0)
             if features is not None and admitted:
-                self._engine.submit_features(session, features, partial(inflow.release, sequence))
+                fetch = _fetcher(features, begin, ring)
+                self._engine.submit_features(session, features, partial(inflow.release, sequence), fetch)
                 continue
             self._metrics.dropped["malformed"].inc()
             if admitted:
@@ -218,7 +273,22 @@ async def _write(session: Session, context: _Context) -> None:
             await context.write(encode_draft(answers))
 
 
-async def _write_releases(inflow: FeatureInflow, context: _FeaturesContext) -> None:
+def _fetcher(features: Features, begin: FeaturesBegin, ring: RingReader | None) -> Callable[[], object] | None:
+    """Reads features from the ring; None where they are in their message."""
+    if ring is None or features.ring_offset is None:
+        return None
+    return partial(ring.read, features.ring_offset, features.count * begin.width * FEATURE_ITEM_BYTES[begin.dtype])
+
+
+def _unmap(mapping: asyncio.Future[RingReader | None]) -> None:
+    if not mapping.cancelled() and mapping.exception() is None and (ring := mapping.result()) is not None:
+        ring.close()
+
+
+async def _answer(projection: Projection | None, inflow: FeatureInflow, context: _FeaturesContext) -> None:
+    """Send the projection, if it is wanted, and then what is released."""
+    for part in cut_projection(projection) if projection is not None else ():
+        await context.write(encode_projection(part))
     while True:
         await context.write(encode_released(FeaturesReleased(await inflow.next_release())))
 

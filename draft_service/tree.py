@@ -54,6 +54,11 @@ class Ledger:
         return self.num_live < self.max_nodes
 
     @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell verify now."""
+        return not self.untold.keys() <= self.withheld
+
+    @property
     def share(self) -> int:
         """Nodes that each tree may have."""
         return max(1, self.max_nodes // max(1, len(self._counted)))
@@ -133,6 +138,11 @@ class Grower(ABC):
 
         Without `wait`, a grower whose next step is to wait for a device returns.
         """
+
+    @property
+    def pressed(self) -> bool:
+        """Whether a device has nothing to do until `grow` is called again: what arrived should be applied, no more."""
+        return False
 
     def found(self, tree: Tree) -> None:  # noqa: B027
         """Another grower appended to the tree's author."""

@@ -22,6 +22,8 @@ from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.cuda_graphs import Buckets, GraphPool
 from verify_service.cuda_prefill import Prefill
 from verify_service.device import out_of_memory
+from verify_service.feature_plan import FeaturePlan
+from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
 from verify_service.features import require
 from verify_service.request import Request
@@ -131,14 +133,13 @@ class CudaExecutor:
         return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
 
     @torch.inference_mode()
-    def begin_features(self, layers: Sequence[int]) -> None:
+    def begin_features(self, plan: FeaturePlan) -> None:
         """See FeatureExecutor."""
         model = self._model
         hidden = model.config.hidden_size
         with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
-            self._staging = self._staging or FeatureStaging(model.device)
-            self._staging.join()
-            store = FeatureStore(layers, hidden, self._kv.num_slots, model.dtype, model.device)
+            self._stage().join()
+            store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
         self._features = store
         self._prefill.features = store
         self._stale = set(self.graphs.captured())
@@ -161,12 +162,29 @@ class CudaExecutor:
         except torch.OutOfMemoryError:
             log.warning("no memory for the graph of %d tokens in %d rows with features", bucket.tokens, bucket.rows)
 
+    def lend_ring(self) -> Ring | None:
+        """See FeatureExecutor."""
+        try:
+            return self._stage().rings.lend()
+        except torch.OutOfMemoryError:
+            return None
+
+    def take_back_ring(self, ring: Ring) -> None:
+        """See FeatureExecutor."""
+        self._stage().rings.take_back(ring)
+
     def read_features(
-        self, slots: NDArray[np.int32], layers: tuple[int, ...], after: Pending | None
+        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
     ) -> StagedRows | None:
         """See FeatureExecutor."""
         complete = after.complete if isinstance(after, CudaRound) else None
-        return require(self._staging).read(require(self._features), slots, layers, complete)
+        return self._stage().read(require(self._features), slots, parts, complete, ring)
+
+    def _stage(self) -> FeatureStaging:
+        """Raises torch.OutOfMemoryError where there is no memory for it."""
+        if self._staging is None:
+            self._staging = FeatureStaging(self._model.device)
+        return self._staging
 
     def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
         """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
@@ -211,7 +229,7 @@ class CudaExecutor:
         fixed = self.limits.deterministic
         batch = self._trees.batch(tokens, tables, self.page_size, bucket.max_row_tokens, splits, by_path=fixed)
         store = self._features
-        layers = store.layers if store is not None else ()
+        layers = store.inputs if store is not None else ()
         hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
         if store is not None:
             store.write(batch.slots, features)

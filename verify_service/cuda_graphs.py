@@ -95,6 +95,8 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             for done, bucket in enumerate(buckets):
                 self._capture(bucket, self._stream)
+                # The first replay uploads the graph.
+                self._graphs[bucket].replay()
                 if progress is not None:
                     progress(done + 1, len(buckets))
         torch.cuda.synchronize()

@@ -46,7 +46,7 @@ class Prefill:
         """Queue the chunks of a round."""
         for group in self._groups(entries):
             batch = self._batch(group)
-            layers = self.features.layers if self.features is not None else ()
+            layers = self.features.inputs if self.features is not None else ()
             _, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
             if self.features is not None:
                 self.features.write(batch.slots, features)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.logs import get_logger
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage
+from verify_service.aftermath import Aftermath
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.features import FeatureSender
-from verify_service.gaps import GapWatch, tell_long
+from verify_service.gaps import GapWatch
 from verify_service.garbage import Garbage
 from verify_service.hold import HoldPolicy
-from verify_service.inbox import MAX_UNREAD, Action, Inbox, ThreadInbox, unread_weight
+from verify_service.inbox import Action, Inbox, ThreadInbox, Unread, unread_weight
 from verify_service.limits import EngineLimits
 from verify_service.link import DraftPort, Link
 from verify_service.memory import Memory
@@ -28,6 +29,7 @@ from verify_service.request import Request
 from verify_service.round import Entry, Executor, Pending, Result
 from verify_service.scheduler import Offer, Scheduler
 from verify_service.submission import Update
+from verify_service.unfinished import Unfinished
 
 log = get_logger(__name__)
 
@@ -72,18 +74,17 @@ class Engine:
         self._executor = executor
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
-        self._lock = threading.Lock()
         self._stopping = False
-        self._num_submitted = 0
-        self._unfinished: set[Request] = set()
-        self._unread: Counter[DraftPort] = Counter()
+        self._unfinished = Unfinished(limits)
+        self._unread = Unread()
         self._arrived: deque[Action] = deque()
         """Taken from the inbox and not done yet."""
         self._garbage = Garbage()
         self._gaps = GapWatch()
-        self._done: RoundDone | None = None
+        self._aftermath = Aftermath(
+            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
+        )
         self._ended_at: float | None = None
-        self._prefilled = False
         self._alive = False
         self._thread: threading.Thread | None = None
         cost.prepare(limits.max_running + limits.max_nodes + 1)
@@ -125,18 +126,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
-        with self._lock:
-            if self._stopping:
-                raise UnavailableError("the verify service is stopping")
-            if len(self._unfinished) >= self.limits.max_running + self.limits.max_waiting:
-                raise OverloadedError(
-                    f"{self.limits.max_waiting} requests are waiting already, the most allowed; try again later"
-                )
-            self._unfinished.add(request)
-            self._num_submitted += 1
-            request.arrival = self._num_submitted
-            request.arrived_at = time.monotonic()
-            self._inbox.post(lambda: self.scheduler.add(request))
+        if self._stopping:
+            raise UnavailableError("the verify service is stopping")
+        self._unfinished.add(request, self.scheduler, self._inbox)
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
@@ -153,7 +145,12 @@ class Engine:
 
     def draft_disconnected(self, port: DraftPort) -> None:
         """A session with a draft service ended."""
-        self._inbox.post(lambda: self.drafts.disconnected(port))
+
+        def disconnect() -> None:
+            self.features.disconnected(port)
+            self.drafts.disconnected(port)
+
+        self._inbox.post(disconnect)
 
     def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
@@ -162,18 +159,12 @@ class Engine:
         weight = unread_weight(messages)
 
         def receive() -> None:
-            with self._lock:
-                self._unread[port] -= weight
-                if not self._unread[port]:
-                    del self._unread[port]
+            self._unread.read(port, weight)
             self.drafts.receive(port, messages, arrived_at)
 
-        with self._lock:
-            flooded = self._unread[port] + weight > MAX_UNREAD
-            if not flooded:
-                self._unread[port] += weight
-                self._inbox.post(receive)
-        if flooded:
+        if self._unread.add(port, weight):
+            self._inbox.post(receive)
+        else:
             log.warning("draft %s floods the engine; its session is reset", port.address)
             port.reset()
 
@@ -194,7 +185,7 @@ class Engine:
             self._round(entries, held, ready)
             return
         self._ended_at = None
-        self._catch_up()
+        self._aftermath.settle()
         self._garbage.idle()
         busy = self.scheduler.running or self.scheduler.waiting
         self._take_inbox(None if busy or self.features.refresh() else _IDLE_SECONDS)
@@ -215,7 +206,7 @@ class Engine:
             start = time.monotonic()
             while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
                 # A draft cannot answer what it has not been told.
-                self._catch_up()
+                self._aftermath.settle()
                 self._wait_in_hold(seconds, entries, offer.awaited)
                 self.drafts.flush()
                 entries = [entry for entry in entries if not entry.request.finished]
@@ -233,11 +224,14 @@ class Engine:
         """Wait for something to come, at most so long, and do it."""
         if not self.limits.spin:
             self._take_inbox(seconds)
+            self.features.work()
             return
         # An engine that slept here would launch the round with cold code, and wake some 50 us late.
         now = rehearse_at = time.monotonic()
         end = now + seconds
         while not self._hear(None) and now < end and not self._stopping:
+            if self.features.busy:  # what the draft answers may depend on them
+                self.features.work()
             if now >= rehearse_at:
                 self.scheduler.rehearse(entries)
                 rehearse_at = now + 2 * _REHEARSAL_SECONDS
@@ -246,7 +240,7 @@ class Engine:
             self._arrived.popleft()()
 
     def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
-        """Run a round and commit what it brings; what others are to know of it waits for `_catch_up`."""
+        """Run a round and commit what it brings; what others are to know of it waits for `Aftermath.settle`."""
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
         prefills = any(entry.prefills for entry in entries)
@@ -254,7 +248,7 @@ class Engine:
         start = time.monotonic()
         pending = self._executor.launch(entries)
         phases = self._gaps.end()
-        self._catch_up()
+        self._aftermath.settle()
         if self.limits.spin:
             # The rest of what `_attend` does waits until all that came was taken, which may be after this round.
             self.scheduler.admit()
@@ -262,6 +256,9 @@ class Engine:
         else:
             self._take_inbox(None)
             self._attend()
+        # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
+        if not self.limits.spin or self._garbage.overdue:
+            self._garbage.sweep()
         self._watch(pending, entries, start + sleep_share * self.budget.cost.seconds(num_decoded))
         results = pending.wait()
         end = time.monotonic()
@@ -273,7 +270,9 @@ class Engine:
             self._arrived.popleft()()
         commits = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
         gap = None if self._ended_at is None else start - self._ended_at - held
-        self._done = RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap, ready, phases)
+        self._aftermath.note(
+            RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap, ready, phases)
+        )
         self._ended_at = end
         self._gaps.mark("commit")
 
@@ -320,50 +319,6 @@ class Engine:
             self.scheduler.end(request)
         return Commit(entry, result, tokens, finish)
 
-    def _catch_up(self) -> None:
-        """Tell drafts, clients and metrics of the last round, and learn from it. The inbox is never taken before."""
-        done, self._done = self._done, None
-        if done is None:
-            return
-        share = self.limits.max_nodes // max(len(self.scheduler.running), 1)
-        for commit in done.commits:
-            if commit is not None and commit.tokens and not commit.entry.request.finished:
-                request = commit.entry.request
-                credit = self.drafts.credit(request, share, len(commit.entry.nodes))
-                self.drafts.report(request, len(commit.tokens), credit)
-        self.drafts.flush()
-        self.features.collect(done.pending)
-        updates = [self._tell(commit) for commit in done.commits]
-        drafted = any(entry.samples and self.drafts.serves(entry.request) for entry in done.entries)
-        self.scheduler.release_ended()
-        self._observer.round(
-            done.entries,
-            updates,
-            done.seconds,
-            done.held,
-            done.gap,
-            done.pending.gpu_seconds,
-            done.ready if drafted else None,
-            self.drafts.take_answers(),
-        )
-        self._observer.flush()
-        tell_long(done.gap, done.phases)
-        self.drafts.learn()
-        # Behind a round with prefill the device may still be busy with it.
-        if not done.prefills and not self._prefilled:
-            self.budget.cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
-        self._prefilled = done.prefills
-
-    def _tell(self, commit: Commit | None) -> Update:
-        """Send a request what the round did for it, if anything."""
-        update = Update() if commit is None else commit.update()
-        if commit is not None and update.last:
-            with self._lock:
-                self._unfinished.discard(commit.entry.request)
-        if commit is not None and (update.token_ids or update.last):
-            commit.entry.request.sink(update)
-        return update
-
     def _hear(self, timeout: float | None) -> bool:
         """Take what others ask, after waiting for it up to `timeout` seconds; whether anything is to be done."""
         self._arrived += self._inbox.take(timeout)
@@ -386,23 +341,21 @@ class Engine:
     def _cancel(self, request: Request) -> None:
         if not request.finished:
             request.finished = True
-            with self._lock:
-                self._unfinished.discard(request)
+            self._unfinished.discard(request)
             self.scheduler.end(request)
             self.scheduler.release_ended()
 
     def _abandon(self, error: OutriderError) -> None:
         """Tell all unfinished requests how it ended."""
-        with self._lock:
-            # From here on `submit` refuses, so that nobody comes behind those who are told.
-            self._stopping = True
-        self._in_any_case(self._catch_up)
-        for request in sorted(self._unfinished, key=lambda request: request.arrival):
+        self._stopping = True
+        self._unfinished.refuse()
+        # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
+        self._in_any_case(partial(self._aftermath.settle, with_features=False))
+        for request in self._unfinished.take():
             request.finished = True
             self.scheduler.end(request)
             self._in_any_case(self.scheduler.release_ended)
             self._in_any_case(partial(request.sink, Update(error=error)))
-        self._unfinished.clear()
         self._in_any_case(self.drafts.flush)
         self._in_any_case(self._observer.flush)
 

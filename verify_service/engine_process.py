@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 from outrider.config.verify import VerifyOptions
+from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import InternalError
 from outrider.logs import get_logger
 from verify_service.remote import RemoteEngine
@@ -93,7 +94,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "outrider.cli.launcher", str(os.getpid())]
     # Threads that spin while they wait starve the services beside them on the same cores, and themselves: measured
     # with one busy process beside it on 2 cores, a 57 ms forward took 746 ms.
-    env = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    env = {"OMP_WAIT_POLICY": "passive", **KERNEL_CACHES, **os.environ}
     # Ctrl-C reaches the whole process group. Blocked signals stay so in a child: the door alone decides what follows.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.features import FeatureStore
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.models.base import CausalLM
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from outrider.tokens import TokenLogprobs
+from verify_service.feature_plan import FeaturePlan
+from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
 from verify_service.features import require
 from verify_service.request import Request
@@ -112,21 +114,34 @@ class TorchExecutor:
         """See FeatureExecutor."""
         return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
 
-    def begin_features(self, layers: Sequence[int]) -> None:
+    def begin_features(self, plan: FeaturePlan) -> None:
         """See FeatureExecutor."""
         model = self._model
         hidden = model.config.hidden_size
-        self._features = FeatureStore(layers, hidden, self._kv.num_slots, model.dtype, model.device)
+        try:
+            self._features = FeatureStore(
+                plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection
+            )
+        except MemoryError as error:
+            raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
 
     def refresh_features(self) -> bool:
         """See FeatureExecutor."""
         return False
 
+    def lend_ring(self) -> Ring | None:
+        """See FeatureExecutor."""
+        return self._staging.rings.lend()
+
+    def take_back_ring(self, ring: Ring) -> None:
+        """See FeatureExecutor."""
+        self._staging.rings.take_back(ring)
+
     def read_features(
-        self, slots: NDArray[np.int32], layers: tuple[int, ...], after: Pending | None
+        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
     ) -> StagedRows | None:
         """See FeatureExecutor."""
-        return self._staging.read(require(self._features), slots, layers, None)
+        return self._staging.read(require(self._features), slots, parts, None, ring)
 
     @torch.inference_mode()
     def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:
@@ -157,7 +172,7 @@ class TorchExecutor:
     def _forward(self, parts: Sequence[_Part], batch: ForwardBatch) -> torch.Tensor:
         if (store := self._features) is None:
             return self._model.forward(batch, self._kv, self._attention)
-        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, store.layers)
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, store.inputs)
         store.write(torch.cat([part.own_slots for part in parts]), features)
         return hidden
 

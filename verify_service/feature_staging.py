@@ -1,6 +1,9 @@
-"""Features on their way from the store to the host, beside the rounds and without waiting for anything."""
+"""Features on their way from the store to the host or to a ring, beside the rounds and without waiting for anything."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,10 +12,11 @@ from torch import Tensor
 
 from outrider.cache.features import FeatureStore
 from outrider.device import put
+from verify_service.feature_ring import Ring, RingPool, share_device_memory
 from verify_service.features import STAGE_BYTES
 
 NUM_STAGES = 32
-"""Copies that may be under way, or wait to be sent."""
+"""Copies to the host that may be under way, or wait to be sent."""
 
 
 class _Stage:
@@ -25,32 +29,42 @@ class _Stage:
 
 
 class StagedRows:
-    """Features that are being copied to the host."""
+    """Features that are being copied: to the host, or to a ring at `offset`."""
 
-    def __init__(self, image: Tensor, stage: _Stage | None, owner: FeatureStaging | None) -> None:
+    def __init__(
+        self,
+        image: Tensor | None,
+        copied: torch.cuda.Event | None,
+        give_back: Callable[[], None] | None,
+        offset: int | None = None,
+    ) -> None:
+        self.offset = offset
+        """See Staged."""
         self._image = image
-        self._stage = stage
-        self._owner = owner
+        self._copied = copied
+        self._give_back = give_back
 
     def done(self) -> bool:
         """See Staged."""
-        return self._stage is None or self._stage.copied.query()
+        return self._copied is None or self._copied.query()
 
     def data(self) -> memoryview:
         """See Staged."""
-        return self._image.numpy().data
+        return memoryview(b"") if self._image is None else self._image.numpy().data
 
     def free(self) -> None:
         """See Staged."""
-        if self._stage is not None and self._owner is not None:
-            self._owner.give_back(self._stage)
-            self._stage = None
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class FeatureStaging:
-    """Reads rows of a feature store. On a GPU a stream of its own gathers them and copies them to pinned memory."""
+    """Reads rows of a feature store. On a GPU a stream of its own gathers them, and copies them to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
+        self.rings = RingPool(device, share_device_memory if device.type == "cuda" else None)
+        """Where drafts of this host read."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
@@ -61,33 +75,34 @@ class FeatureStaging:
 
     @torch.inference_mode()
     def read(
-        self, store: FeatureStore, slots: NDArray[np.int32], layers: tuple[int, ...], after: torch.cuda.Event | None
+        self,
+        store: FeatureStore,
+        slots: NDArray[np.int32],
+        parts: tuple[int, ...],
+        after: torch.cuda.Event | None,
+        ring: Ring | None = None,
     ) -> StagedRows | None:
-        """Copy the features of `layers` at slots [N], at most STAGE_BYTES; None while all stages are taken.
+        """Copy `parts` of the rows at slots [N], at most STAGE_BYTES; None while all stages, or the ring's, are taken.
 
         `after`: what must have run before. Rows may be written again by what is launched behind `join`.
         """
-        width = store.width // len(store.layers) * len(layers)
-        size = len(slots) * width * store.dtype.itemsize
+        size = len(slots) * store.size_of(parts) * store.dtype.itemsize
         if size > STAGE_BYTES:
             raise ValueError(f"{size} bytes of features at once, at most {STAGE_BYTES}")
+        if ring is not None:
+            return self._read_to_ring(store, slots, parts, after, ring, size)
         if self._stream is None:
-            rows = torch.empty(len(slots), width, dtype=store.dtype)
-            store.gather(torch.from_numpy(slots.astype(np.int64)), layers, rows)
-            return StagedRows(rows.view(-1).view(torch.uint8), None, None)
+            image = torch.empty(size, dtype=torch.uint8)
+            self._gather(store, slots, parts, image, None)
+            return StagedRows(image, None, None)
         if not self._free:
             return None
         stage = self._free.pop()
+        self._gather(store, slots, parts, stage.rows[:size], after)
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            rows = stage.rows[:size].view(store.dtype).view(len(slots), width)
-            store.gather(put(slots, self._device).long(), layers, rows)
-            self._gathered = torch.cuda.Event()
-            self._gathered.record()
             stage.image[:size].copy_(stage.rows[:size], non_blocking=True)
             stage.copied.record()
-        return StagedRows(stage.image[:size], stage, self)
+        return StagedRows(stage.image[:size], stage.copied, partial(self._free.append, stage))
 
     def join(self) -> None:
         """Let what is launched from now on wait, on the device, until all rows that were asked for were read."""
@@ -95,6 +110,38 @@ class FeatureStaging:
             torch.cuda.current_stream().wait_event(self._gathered)
             self._gathered = None
 
-    def give_back(self, stage: _Stage) -> None:
-        """A stage may be used again."""
-        self._free.append(stage)
+    def _read_to_ring(
+        self,
+        store: FeatureStore,
+        slots: NDArray[np.int32],
+        parts: tuple[int, ...],
+        after: torch.cuda.Event | None,
+        ring: Ring,
+        size: int,
+    ) -> StagedRows | None:
+        offset = ring.take()
+        if offset is None:
+            return None
+        gathered = self._gather(store, slots, parts, ring.rows(offset, size), after)
+        return StagedRows(None, gathered, partial(ring.give_back, offset), offset)
+
+    def _gather(
+        self,
+        store: FeatureStore,
+        slots: NDArray[np.int32],
+        parts: tuple[int, ...],
+        into: Tensor,
+        after: torch.cuda.Event | None,
+    ) -> torch.cuda.Event | None:
+        """Copy rows to bytes `into`; returns what says that they are there, None where they are at once."""
+        rows = into.view(store.dtype).view(len(slots), -1)
+        if self._stream is None:
+            store.gather(torch.from_numpy(slots.astype(np.int64)), parts, rows)
+            return None
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            store.gather(put(slots, self._device).long(), parts, rows)
+            self._gathered = torch.cuda.Event()
+            self._gathered.record()
+        return self._gathered

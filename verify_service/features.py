@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
 from outrider.logs import get_logger
-from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features
+from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.tree.projection import PROJECTED, Projection
 from verify_service.drafts import Drafts
-from verify_service.link import DraftPort, FeatureLine, Link, Peer
+from verify_service.feature_plan import FeaturePlan
+from verify_service.feature_ring import Ring
+from verify_service.link import DraftPort, FeatureLine, Link, Peer, Staged
 from verify_service.memory import Memory
 from verify_service.round import Executor, Pending
 
@@ -32,19 +35,6 @@ WINDOW_BYTES = 2 << 20
 Found = TypeVar("Found")
 
 
-class Staged(Protocol):
-    """Rows that are on their way from the store."""
-
-    def done(self) -> bool:
-        """Whether they are here. Never blocks."""
-
-    def data(self) -> memoryview:
-        """Their bytes, row by row, once they are here."""
-
-    def free(self) -> None:
-        """Their bytes are not needed any more."""
-
-
 @runtime_checkable
 class FeatureExecutor(Protocol):
     """An executor that can store features. Called between two rounds, but for `read_features`."""
@@ -53,8 +43,8 @@ class FeatureExecutor(Protocol):
     def feature_format(self) -> tuple[int, str]:
         """Values of a layer's hidden state, and their dtype."""
 
-    def begin_features(self, layers: Sequence[int]) -> None:
-        """From now on every round stores the features of `layers`, and no others, for every KV slot.
+    def begin_features(self, plan: FeaturePlan) -> None:
+        """From now on every round stores what the plan says, and nothing else, for every KV slot.
 
         Raises OutriderError, and nothing has changed, where there is no memory for them.
         """
@@ -62,8 +52,18 @@ class FeatureExecutor(Protocol):
     def refresh_features(self) -> bool:
         """Do a piece of what the first rounds that store features would have to do; whether there is more of it."""
 
-    def read_features(self, slots: NDArray[np.int32], layers: tuple[int, ...], after: Pending | None) -> Staged | None:
-        """Copy features at KV slots [N] once the round `after` has run; None if too much is being copied already.
+    def lend_ring(self) -> Ring | None:
+        """Memory that a draft on this host may map; None where there is none to share."""
+
+    def take_back_ring(self, ring: Ring) -> None:
+        """The draft does not use it, or is gone."""
+
+    def read_features(
+        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
+    ) -> Staged | None:
+        """Copy features at KV slots [N] once the round `after` has run, to the ring or else to the host.
+
+        None if too much is being copied, or lies in the ring, already.
 
         While a later round is under way, slots of committed positions alone may be asked for.
         """
@@ -77,8 +77,8 @@ class FeaturePort(DraftPort, Protocol):
     def has_room(self) -> bool:
         """Whether features should be sent now."""
 
-    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
-        """Open the features stream; `FeatureSender.opened` hears when it is."""
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
 
     def send_features(self, messages: list[Features]) -> None:
         """Queue features, in order. Their bytes are good during the call alone."""
@@ -122,8 +122,8 @@ class FeatureSender:
         self._drafts = drafts
         self._memory = memory
         self._executor = executor if isinstance(executor, FeatureExecutor) else None
-        self._layers: tuple[int, ...] = ()
-        self._wanted: tuple[int, ...] = ()
+        self._plan = FeaturePlan()
+        self._wanted = FeaturePlan()
         self._after: Pending | None = None
         self._sending: deque[_Sending] = deque()
         self._has_room = False
@@ -137,7 +137,7 @@ class FeatureSender:
     @property
     def preparing(self) -> bool:
         """Whether `advance` has something to do."""
-        return self._wanted != self._layers
+        return self._wanted != self._plan
 
     def connected(self, port: DraftPort) -> None:
         """A session began that `Drafts.connected` knows of."""
@@ -148,26 +148,53 @@ class FeatureSender:
         if self._executor is None or not isinstance(port, FeaturePort):
             log.warning("draft %s takes features, which nothing here can store or send; it is not used", port.address)
             return
-        wanted = tuple(sorted({*self._wanted, *layers}))
+        projected = self._may_project(peer)
+        wanted = self._wanted if projected else self._wanted.with_layers(layers)
         hidden_size, dtype = self._executor.feature_format
-        row_bytes = len(layers) * hidden_size * FEATURE_ITEM_BYTES[dtype]
-        if len(wanted) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
+        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        row_bytes = width * FEATURE_ITEM_BYTES[dtype]
+        if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
             log.error(
                 "draft %s is not used: it takes layers %s, %d bytes a token, which with those of other drafts is more "
                 "than %d layers, or more than %d bytes",
                 *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES),
             )
             return
+        peer.takes = (PROJECTED,) if projected else layers
         self._wanted = wanted
-        if not self.preparing:
+        if not wanted.holds(peer.takes, peer.terms.projection_hash):
+            # The draft gives its projection first.
+            self._dial(peer, wants_projection=True)
+        elif not self.preparing:
             self._begin(peer)
 
-    def opened(self, port: DraftPort, window: int) -> None:
-        """The features stream of a session is open; `window` bytes may be under way on it, 0 for any number."""
+    def disconnected(self, port: DraftPort) -> None:
+        """A session ended that `Drafts` still knows of."""
         peer = self._drafts.peers.get(port)
-        if peer is not None and peer.line is not None:
-            peer.line.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
-            peer.line.open = True
+        if peer is not None and peer.line is not None and peer.line.ring is not None and self._executor is not None:
+            self._executor.take_back_ring(peer.line.ring)
+            peer.line.ring = None
+
+    def opened(
+        self, port: DraftPort, window: int, uses_ring: bool = False, projection: Projection | None = None
+    ) -> None:
+        """The features stream of a session is open; `window` bytes may be under way on it, 0 for any number.
+
+        `projection` is the draft's, where it was wanted.
+        """
+        peer = self._drafts.peers.get(port)
+        if peer is None or peer.line is None:
+            return
+        line = peer.line
+        line.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
+        line.accepted = True
+        if line.ring is not None and not uses_ring and self._executor is not None:
+            self._executor.take_back_ring(line.ring)
+            line.ring = None
+        if projection is not None:
+            self._wanted = FeaturePlan(self._wanted.layers, projection)
+        if not self.preparing:
+            self._begin(peer)
 
     def released(self, port: DraftPort, through: int) -> None:
         """A draft is done with message `through` and all before it."""
@@ -184,11 +211,11 @@ class FeatureSender:
         self._drafts.suspend_features()
         try:
             self._executor.begin_features(self._wanted)
-            self._layers = self._wanted
+            self._plan = self._wanted
         except OutriderError as error:
-            log.error("drafts that take features of layers %s are not used: %s", self._wanted, error.message)
-            self._wanted = self._layers
-        if self._layers:
+            log.error("drafts that take features of layers %s are not used: %s", self._wanted.inputs, error.message)
+            self._wanted = self._plan
+        if self._plan.parts:
             self._memory.new_feature_epoch()
             self._drafts.feature_epoch = self._memory.feature_epoch
             for peer in self._drafts.peers.values():
@@ -196,7 +223,7 @@ class FeatureSender:
 
     def refresh(self) -> bool:
         """While no round is wanted: do what rounds would have to do first; whether there is more of it."""
-        return bool(self._layers) and self._executor is not None and self._executor.refresh_features()
+        return bool(self._plan.parts) and self._executor is not None and self._executor.refresh_features()
 
     def collect(self, after: Pending | None) -> None:
         """Have features copied that drafts do not have yet; `after` is the round that computed the last of them."""
@@ -215,15 +242,31 @@ class FeatureSender:
         while self._sending and self._ship() and not self._piecewise:
             pass
 
+    def _may_project(self, peer: Peer) -> bool:
+        """Whether a draft gets products. There is one projection at a time; drafts with others get raw features."""
+        users = [other for other in self._drafts.peers.values() if PROJECTED in other.takes and other is not peer]
+        name = peer.terms.projection_hash
+        return bool(name) and all(other.terms.projection_hash == name for other in users)
+
     def _begin(self, peer: Peer) -> None:
-        layers = peer.terms.feature_layers
-        if peer.line is not None or not layers or not set(layers) <= set(self._layers):
+        """Ask for a draft's stream, or use it if it is there, once what the draft takes is stored."""
+        if not peer.takes or not self._plan.holds(peer.takes, peer.terms.projection_hash):
             return
-        if self._executor is not None and isinstance(peer.port, FeaturePort):
-            hidden_size, dtype = self._executor.feature_format
-            width = len(layers) * hidden_size
-            peer.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype)
-            peer.port.begin_features(layers, width, dtype)
+        if peer.line is None:
+            self._dial(peer, wants_projection=False)
+        elif peer.line.accepted:
+            peer.line.open = True
+
+    def _dial(self, peer: Peer, wants_projection: bool) -> None:
+        if peer.line is not None or self._executor is None or not isinstance(peer.port, FeaturePort):
+            return
+        hidden_size, dtype = self._executor.feature_format
+        layers, projected = peer.terms.feature_layers, PROJECTED in peer.takes
+        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        ring = self._executor.lend_ring()
+        peer.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
+        told = ring.told if ring is not None else None
+        peer.port.begin_features(FeaturesBegin("", layers, width, dtype, told, projected, wants_projection))
 
     def _collect(self) -> None:
         if self._executor is None:
@@ -231,9 +274,9 @@ class FeatureSender:
         for peer in self._drafts.peers.values():
             while peer.line is not None and peer.line.open and (pieces := self._pieces(peer, peer.line)):
                 slots = np.concatenate([self._slots(piece) for piece in pieces])
-                rows = self._executor.read_features(slots, peer.terms.feature_layers, self._after)
+                rows = self._executor.read_features(slots, peer.takes, self._after, peer.line.ring)
                 if rows is None:
-                    return
+                    break
                 self._sending.append(_Sending(peer, rows, [self._message(peer.line, piece) for piece in pieces]))
 
     def _pieces(self, peer: Peer, line: FeatureLine) -> list[_Piece]:
@@ -287,21 +330,23 @@ class FeatureSender:
             return False
         self._sending.popleft()
         if alive:
-            port.send_features(_filled(sending.messages, sending.rows.data(), line.row_bytes))
-        sending.rows.free()
+            port.send_features(_filled(sending.messages, sending.rows, line.row_bytes))
+        if alive and sending.rows.offset is not None:
+            # The draft reads them where they are.
+            line.lent.append((sending.messages[-1].sequence, sending.rows))
+        else:
+            sending.rows.free()
         return True
 
 
-def _filled(messages: Sequence[Features], data: memoryview, row_bytes: int) -> list[Features]:
-    """The messages with their bytes, which stay where they are."""
-    filled, start = [], 0
+def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[Features]:
+    """The messages with their bytes, which stay where they are, or with their place in the ring."""
+    filled, start, data = [], 0, rows.data()
     for message in messages:
         end = start + message.count * row_bytes
-        part = data[start:end]
-        filled.append(
-            Features(
-                message.request, message.start, message.count, message.final, part, message.dtype, message.sequence
-            )
-        )
+        if rows.offset is None:
+            filled.append(replace(message, data=data[start:end]))
+        else:
+            filled.append(replace(message, ring_offset=rows.offset + start))
         start = end
     return filled

@@ -6,6 +6,7 @@ import gc
 
 _YOUNG = 2000
 """Objects made since the last sweep that are worth one."""
+_OVERDUE = 10 * _YOUNG
 _OLDER_EVERY = 32
 """Sweeps of the young generation to one of the middle one."""
 _OLD_EVERY = 4096
@@ -20,10 +21,15 @@ def take_over() -> None:
 
 
 class Garbage:
-    """Collects between other work, if `take_over` was called; otherwise it leaves all to Python."""
+    """Collects beside other work, if `take_over` was called; otherwise it leaves all to Python."""
 
     def __init__(self) -> None:
         self._num_sweeps = 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether so many objects were made since the last sweep that the next one should not wait for spare time."""
+        return not gc.isenabled() and gc.get_count()[0] >= _OVERDUE
 
     def sweep(self) -> None:
         """Collect the young, if there are many: about 0.1 ms. To be called while a round runs."""

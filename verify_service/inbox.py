@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outrider.tree.messages import DraftMessage, Grow
+from outrider.tree.messages import Decline, DraftMessage, Grow
 
 Action = Callable[[], None]
 
@@ -16,8 +16,41 @@ MAX_UNREAD = 65536
 
 
 def unread_weight(messages: Sequence[DraftMessage]) -> int:
-    """What messages of a draft count for while the engine has not taken them: their nodes, and 16 for each message."""
-    return sum(16 + len(message.token_ids) if isinstance(message, Grow) else 16 for message in messages)
+    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each."""
+    return sum(16 + _length(message) for message in messages)
+
+
+def _length(message: DraftMessage) -> int:
+    match message:
+        case Grow():
+            return len(message.token_ids)
+        case Decline():
+            return len(message.detail)
+        case _:
+            return 0
+
+
+class Unread:
+    """Weight of what each draft has sent and the engine has not taken. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._weights: Counter[object] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, draft: object, weight: int) -> bool:
+        """Whether so much more may lie unread; if so, it does."""
+        with self._lock:
+            if self._weights[draft] + weight > MAX_UNREAD:
+                return False
+            self._weights[draft] += weight
+        return True
+
+    def read(self, draft: object, weight: int) -> None:
+        """The engine has taken so much."""
+        with self._lock:
+            self._weights[draft] -= weight
+            if self._weights[draft] <= 0:
+                del self._weights[draft]
 
 
 class Inbox(Protocol):

@@ -12,6 +12,7 @@ from outrider.tree.handshake import Terms
 from outrider.tree.messages import VerifyMessage
 from outrider.tree.mirror import TreeMirror
 from verify_service.calibration import Calibrator
+from verify_service.feature_ring import Ring
 from verify_service.health import PeerHealth, Wait
 from verify_service.request import Request
 
@@ -34,6 +35,23 @@ class DraftPort(Protocol):
         """End the session; it reports itself down, and up again when it is."""
 
 
+class Staged(Protocol):
+    """Rows that are on their way from the store."""
+
+    @property
+    def offset(self) -> int | None:
+        """Where they lie in a ring; None if they come here."""
+
+    def done(self) -> bool:
+        """Whether they are there. Never blocks."""
+
+    def data(self) -> memoryview:
+        """Their bytes, row by row, once they are here."""
+
+    def free(self) -> None:
+        """Their bytes are not needed any more."""
+
+
 @dataclass(eq=False, slots=True)
 class FeatureLine:
     """The features stream of a draft: what is sent and not released is bounded."""
@@ -41,15 +59,21 @@ class FeatureLine:
     row_bytes: int
     """Of the features of one position."""
     dtype: str
+    ring: Ring | None = None
+    """Where its features are put; None where they are in the messages, or until the draft has said that it reads it."""
     window: int = 0
     """Bytes that may be under way."""
-    open: bool = False
+    accepted: bool = False
     """Whether the draft is there to read it."""
+    open: bool = False
+    """Whether that is so, and what it takes is stored."""
     sequence: int = 0
     """Number of the last message."""
     under_way: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and bytes of messages that were not released."""
     num_bytes: int = 0
+    lent: deque[tuple[int, Staged]] = field(default_factory=deque)
+    """Rows in the ring, and the last message that speaks of them."""
 
     @property
     def room(self) -> int:
@@ -67,6 +91,8 @@ class FeatureLine:
         """The draft is done with messages up to this number."""
         while self.under_way and self.under_way[0][0] <= through:
             self.num_bytes -= self.under_way.popleft()[1]
+        while self.lent and self.lent[0][0] <= through:
+            self.lent.popleft()[1].free()
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +160,8 @@ class Peer:
     calibrator: Calibrator
     """Of this draft's sources; what another draft's scores are worth says nothing about it."""
     terms: Terms = field(default_factory=Terms)
+    takes: tuple[int, ...] = ()
+    """Parts of a stored row that its features are; empty if it gets none."""
     line: FeatureLine | None = None
     """Where its features go, if it takes any and its stream is asked for."""
     links: dict[int, Link] = field(default_factory=dict)

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 from outrider.errors import ConfigError, InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.logs import get_logger
 from outrider.tree.handshake import Terms
-from outrider.tree.messages import DraftMessage, Features, VerifyMessage
+from outrider.tree.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
+from outrider.tree.projection import Projection
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
@@ -25,7 +26,6 @@ from verify_service.wire import (
     FeaturesDone,
     FeaturesOpen,
     FeaturesTold,
-    FeaturesUp,
     FrameReader,
     FromDoor,
     FromEngine,
@@ -39,7 +39,15 @@ from verify_service.wire import (
     from_engine,
     pack,
 )
-from verify_service.wire_codec import pack_drafts, pack_submission, unpack_features, unpack_update, unpack_verify
+from verify_service.wire_codec import (
+    pack_drafts,
+    pack_opened,
+    pack_submission,
+    unpack_begin,
+    unpack_features,
+    unpack_update,
+    unpack_verify,
+)
 
 log = get_logger(__name__)
 
@@ -54,8 +62,8 @@ class Port(Protocol):
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
 
-    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
-        """Open the features stream."""
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token."""
 
     def send_features(self, messages: list[Features]) -> None:
         """Queue features, in order."""
@@ -93,6 +101,9 @@ class RemoteEngine(asyncio.Protocol):
         self._unread: Counter[int] = Counter()
         self._dtypes: dict[int, str] = {}
         """Of the features of each session that takes some."""
+        self._features_sent: Counter[int] = Counter()
+        self._features_released: Counter[int] = Counter()
+        """The last message of features, by session."""
 
     def start(self, frame: Start) -> None:
         """Have the engine load its model."""
@@ -158,7 +169,13 @@ class RemoteEngine(asyncio.Protocol):
         session = self._sessions[port] = next(self._numbers)
         self._ports[session] = port
         terms = terms or Terms()
-        self._send(DraftUp(session, port.address, terms.max_positions, list(terms.feature_layers)))
+        self._send(
+            DraftUp(
+                *(session, port.address, terms.max_positions, list(terms.feature_layers)),
+                projection_columns=terms.projection_columns,
+                projection_hash=terms.projection_hash,
+            )
+        )
 
     def draft_disconnected(self, port: Port) -> None:
         """A session with a draft service ended."""
@@ -166,6 +183,8 @@ class RemoteEngine(asyncio.Protocol):
         self._ports.pop(session)
         self._unread.pop(session, None)
         self._dtypes.pop(session, None)
+        self._features_sent.pop(session, None)
+        self._features_released.pop(session, None)
         self._send(DraftDown(session))
 
     def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
@@ -180,13 +199,19 @@ class RemoteEngine(asyncio.Protocol):
         # They may lie unread for a whole round, which is no fault of the draft.
         self._send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
 
-    def features_opened(self, port: Port, window: int) -> None:
+    def features_opened(self, port: Port, window: int, uses_ring: bool, projection: Projection | None) -> None:
         """The features stream of a session is open."""
-        self._send(FeaturesUp(self._sessions[port], window))
+        self._send(pack_opened(self._sessions[port], window, uses_ring, projection))
 
     def features_released(self, port: Port, through: int) -> None:
-        """A draft is done with features."""
-        self._send(FeaturesDone(self._sessions[port], through))
+        """A draft is done with features. One that releases what it was not sent loses its session."""
+        session = self._sessions[port]
+        if through > self._features_sent[session]:
+            log.warning("draft %s releases features that it was not sent; its session is reset", port.address)
+            port.reset()
+        elif through > self._features_released[session]:
+            self._features_released[session] = through
+            self._send(FeaturesDone(session, through))
 
     def stop(self) -> None:
         """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
@@ -236,9 +261,10 @@ class RemoteEngine(asyncio.Protocol):
             case FeaturesOpen():
                 if (port := self._ports.get(frame.session)) is not None:
                     self._dtypes[frame.session] = frame.dtype
-                    port.begin_features(tuple(frame.layers), frame.width, frame.dtype)
+                    port.begin_features(unpack_begin(frame))
             case FeaturesTold():
                 if (port := self._ports.get(frame.session)) is not None:
+                    self._features_sent[frame.session] += len(frame.features)
                     port.send_features(unpack_features(frame.features, self._dtypes[frame.session]))
             case DraftReset():
                 if (port := self._ports.get(frame.session)) is not None:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from outrider.tree.messages import Features, VerifyMessage
+from outrider.tree.messages import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine import Engine
 from verify_service.pipe import Pipe
 from verify_service.round import Entry
@@ -14,7 +14,6 @@ from verify_service.submission import Update
 from verify_service.wire import (
     DraftReset,
     DraftTold,
-    FeaturesOpen,
     FeaturesTold,
     PeerPart,
     RoundReport,
@@ -22,7 +21,7 @@ from verify_service.wire import (
     Told,
     UpdatePart,
 )
-from verify_service.wire_codec import pack_features, pack_update, pack_verify
+from verify_service.wire_codec import pack_begin, pack_features, pack_update, pack_verify
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""
@@ -139,9 +138,9 @@ class ReporterPort:
         self._pipe.flush()
         return not self._pipe.backlog
 
-    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
+    def begin_features(self, begin: FeaturesBegin) -> None:
         """See FeaturePort."""
-        self._pipe.send(FeaturesOpen(self._session, list(layers), width, dtype))
+        self._pipe.send(pack_begin(self._session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
         """See FeaturePort."""

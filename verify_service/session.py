@@ -16,6 +16,7 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.codec import decode_draft, encode_verify, in_parts
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, VerifyMessage
+from outrider.tree.projection import Projection, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.feature_stream import FeatureStream
 
@@ -43,8 +44,8 @@ class DraftEvents(Protocol):
     def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
         """Messages came in."""
 
-    def features_opened(self, port: DraftSession, window: int) -> None:
-        """The features stream that the engine has asked for is open."""
+    def features_opened(self, port: DraftSession, window: int, uses_ring: bool, projection: Projection | None) -> None:
+        """The features stream that the engine has asked for is open, and the draft's projection here if it was."""
 
     def features_released(self, port: DraftSession, through: int) -> None:
         """The draft is done with features."""
@@ -77,12 +78,17 @@ class DraftSession:
             self.reset()
         self._filled.set()
 
-    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
-        """Open the features stream. A session whose features stream ends is over, too."""
-        begin = FeaturesBegin(self._terms.features_token, layers, width, dtype)
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's token. A session whose features stream ends is over, too."""
+        begin = replace(begin, token=self._terms.features_token)
         opened = partial(self._events.features_opened, self)
         released = partial(self._events.features_released, self)
-        self._features = FeatureStream(self.address, begin, opened, released)
+        reader = None
+        if begin.wants_projection:
+            terms = self._terms
+            columns, name = terms.projection_columns, terms.projection_hash
+            reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
+        self._features = FeatureStream(self.address, begin, reader, opened, released)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(lambda _: self._call.cancel())
 

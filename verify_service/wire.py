@@ -58,6 +58,10 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Longest sequence that the draft serves; 0 for any."""
     feature_layers: list[int] = []
     """Layers of the target whose hidden states it takes."""
+    projection_columns: int = 0
+    """Of the matrix that it offers; 0 for none."""
+    projection_hash: str = ""
+    """Names this matrix."""
 
 
 class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -111,12 +115,26 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """door -> engine: end after the round in progress."""
 
 
+class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A draft's projection, as outrider.tree.projection has it."""
+
+    layers: list[int]
+    num_columns: int
+    dtype: str
+    data: bytes
+    """Or something like it where it is packed."""
+    name: str
+
+
 class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """door -> engine: the features stream of a session is open."""
 
     session: int
     window: int
     """Bytes that the draft allows to be under way; 0 for any number."""
+    uses_ring: bool = False
+    projection: ProjectionFrame | None = None
+    """Where it was wanted."""
 
 
 class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -290,6 +308,16 @@ class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
     session: int
 
 
+class RingFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that a draft on this host may map, as outrider.tree.messages.FeatureRing has it."""
+
+    host: str
+    device: str
+    handle: bytes
+    num_bytes: int
+    magic: bytes
+
+
 class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
 
@@ -297,6 +325,9 @@ class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     layers: list[int]
     width: int
     dtype: str
+    ring: RingFrame | None = None
+    projected: bool = False
+    wants_projection: bool = False
 
 
 class FeaturesPart(msgspec.Struct, frozen=True, array_like=True):
@@ -309,6 +340,7 @@ class FeaturesPart(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
     data: bytes
     """Or a memoryview where it is packed."""
+    ring_offset: int | None = None
 
 
 class FeaturesTold(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -23,7 +23,9 @@ from outrider.tree.messages import (
     Decline,
     DeclineReason,
     DraftMessage,
+    FeatureRing,
     Features,
+    FeaturesBegin,
     Grow,
     Hello,
     Open,
@@ -31,17 +33,22 @@ from outrider.tree.messages import (
     Resume,
     VerifyMessage,
 )
+from outrider.tree.projection import Projection
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     ClosePart,
     CommitPart,
     DeclinePart,
     ErrorPart,
+    FeaturesOpen,
     FeaturesPart,
+    FeaturesUp,
     GrowPart,
     OpenPart,
     PausePart,
+    ProjectionFrame,
     ResumePart,
+    RingFrame,
     Submit,
     UnexpectedPart,
     UpdatePart,
@@ -154,7 +161,11 @@ def unpack_verify(parts: Sequence[VerifyPart]) -> list[VerifyMessage]:
 def pack_features(messages: Sequence[Features]) -> list[FeaturesPart]:
     """Features for a draft, in order; their dtype is known at the other end."""
     return [
-        FeaturesPart(part.request, part.start, part.count, part.final, part.sequence, cast(bytes, part.data))
+        FeaturesPart(
+            *(part.request, part.start, part.count, part.final, part.sequence),
+            data=cast(bytes, part.data),
+            ring_offset=part.ring_offset,
+        )
         for part in messages
     ]
 
@@ -162,8 +173,51 @@ def pack_features(messages: Sequence[Features]) -> list[FeaturesPart]:
 def unpack_features(parts: Sequence[FeaturesPart], dtype: str) -> list[Features]:
     """Features for a draft, in order."""
     return [
-        Features(part.request, part.start, part.count, part.final, part.data, dtype, part.sequence) for part in parts
+        Features(
+            *(part.request, part.start, part.count, part.final, part.data, dtype, part.sequence),
+            ring_offset=part.ring_offset,
+        )
+        for part in parts
     ]
+
+
+def pack_begin(session: int, begin: FeaturesBegin) -> FeaturesOpen:
+    """The beginning of a features stream, but for its token, which the door knows."""
+    given = begin.ring
+    ring = None
+    if given is not None:
+        ring = RingFrame(given.host, given.device, given.handle, given.num_bytes, given.magic)
+    return FeaturesOpen(
+        session, list(begin.layers), begin.width, begin.dtype, ring, begin.projected, begin.wants_projection
+    )
+
+
+def unpack_begin(frame: FeaturesOpen) -> FeaturesBegin:
+    """The beginning of a features stream, without its token."""
+    given = frame.ring
+    ring = None
+    if given is not None:
+        ring = FeatureRing(given.host, given.device, given.handle, given.num_bytes, given.magic)
+    return FeaturesBegin(
+        "", tuple(frame.layers), frame.width, frame.dtype, ring, frame.projected, frame.wants_projection
+    )
+
+
+def pack_opened(session: int, window: int, uses_ring: bool, projection: Projection | None) -> FeaturesUp:
+    """A features stream is open."""
+    given = projection
+    frame = None
+    if given is not None:
+        frame = ProjectionFrame(list(given.layers), given.num_columns, given.dtype, cast(bytes, given.data), given.name)
+    return FeaturesUp(session, window, uses_ring, frame)
+
+
+def unpack_projection(frame: FeaturesUp) -> Projection | None:
+    """The projection that came with the opening of a features stream."""
+    given = frame.projection
+    if given is None:
+        return None
+    return Projection(tuple(given.layers), given.num_columns, given.dtype, given.data, given.name)
 
 
 def _pack_draft(message: DraftMessage) -> DraftPart:

@@ -40,7 +40,7 @@ from verify_service.wire import (
     Stop,
     Submit,
 )
-from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_submission
+from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_projection, unpack_submission
 
 log = get_logger("verify_service.worker")
 
@@ -186,7 +186,12 @@ class FrameHandler:
                 self._hear(frame)
             case DraftUp():
                 port = self._ports[frame.session] = ReporterPort(frame.session, frame.address, self._pipe)
-                terms = Terms(max_positions=frame.max_positions, feature_layers=tuple(frame.feature_layers))
+                terms = Terms(
+                    max_positions=frame.max_positions,
+                    feature_layers=tuple(frame.feature_layers),
+                    projection_columns=frame.projection_columns,
+                    projection_hash=frame.projection_hash,
+                )
                 self._engine.draft_connected(port, terms)
             case DraftDown():
                 self._engine.draft_disconnected(self._ports.pop(frame.session))
@@ -224,7 +229,8 @@ class FrameHandler:
         if port is None:
             return
         if isinstance(frame, FeaturesUp):
-            self._inbox.post(partial(features.opened, port, frame.window))
+            projection = unpack_projection(frame)
+            self._inbox.post(partial(features.opened, port, frame.window, frame.uses_ring, projection))
         else:
             self._inbox.post(partial(features.released, port, frame.through))
 

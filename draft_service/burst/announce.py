@@ -8,8 +8,8 @@ from time import perf_counter
 import numpy as np
 
 from draft_service.burst.context import DraftContext
-from draft_service.burst.entries import DEAD
-from draft_service.burst.forest import DraftForest
+from draft_service.burst.entries import DEAD, Ints
+from draft_service.burst.forest import DraftForest, places_within
 from draft_service.tree import Ledger
 from draft_service.tree_growth import Limits
 from outrider.tree.author import TreeAuthor
@@ -30,6 +30,7 @@ class Announcer:
         self._ledger = ledger
         self._source = limits.sources.start
         self._queue: list[tuple[int, int, int, int, float, bool]] = []  # the best last; see `prepare`
+        self._again = False  # whether there may be more than the queue held
 
     @property
     def done(self) -> bool:
@@ -39,20 +40,24 @@ class Announcer:
     def prepare(self) -> None:
         """Look over the forest anew. Entries keep their numbers until `forget`."""
         forest, entries = self._forest, self._forest.entries
-        self._queue = []
-        if not self._ledger.has_memory:
+        self._queue, self._again = [], False
+        rooms, late_rooms = self._rooms()
+        if not self._ledger.has_memory or not rooms.any():
             return
-        share = self._ledger.share
-        rooms = np.zeros(len(forest.roots), np.int32)
-        for row, context in self._contexts.items():
-            rooms[row] = self._room(context, share)
-        found = np.flatnonzero((entries.nodes[: entries.count] < 0) & (entries.scores[: entries.count] >= forest.floor))
+        count = entries.count
+        found = ((entries.nodes[:count] < 0) & (entries.scores[:count] >= forest.floor)).nonzero()[0]
         rows = entries.rows[found]
-        depths = entries.positions[found] - forest.root_positions[rows]
-        found = found[(rooms[rows] > 0) & (depths <= self._limits.depth)]
+        last = np.where(rooms > 0, forest.root_positions + self._limits.depth, -1)
+        found = found[entries.positions[found] <= last[rows]]
+        scores = entries.scores[found]
         # Of equal ones the parent, which has the lower number, comes last in the list and is taken first.
-        found = found[(-entries.scores[found]).argsort(kind="stable")][::-1]
-        ripe = entries.scores[found] >= forest.best_unrun()[entries.rows[found]]
+        order = (-scores).argsort(kind="stable")
+        found, scores = found[order], scores[order]
+        rows = entries.rows[found]
+        ripe = scores >= forest.best_unrun()[rows]
+        within = places_within(rows, np.bincount(rows, minlength=len(rooms)))
+        worth = np.where(ripe, rooms[rows], late_rooms[rows]) > within
+        found, ripe = found[worth][::-1], ripe[worth][::-1]
         columns = (entries.rows[found], entries.parents[found], entries.tokens[found], entries.edges[found], ripe)
         self._queue = list(zip(found.tolist(), *(column.tolist() for column in columns), strict=True))
 
@@ -62,18 +67,52 @@ class Announcer:
 
     def run(self, deadline: float, interrupted: Callable[[], bool]) -> None:
         """Append until there is nothing left, or it is time."""
-        queue, nodes, ledger = self._queue, self._forest.entries.nodes, self._ledger
-        count, share = 0, ledger.share
-        while queue and ledger.has_memory:
+        while self._queue:
+            self._run(deadline, interrupted)
+            if self._queue or not self._again:
+                return
+            self.prepare()  # some were there already, and left room for others
+
+    def _run(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+        queue, nodes, ledger, source = self._queue, self._forest.entries.nodes, self._ledger, self._source
+        share = ledger.share
+        # Of each row, nodes that it may have more than it has: ripe ones, and others.
+        rooms: dict[int, list[int]] = {}
+        left, count = ledger.max_nodes - ledger.num_live, 0
+        while queue and left > 0:
             entry, row, parent, token, edge, is_ripe = queue.pop()
             context = self._contexts[row]
+            room = rooms.get(row)
+            if room is None:
+                room = rooms[row] = self._room(context, share)
             above = int(nodes[parent])
-            if above >= 0 and self._room(context, share, is_ripe=is_ripe) > 0:
-                nodes[entry] = self._add(context, above, token, edge)
+            if above >= 0 and room[is_ripe] > 0:
+                author = context.tree.author
+                added = author.add(above, token, edge, source)
+                if added is not None:
+                    room[0] -= 1
+                    room[1] -= 1
+                    left -= 1
+                    ledger.appended(context.tree, source)
+                    if context.seen == added:
+                        context.seen += 1
+                else:
+                    known = author.child(above, token)
+                    added = -1 if known is None else known
+                    self._again |= known is not None
+                nodes[entry] = added
             count += 1
             if count % _LOOK_EVERY == 0 and (perf_counter() >= deadline or interrupted()):
                 return
         self._queue = []
+
+    def _rooms(self) -> tuple[Ints, Ints]:
+        """[R] twice, see `_room`: for ripe nodes, and for others."""
+        share, num_rows = self._ledger.share, len(self._forest.roots)
+        rooms, late_rooms = np.zeros(num_rows, np.intp), np.zeros(num_rows, np.intp)
+        for row, context in self._contexts.items():
+            late_rooms[row], rooms[row] = self._room(context, share)
+        return rooms, late_rooms
 
     def take_in(self, context: DraftContext) -> None:
         """Nodes of the author that other growers appended become entries."""
@@ -88,10 +127,10 @@ class Announcer:
         edges = dict(zip(zip(parents, tokens, strict=True), here.tolist(), strict=True))
         for node_id in range(first, author.next_id):
             if node_id not in known and author.is_live(node_id):
-                self._take_in(row, author, node_id, known, edges)
+                self._take_in(author, node_id, known, edges)
 
     def _take_in(
-        self, row: int, author: TreeAuthor, node_id: int, known: dict[int, int], edges: dict[tuple[int, int], int]
+        self, author: TreeAuthor, node_id: int, known: dict[int, int], edges: dict[tuple[int, int], int]
     ) -> None:
         entries, node = self._forest.entries, author.node(node_id)
         parent = known.get(node.parent)
@@ -99,32 +138,24 @@ class Announcer:
             return
         entry = edges.get((parent, node.token))
         if entry is None:
-            position = int(entries.positions[parent]) + 1
-            entry = entries.append(row, parent, node.token, position, node.score, node_id)
+            entry = entries.append(parent, node.token, node.score, node_id)
         else:
             entries.nodes[entry] = node_id
         known[node_id] = entry
 
-    def _room(self, context: DraftContext, share: int, *, is_ripe: bool = True) -> int:
-        """Nodes that may be appended; none while the forest has not followed the author.
+    def _room(self, context: DraftContext, share: int) -> list[int]:
+        """Nodes that may be appended, unripe ones and ripe ones; none while the forest has not followed the author.
 
         Half of the credit is for nodes that nothing better can come behind: at first there are few to choose from.
         """
-        author = context.tree.author
-        behind = context.known != author.committed_len or context.epoch != author.epoch
-        if behind or context.tree.paused or context.steps_left > 0:
-            return 0
-        limit = min(author.credit, self._limits.num_nodes, share)
-        return (limit if is_ripe else (limit + 1) // 2) - author.num_live
-
-    def _add(self, context: DraftContext, parent: int, token: int, edge: float) -> int:
-        """Append a node; returns its id, that of the node which is there already, or -1."""
         tree = context.tree
-        added = tree.author.add(parent, token, edge, self._source)
-        if added is not None:
-            self._ledger.appended(tree, self._source)
-            if context.seen == added:
-                context.seen += 1
-            return added
-        known = tree.author.child(parent, token)
-        return -1 if known is None else known
+        author = tree.author
+        if (
+            context.known != author.committed_len
+            or context.epoch != author.epoch
+            or tree.paused
+            or context.steps_left > 0
+        ):
+            return [0, 0]
+        limit, num_live = min(author.credit, self._limits.num_nodes, share), author.num_live
+        return [(limit + 1) // 2 - num_live, limit - num_live]

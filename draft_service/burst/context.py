@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draft_service.burst.feature_store import FeatureStore
 from draft_service.tree import Tree
 from outrider.sampling.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Between:
+class Between(NamedTuple):
     """A committed token between context and root."""
 
     slot: int
@@ -59,8 +59,8 @@ class DraftContext:
     @property
     def first_unrun(self) -> int:
         """Index in `between` of the first token that was not run; one past them if all were."""
-        for index, token in enumerate(self.between):
-            if token.slot < 0:
+        for index, (slot, _) in enumerate(self.between):
+            if slot < 0:
                 return index
         return len(self.between)
 
@@ -83,12 +83,13 @@ class DraftContext:
 
     def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
         """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""
-        between = [Between(slot, not self.lag) if slot >= 0 else UNRUN for slot in slots]
+        settled = not self.lag
+        between = [Between(slot, settled) if slot >= 0 else UNRUN for slot in slots]
         if self.root_settled and between:
             between[0] = Between(slots[0], True)
         between += [UNRUN] * (count - len(slots))
         # Where the old root has no KV position, it is in no tree slot either.
-        self.between += between[max(0, self.end - self.root) :]
+        self.between += between[self.end - self.root :] if self.end > self.root else between
         self.root += count
         self.known += count
         self.root_run = root_run
@@ -100,18 +101,21 @@ class DraftContext:
 
         With `own`, KV made from the draft's own features may move too.
         """
-        taken = 0
-        for token in self.between[: self.num_movable]:
-            if token.slot < 0 or not (token.settled or own):
+        slots: list[int] = []
+        for slot, settled in self.between:
+            if slot < 0 or not (settled or own):
                 break
-            taken += 1
-        slots = [token.slot for token in self.between[:taken]]
-        del self.between[:taken]
-        self.end += taken
+            slots.append(slot)
+        if slots and self.lag:
+            del slots[self.num_movable :]
+        del self.between[: len(slots)]
+        self.end += len(slots)
         return slots
 
     @property
     def num_movable(self) -> int:
         """Tokens of `between` that need not stay in tree slots: what is run next may take its parent's own feature."""
+        if not self.lag or self.root_run:
+            return len(self.between)
         first = self.first_unrun
-        return len(self.between) if not self.lag or self.root_run or not first else first - 1
+        return first - 1 if first else len(self.between)

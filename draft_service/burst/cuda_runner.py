@@ -11,11 +11,16 @@ from draft_service.burst.plan import BurstShape
 from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
 from draft_service.burst.step_graphs import StepGraphs
 from outrider.attention.base import AttentionBackend
-from outrider.attention.frontier import StepTokens
+from outrider.attention.frontier import StepTokens, begin_burst
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
 from outrider.device import num_processors
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
+
+_PROMPTS = (1, 3, 17, 48, 100)
+"""Prompt tokens whose products and attention are kernels of their own."""
+_ALIGNED = 4
+"""int32 words between two places where fields may begin."""
 
 
 class CudaRunner(Runner):
@@ -34,16 +39,26 @@ class CudaRunner(Runner):
         """Warm prompts up and capture a graph for every bucket; on a CPU there is nothing to do. Trashes the cache."""
         if not self._on_gpu:
             return
+        self._warm_up()
+        self._input.clear()
+        if self.options.use_graphs:
+            self.graphs.capture(self.buckets.all(), progress)
+
+    def _warm_up(self) -> None:
+        """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
+        wait costs a third of a second."""
         room = min(self.shape.num_pages * self.shape.page_size, self.shape.max_context, self.options.chunk_size)
-        for count in {room, min(room, 48)}:
+        for count in sorted({min(room, count) for count in _PROMPTS} | {room}):
             batch = self._paged_prompt(self.shape.num_rows, [0] * count, 0, [-1] * count)
             features = None
             if self.memory.features is not None:
                 features = self.memory.features.new_zeros(count, self.shape.feature_size)
             self._model.forward(batch, features, self.memory.kv, self._attention)
+        self.memory.warm_up()
         self._input.clear()
-        if self.options.use_graphs:
-            self.graphs.capture(self.buckets.all(), progress)
+        for bucket in self.buckets.all():
+            rows = self._input.rows.head(bucket.rows)
+            begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
 
     @property
     def num_bytes(self) -> int:
@@ -96,16 +111,26 @@ class CudaRunner(Runner):
 
     def _paged_prompt(self, row: int, tokens: Sequence[int], position: int, slots: Sequence[int]) -> PagedBatch:
         count = len(tokens)
-        # One small copy for all that describes the chunk.
-        fields = self._put([*tokens, *range(position, position + count), *slots, 0, count, position, row])
+        # One small copy for all that describes the chunk. Fields begin where pointers are aligned, whatever the count:
+        # kernels are compiled anew for others.
+        fields: list[int] = []
+        starts = []
+        for part in (tokens, range(position, position + count), slots, (0, count), (position,), (row,)):
+            starts.append(len(fields))
+            fields += part
+            fields += [0] * (-len(fields) % _ALIGNED)
+        told = self._put(fields)
+        token_ids, positions, kv_slots, first, cached_len, table_rows = (
+            told[start : start + size] for start, size in zip(starts, (count, count, count, 2, 1, 1), strict=True)
+        )
         return PagedBatch(
-            token_ids=fields[:count],
-            positions=fields[count : 2 * count],
-            first=fields[3 * count : 3 * count + 2],
-            cached_len=fields[3 * count + 2 : 3 * count + 3],
-            table_rows=fields[3 * count + 3 :],
+            token_ids=token_ids,
+            positions=positions,
+            first=first,
+            cached_len=cached_len,
+            table_rows=table_rows,
             page_tables=self.memory.plan.page_tables,
-            slots=fields[2 * count : 3 * count],
+            slots=kv_slots,
             page_size=self.shape.page_size,
             max_row_tokens=count,
         )

@@ -38,7 +38,7 @@ class DeviceMemory:
         self._host[: shape.num_rows, self._num_context :] = regions.reshape(shape.num_rows, num_region)
         self._num_known = [0] * shape.num_rows
         self._updates: list[tuple[int, int, int]] = []
-        self._moves: list[tuple[int, Ints]] = []
+        self._moves: list[tuple[int, Sequence[int], int]] = []  # row, tree slots, context position
         masks = (shape.num_rows + 1, shape.region, shape.region // 32)
         self.plan = RegionPlan(
             page_tables=torch.from_numpy(self._host.copy()).to(device),
@@ -78,9 +78,8 @@ class DeviceMemory:
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """KV of tree slots goes to context positions `position`, ... by the next `flush`."""
-        targets = self.context_slots(row, position, position + len(slots))
-        sources = np.asarray(slots, np.int32) + np.int32(self.region_start(row))
-        self._moves.append((row, np.stack([sources, targets], 1)))
+        self._check_pages(row, position, position + len(slots))
+        self._moves.append((row, slots, position))
 
     def flush(self) -> None:
         """Queue what the device does not know: new pages, and moves, which all of them together are one launch."""
@@ -89,14 +88,19 @@ class DeviceMemory:
             update_page_tables(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
             self._updates = []
         if self._moves:
-            self.kv.move_pairs(put(np.concatenate([pairs for _, pairs in self._moves]), device))
+            self.kv.move_pairs(put(self._move_pairs(), device))
             self._moves = []
+
+    def warm_up(self) -> None:
+        """Launch what `flush` launches, without effect."""
+        nothing = put([-1] * 6, self.plan.page_tables.device)
+        update_page_tables(self.plan.page_tables, nothing.view(2, 3))
+        self.kv.move_pairs(nothing.view(3, 2))
 
     def context_slots(self, row: int, start: int, end: int) -> Ints:
         """KV slots of the row's context positions start .. end - 1. Raises ValueError where there are no pages."""
         size = self._shape.page_size
-        if not 0 <= start <= end <= self._num_known[row] * size:
-            raise ValueError(f"context positions {start} to {end} of a row with {self._num_known[row]} pages of {size}")
+        self._check_pages(row, start, end)
         positions = np.arange(start, end, dtype=np.int32)
         slots: Ints = self._host[row, positions // size] * size + positions % size
         return slots
@@ -119,6 +123,24 @@ class DeviceMemory:
                 raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
             self.features[place:end].copy_(rows, non_blocking=True)
             place = end
+
+    def _move_pairs(self) -> Ints:
+        """[N, 2] KV slots from and to which KV moves."""
+        size = self._shape.page_size
+        counts = [len(slots) for _, slots, _ in self._moves]
+        rows = np.array([row for row, _, _ in self._moves], np.int32).repeat(counts)
+        pairs = np.empty((len(rows), 2), np.int32)
+        pairs[:, 0] = self._first_region + rows * self._region_stride
+        pairs[:, 0] += np.array([slot for _, slots, _ in self._moves for slot in slots], np.int32)
+        starts = ((slots, position) for _, slots, position in self._moves)
+        positions = np.array([start + index for slots, start in starts for index in range(len(slots))], np.int32)
+        pairs[:, 1] = self._host[rows, positions // size] * size + positions % size
+        return pairs
+
+    def _check_pages(self, row: int, start: int, end: int) -> None:
+        size = self._shape.page_size
+        if not 0 <= start <= end <= self._num_known[row] * size:
+            raise ValueError(f"context positions {start} to {end} of a row with {self._num_known[row]} pages of {size}")
 
 
 def as_tensor(value: object) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,11 @@ class Entries:
     Attributes:
         count: rows in use; only these count in the arrays.
         num_dead: those of them that are dead.
+        columns: int32 [4, capacity], what the next four are views of, in the order of a burst's seeds.
         rows: int32, the runner's row of its request.
-        parents: intp, entry of its parent; -1 for a root.
+        above: int32, tree slot of its parent, where that was run.
         tokens, positions: int32, the token and its position in the sequence.
+        parents: intp, entry of its parent; -1 for a root.
         edges: float32, natural-log chance of the token after its parent.
         scores: float64, that of the path from the root, at most 0; DEAD.
         ranks: float64, the same where the entry may be run next: its parent was, and it was not. -inf elsewhere.
@@ -35,10 +37,9 @@ class Entries:
         self.capacity = capacity
         self.count = 0
         self.num_dead = 0
-        self.rows = np.zeros(capacity, np.int32)
+        self.columns = np.zeros((4, capacity), np.int32)
+        self.rows, self.above, self.tokens, self.positions = self.columns
         self.parents = np.zeros(capacity, np.intp)
-        self.tokens = np.zeros(capacity, np.int32)
-        self.positions = np.zeros(capacity, np.int32)
         self.edges = np.zeros(capacity, np.float32)
         self.scores = np.zeros(capacity, np.float64)
         self.ranks = np.zeros(capacity, np.float64)
@@ -56,39 +57,54 @@ class Entries:
         parents: Ints,
         tokens: NDArray[np.int32],
         edges: NDArray[np.float32],
-        bounds: list[int],
+        slots: NDArray[np.int32],
+        bounds: Sequence[tuple[int, int]],
     ) -> None:
-        """Add candidates below entries that were run. Those from one bound to the next have parents before them."""
+        """Add candidates below entries that were run in these slots. Those within bounds have parents before them."""
         first = self.count
         self.count = end = first + len(parents)
-        for low, high in pairwise(bounds):
-            above = parents[low:high]
-            self.rows[first + low : first + high] = self.rows[above]
-            self.positions[first + low : first + high] = self.positions[above] + 1
-            self.scores[first + low : first + high] = self.scores[above] + edges[low:high]
+        rows, positions, scores = self.rows, self.positions, self.scores
+        for low, high in bounds:
+            above, new = parents[low:high], slice(first + low, first + high)
+            rows[new] = rows[above]
+            positions[new] = positions[above] + 1
+            scores[new] = scores[above] + edges[low:high]
         self.parents[first:end] = parents
+        self.above[first:end] = slots
         self.tokens[first:end] = tokens
         self.edges[first:end] = edges
-        self.ranks[first:end] = self.scores[first:end]
+        self.ranks[first:end] = scores[first:end]
         self.parental[parents] = True
 
-    def append(self, row: int, parent: int, token: int, position: int, edge: float, node: int) -> int:
-        """Add one entry, a root if `parent` is -1, and return it. A child of a run entry may be run next."""
+    def append_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> Ints:
+        """Add roots, and return them."""
+        first = self.count
+        self.count = end = first + len(rows)
+        self.rows[first:end] = rows
+        self.above[first:end] = -1
+        self.tokens[first:end] = tokens
+        self.positions[first:end] = positions
+        self.parents[first:end] = -1
+        self.edges[first:end] = 0.0
+        self.scores[first:end] = 0.0
+        self.ranks[first:end] = DEAD
+        self.nodes[first:end] = nodes
+        return np.arange(first, end)
+
+    def append(self, parent: int, token: int, edge: float, node: int) -> int:
+        """Add one entry and return it. A child of a run entry may be run next."""
         entry = self.count
         self.count += 1
-        self.rows[entry] = row
+        self.rows[entry] = self.rows[parent]
         self.parents[entry] = parent
         self.tokens[entry] = token
-        self.positions[entry] = position
+        self.positions[entry] = self.positions[parent] + 1
         self.edges[entry] = edge
         self.nodes[entry] = node
-        self.scores[entry] = 0.0
-        self.ranks[entry] = DEAD
-        if parent >= 0:
-            self.scores[entry] = score = self.scores[parent] + edge
-            self.parental[parent] = True
-            if self.slots[parent] >= 0:
-                self.ranks[entry] = score
+        self.scores[entry] = score = self.scores[parent] + edge
+        self.parental[parent] = True
+        self.above[entry] = slot = self.slots[parent]
+        self.ranks[entry] = score if slot >= 0 else DEAD
         return entry
 
     def kill(self, entries: Ints) -> None:
@@ -106,35 +122,11 @@ class Entries:
         self.count = end = len(kept)
         self.num_dead = 0
         self.parents[:end] = places[self.parents[kept]]
-        for column in self._columns():
+        self.columns[:, :end] = self.columns[:, kept]
+        for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.parental):
             column[:end] = column[kept]
         # Rows that are not in use have these as new entries do.
         self.slots[end:count] = -1
         self.nodes[end:count] = -1
         self.parental[end:count] = False
         return places
-
-    def _columns(self) -> _Columns:
-        return _Columns(
-            self.rows,
-            self.tokens,
-            self.positions,
-            self.edges,
-            self.scores,
-            self.ranks,
-            self.slots,
-            self.nodes,
-            self.parental,
-        )
-
-
-class _Columns(NamedTuple):
-    rows: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    edges: NDArray[np.float32]
-    scores: NDArray[np.float64]
-    ranks: NDArray[np.float64]
-    slots: NDArray[np.int32]
-    nodes: NDArray[np.int64]
-    parental: NDArray[np.bool_]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +16,16 @@ _NO_FLOOR = -1e9
 """Above DEAD, so that no dead entry is worth anything."""
 _FEW_DEAD = 512
 """Dead entries that cost less than dropping them."""
+
+Int32s = NDArray[np.int32]
+
+
+def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
+    """[N] how many of the same group lie before each; `counts` are the sizes of all groups."""
+    order = groups.argsort(kind="stable")
+    places = np.empty(len(groups), np.intp)
+    places[order] = np.arange(len(groups)) - (counts.cumsum() - counts).repeat(counts)
+    return places
 
 
 class DraftForest:
@@ -44,9 +57,13 @@ class DraftForest:
 
     def set_root(self, row: int, token: int, position: int, node: int) -> None:
         """A tree begins with its root, node `node` of the author; the row has no other. No burst may be pending."""
-        self.make_room(1)
-        self.roots[row] = self.entries.append(row, -1, token, position, 0.0, node)
-        self.root_positions[row] = position
+        self.set_roots(np.array([row]), [token], np.array([position]), [node])
+
+    def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
+        """The same for several rows."""
+        self.make_room(len(rows))
+        self.roots[rows] = self.entries.append_roots(rows, tokens, positions, nodes)
+        self.root_positions[rows] = positions
 
     def close(self, row: int) -> None:
         """A tree is gone."""
@@ -60,15 +77,12 @@ class DraftForest:
     def choose(self, limit: int) -> Ints:
         """The best entries that may be run next, at most `limit`, the best first."""
         entries = self.entries
-        found = np.flatnonzero(entries.ranks[: entries.count] >= self.floor)
+        found = (entries.ranks[: entries.count] >= self.floor).nonzero()[0]
         if not len(found):
             return found
-        rows = entries.rows[found]
         left = self.quotas - self.num_run
         last = np.where(left > 0, self.last_positions, -1)
-        found = found[entries.positions[found] <= last[rows]]
-        if not len(found):
-            return found
+        found = found[entries.positions[found] <= last[entries.rows[found]]]
         worst_first = entries.ranks[found]
         if len(found) > limit:
             best = worst_first.argpartition(len(found) - limit)[-limit:]
@@ -76,22 +90,18 @@ class DraftForest:
         found = found[worst_first.argsort()[::-1]]
         rows = entries.rows[found]
         counts = np.bincount(rows, minlength=len(left))
-        if (counts <= left).all():
+        if not np.count_nonzero(counts > left):
             return found
-        order = rows.argsort(kind="stable")
-        grouped = rows[order]
-        within = np.arange(len(rows)) - (counts.cumsum() - counts)[grouped]
-        order = order[within < left[grouped]]
-        order.sort()
-        return found[order]
+        return found[places_within(rows, counts) < left[rows]]
 
     def best_unrun(self) -> NDArray[np.float64]:
         """[R] path score of each tree's best entry that may be run next; DEAD if there is none."""
         entries = self.entries
         best = np.full(len(self.roots), DEAD)
-        found = np.flatnonzero(entries.ranks[: entries.count] >= self.floor)
+        found = (entries.ranks[: entries.count] >= self.floor).nonzero()[0]
         rows = entries.rows[found]
-        allowed = (entries.positions[found] <= self.last_positions[rows]) & (self.quotas > self.num_run)[rows]
+        last = np.where(self.quotas > self.num_run, self.last_positions, -1)
+        allowed = entries.positions[found] <= last[rows]
         np.maximum.at(best, rows[allowed], entries.ranks[found[allowed]])
         return best
 
@@ -100,30 +110,32 @@ class DraftForest:
 
         `seeds` [N] are the entries of its seeds; -1 for one that is no entry, whose candidates are dropped.
         """
-        entries, count = self.entries, len(seeds)
+        entries, first, start = self.entries, result.first, self.entries.count
         num_steps, width, branching = result.tokens.shape
-        picked, tokens = result.picked.reshape(-1), result.tokens.reshape(-1)
+        picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
+        tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
         # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
-        keep = (result.scores >= self.floor).reshape(-1)
-        places = np.full(count + len(tokens) + 1, -1, np.intp)  # entry of each pool index; the last is nobody's
-        places[:count] = seeds
-        if count and int(seeds.min()) < 0:
-            parents_here = np.ones(len(places), np.bool_)
-            parents_here[:count] = seeds >= 0
-            keep &= parents_here[picked].repeat(branching)
+        keep = edges >= self.floor
+        places = np.empty(first + len(tokens) + 1, np.intp)  # entry of each pool index; the last is nobody's
+        places.fill(-1)
+        places[: len(seeds)] = seeds
+        nobody = seeds < 0
+        if np.count_nonzero(nobody):
+            blank = np.zeros(len(places), np.bool_)
+            blank[: len(seeds)] = nobody
+            keep &= ~blank[picked].repeat(branching)
         if self.may_know:
-            for step in range(num_steps):
-                self._find_known(count, step, result, keep, places)
-        kept = np.flatnonzero(keep)
-        places[kept + count] = np.arange(entries.count, entries.count + len(kept))
-        nodes = places[picked]
-        before = nodes[(nodes >= 0) & (nodes < entries.count)] if self.may_know else nodes[:0]
-        edges = result.scores.reshape(-1)[kept]
-        bounds = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
-        entries.append_children(nodes[kept // branching], tokens[kept], edges, bounds)
-        self._ran(nodes, result.slots.reshape(-1))
-        if len(before):
-            self._admit_children(before[entries.parental[before]])
+            self._find_known(result, picked, tokens, keep, places)
+        kept = keep.nonzero()[0]
+        places[kept + first] = np.arange(start, start + len(kept))
+        nodes, parents = places[picked], kept // branching
+        ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
+        entries.append_children(nodes[parents], tokens[kept], edges[kept], slots[parents], list(pairwise(ends)))
+        if self.may_know:
+            self._ran_again(nodes, slots, start)
+        else:
+            there = nodes >= 0
+            self._ran(nodes[there], slots[there])
 
     def make_room(self, count: int) -> bool:
         """Have room for so many entries: dead ones go, then the least promising; False if that does not do."""
@@ -141,47 +153,63 @@ class DraftForest:
         if self.entries.num_dead > _FEW_DEAD + self.entries.count // 2:
             self._compact()
 
-    def _find_known(self, count: int, step: int, result: BurstResult, keep: NDArray[np.bool_], places: Ints) -> None:
-        """Candidates of a step that were there before the burst: they are no new entries, but may be run by it."""
-        entries, branching = self.entries, result.tokens.shape[2]
-        above = places[result.picked[step]]
-        asked = np.flatnonzero((above >= 0) & entries.parental[above])
-        if not len(asked):
-            return
-        above = above[asked]
-        known = np.flatnonzero(np.isin(entries.parents[: entries.count], above))
-        if not len(known):
-            return
-        first = step * len(result.picked[step])
-        offered = ((first + asked)[:, None] * branching + np.arange(branching)).reshape(-1)
-        keys = above.repeat(branching).astype(np.int64) << 32 | result.tokens[step, asked].reshape(-1)
-        known_keys = entries.parents[known].astype(np.int64) << 32 | entries.tokens[known]
-        order = known_keys.argsort()
-        at = np.searchsorted(known_keys, keys, sorter=order)
-        matches = order[np.minimum(at, len(known) - 1)]
-        same = known_keys[matches] == keys
-        keep[offered[same]] = False
-        places[offered[same] + count] = known[matches[same]]
+    def _find_known(
+        self, result: BurstResult, picked: Int32s, tokens: Int32s, keep: NDArray[np.bool_], places: Ints
+    ) -> None:
+        """Candidates that were there before the burst: they are no new entries, but may be run by it."""
+        entries, count, branching = self.entries, self.entries.count, result.tokens.shape[2]
+        asked = np.zeros(len(picked), np.bool_)
+        while True:  # once for each level of a tree that was there
+            above = places[picked]
+            more = ((above >= 0) & entries.parental[above] & ~asked).nonzero()[0]
+            if not len(more):
+                return
+            asked[more] = True
+            above = above[more]
+            wanted = np.zeros(count + 1, np.bool_)
+            wanted[above] = True
+            known = wanted[entries.parents[:count]].nonzero()[0]
+            if not len(known):
+                return
+            offered = (more[:, None] * branching + np.arange(branching)).reshape(-1)
+            keys = above.repeat(branching) << 32 | tokens[offered]
+            known_keys = entries.parents[known] << 32 | entries.tokens[known]
+            order = known_keys.argsort()
+            at = known_keys.searchsorted(keys, sorter=order)
+            matches = order[np.minimum(at, len(known) - 1)]
+            same = known_keys[matches] == keys
+            offered, matches = offered[same], known[matches[same]]
+            keep[offered] = False
+            places[offered + result.first] = matches
 
-    def _ran(self, nodes: Ints, slots: NDArray[np.int32]) -> None:
-        """These entries were run in these slots; -1 for none. One that was run before keeps its slot."""
+    def _ran(self, nodes: Ints, slots: Int32s) -> None:
+        """These entries were run in these slots."""
         entries = self.entries
-        there = np.flatnonzero(nodes >= 0)
-        nodes, slots = nodes[there], slots[there]
-        if self.may_know:
-            first = entries.slots[nodes] < 0
-            nodes, slots = nodes[first], slots[first]
         entries.slots[nodes] = slots
         entries.ranks[nodes] = DEAD
         rows = entries.rows[nodes]
         self.slots.live[rows, slots] = True
         self.num_run += np.bincount(rows, minlength=len(self.num_run))
 
+    def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
+        """The same where some were run before, which keep their slots, and where entries below `count` have others."""
+        entries = self.entries
+        there = (nodes >= 0).nonzero()[0]
+        nodes, slots = nodes[there], slots[there]
+        fresh = entries.slots[nodes] < 0
+        self._ran(nodes[fresh], slots[fresh])
+        before = nodes[nodes < count]
+        parental = before[entries.parental[before]]
+        if len(parental):
+            self._admit_children(parental)
+
     def _admit_children(self, parental: Ints) -> None:
         """What hung below entries before they were run may be run now."""
         entries, count = self.entries, self.entries.count
-        waiting = np.flatnonzero((entries.slots[:count] < 0) & np.isin(entries.parents[:count], parental))
-        waiting = waiting[entries.slots[entries.parents[waiting]] >= 0]
+        wanted = np.zeros(count + 1, np.bool_)
+        wanted[parental] = True
+        waiting = (wanted[entries.parents[:count]] & (entries.slots[:count] < 0)).nonzero()[0]
+        entries.above[waiting] = entries.slots[entries.parents[waiting]]
         entries.ranks[waiting] = entries.scores[waiting]
 
     def _compact(self) -> None:

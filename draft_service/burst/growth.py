@@ -58,7 +58,7 @@ class BurstGrowth(Grower):
         self._rows: dict[int, DraftContext] = {}
         self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * self._burst_entries))
         self._keeper = ContextKeeper(runner, self._forest.slots, options)
-        self._planner = Planner(self._forest, self._rows, shape, options)
+        self._planner = Planner(self._forest, self._rows, self._keeper, shape, options)
         self._announcer = Announcer(self._forest, self._rows, limits, ledger)
         self._free_rows = list(range(shape.num_rows - 1, -1, -1))
         self._contexts: dict[int, DraftContext] = {}  # by handle
@@ -76,10 +76,16 @@ class BurstGrowth(Grower):
         waiting = self._flight or self._opening or self._closing or self._changed
         return self._resting and not waiting and self._announcer.done
 
+    @property
+    def pressed(self) -> bool:
+        """Whether a device that has something to do has nothing to do yet."""
+        return self._flight is None and not self._resting
+
     def open(self, tree: Tree) -> None:
         """A tree gets its row once the burst under way has ended."""
         self._opening[tree.handle] = tree
-        self._withhold(tree)
+        if not self._shape.lag:  # verify sends no features before it was answered
+            self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The forest follows once the burst under way has ended."""
@@ -100,6 +106,7 @@ class BurstGrowth(Grower):
     def close(self, tree: Tree) -> None:
         """Its row and its pages are free once the burst under way has ended."""
         self.declined.pop(tree.handle, None)
+        self.ledger.withheld.discard(tree.handle)
         self._opening.pop(tree.handle, None)
         self._early.pop(tree.handle, None)
         self._changed.pop(tree.handle, None)
@@ -115,6 +122,8 @@ class BurstGrowth(Grower):
         context = self._contexts.get(tree.handle)
         if not self._shape.lag or (context is None and tree.handle not in self._opening):
             return
+        if features.start + features.count > self._options.max_positions:  # nothing bounds them but their tokens
+            return
         part = (features.start, features.count, self._runner.project(features))
         if context is None:
             self._early[tree.handle].append(part)
@@ -125,10 +134,13 @@ class BurstGrowth(Grower):
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Take what the burst under way brought, launch the next one, and append to the authors while that runs."""
         flight = self._flight
-        if flight is not None and self._announcer.done and not flight.pending.done() and (not wait or interrupted()):
-            return
         if flight is None or self._announcer.done or flight.pending.done():
-            self._land()
+            if flight is not None:
+                if (not wait and not flight.pending.done()) or not flight.pending.over(interrupted):
+                    return
+                self._land()
+                if interrupted():  # what the next burst runs may depend on it
+                    return
             self._apply()
             self._launch()
             self._announcer.prepare()
@@ -181,13 +193,15 @@ class BurstGrowth(Grower):
         self.counts["burst_nodes"] += num_nodes
         self.counts["burst_places"] += burst.num_steps * burst.width
         self.counts["burst_seconds"] += perf_counter() - flight.began
-        for row in flight.plan.rows:
-            context = self._rows[row]
-            context.steps_left = max(0, context.steps_left - burst.num_steps)
-            if self._options.lockstep_steps:
+        if self._options.lockstep_steps:
+            for row in flight.plan.rows:
+                context = self._rows[row]
+                context.steps_left = max(0, context.steps_left - burst.num_steps)
                 self._set_bounds(context)
         for one in flight.plan.forced:
-            self._look_at(one.context)
+            if one.context.between or one.context.lag or not one.context.root_run:
+                self._look_at(one.context)
+        self._keeper.free_slots()
 
     def _apply(self) -> None:
         """Do what waited for the burst to end."""
@@ -255,6 +269,7 @@ class BurstGrowth(Grower):
                 self._note_step(context, step, walked)
         for context in contexts:
             self._look_at(context)
+        self._keeper.free_slots()
 
     def _note_step(self, context: DraftContext, step: Step, walked: Walked) -> None:
         root_slot = self._forest.entries.slots[self._forest.roots[context.row]]

@@ -27,6 +27,8 @@ class ContextKeeper:
     def __init__(self, runner: BurstRunner, slots: TreeSlots, options: GrowthOptions) -> None:
         shape = runner.shape
         self.pool = PagePool(shape.num_pages, shape.page_size)
+        self.context_lens = np.zeros(shape.num_rows, np.int32)
+        """KV positions of the context of each row."""
         self.num_extended = 0
         """Tokens computed outside of bursts since someone set this to 0."""
         self.max_forced = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
@@ -35,9 +37,12 @@ class ContextKeeper:
         self._slots = slots
         self._own_features = options.own_features
         self._max_between = shape.region // 8
+        self._freed_rows: list[int] = []
+        self._freed_slots: list[int] = []
 
     def open(self, context: DraftContext) -> None:
         """A request takes its row."""
+        self.context_lens[context.row] = context.kv_len
         self._runner.open(context.row, context.sampling)
 
     def close(self, context: DraftContext) -> None:
@@ -47,21 +52,24 @@ class ContextKeeper:
         self._runner.close(context.row)
 
     def settle(self, context: DraftContext) -> None:
-        """Move KV of committed tokens that were run as they should be to the context."""
-        own = self._own_features or len(context.between) > self._max_between
+        """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`."""
+        if not context.between:
+            return
+        # Those whose true features are here will be run with them.
+        is_full = len(context.between) > self._max_between and context.feature_end <= context.end
+        own = self._own_features or is_full
         first = context.kv_len
         slots = context.take_settled(own=own)
         if not slots:
             return
         self._reserve(context, context.kv_len)
         self._runner.move(context.row, slots, first)
-        self._free(context.row, slots)
-        context.features.forget(context.end - 1)
+        self._advanced(context, slots)
 
     def num_extendable(self, context: DraftContext) -> int:
         """Tokens that should be computed apart before anything else of the request."""
         between = len(context.between)
-        if not context.lag:
+        if not context.lag or not between:
             return between if between > self.max_forced else 0
         covered = min(context.feature_end - context.end, between)
         if context.feature_end > context.root:
@@ -83,8 +91,8 @@ class ContextKeeper:
         context.end += count
         slots = [token.slot for token in context.between[:count] if token.slot >= 0]
         del context.between[:count]
-        self._free(context.row, slots)
-        context.features.forget(context.end - 1)
+        self._advanced(context, slots)
+        self.free_slots()
 
     def _reserve(self, context: DraftContext, kv_len: int) -> None:
         missing = -(-kv_len // self.pool.page_size) - len(context.pages)
@@ -97,6 +105,16 @@ class ContextKeeper:
         context.pages += pages
         self._runner.set_pages(context.row, context.pages)
 
-    def _free(self, row: int, slots: list[int]) -> None:
-        if slots:
-            self._slots.free(np.full(len(slots), row, np.int32), np.array(slots, np.int32))
+    def free_slots(self) -> None:
+        """The slots that `settle` emptied are free."""
+        if self._freed_slots:
+            self._slots.free(np.array(self._freed_rows, np.int32), np.array(self._freed_slots, np.int32))
+            self._freed_rows.clear()
+            self._freed_slots.clear()
+
+    def _advanced(self, context: DraftContext, slots: list[int]) -> None:
+        self.context_lens[context.row] = context.kv_len
+        self._freed_rows += [context.row] * len(slots)
+        self._freed_slots += slots
+        if context.lag:
+            context.features.forget(context.end - 1)

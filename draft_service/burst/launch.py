@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 
 from draft_service.burst.context import Between, DraftContext
 from draft_service.burst.entries import Ints
 from draft_service.burst.forest import DraftForest
+from draft_service.burst.keeper import ContextKeeper
 from draft_service.burst.options import GrowthOptions
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, RowState, Seeds
+from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, RowStates, Seeds
 from draft_service.burst.slots import Int32s, Lent
 
 _LEVELS = 2
@@ -22,7 +22,7 @@ _FAIR = 4
 """Nodes of a burst that a request may have, as a multiple of its even share."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forced:
     """A request's tokens that a burst must run: some of those between context and root, and the root."""
 
@@ -36,7 +36,7 @@ class Forced:
     true_features: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """A burst, and what is needed to understand its result."""
 
@@ -53,9 +53,15 @@ class Planner:
     """Chooses what a burst runs."""
 
     def __init__(
-        self, forest: DraftForest, contexts: Mapping[int, DraftContext], shape: BurstShape, options: GrowthOptions
+        self,
+        forest: DraftForest,
+        contexts: Mapping[int, DraftContext],
+        keeper: ContextKeeper,
+        shape: BurstShape,
+        options: GrowthOptions,
     ) -> None:
         """`contexts` by row of the runner; its owner keeps it up to date."""
+        self._keeper = keeper
         self._forest = forest
         self._contexts = contexts
         self._shape = shape
@@ -70,6 +76,8 @@ class Planner:
             return False
         if context.feature_end > context.root:
             return not context.root_run or not (context.root_settled or self._options.own_features)
+        if self._options.lockstep_steps and not self._options.own_features:
+            return False
         first = context.first_unrun
         # Without true features it takes its parent's own, which lie in the parent's tree slot.
         return not context.root_run and first > 0
@@ -84,28 +92,32 @@ class Planner:
         chosen = forest.choose(min(self._shape.max_seeds - num_forced, max_nodes))
         if not forced and not len(chosen):
             return None
+        columns = forest.entries.columns[:, chosen]
         there = np.zeros(self._shape.num_rows, np.bool_)
-        there[forest.entries.rows[chosen]] = True
+        there[columns[0]] = True
         left = forest.quotas - forest.num_run
         for one in forced:
             there[one.context.row] = True
             left[one.context.row] -= not one.context.root_run
-        rows = np.flatnonzero(there).astype(np.int32)
+        rows = there.nonzero()[0].astype(np.int32)
         num_steps = self._num_steps(forced, rows, reruns)
         left = np.maximum(left[rows], 0)
         width = self._width(num_forced, len(forced), len(chosen), len(rows), int(left.sum()))
         fair = max(self._shape.branching, _FAIR * width * num_steps // len(rows))
         lent = forest.slots.lend(rows, np.minimum(left, min(fair, width * num_steps)))
         self._index[rows] = np.arange(len(rows))
-        seeds, parts = self._seeds(forced, num_forced, chosen)
-        states = self._row_states(rows, lent)
-        burst = Burst(states, seeds, num_steps, width, forest.floor, parts)
-        entries = np.full(num_forced + len(chosen), -1, np.intp)
+        fields = np.empty((NUM_SEED_FIELDS, num_forced + len(chosen)), np.int32)
+        entries = np.empty(num_forced + len(chosen), np.intp)
+        parts = self._lay_out(forced, fields, entries) if forced else []
+        fields[:4, num_forced:] = columns
+        fields[0, num_forced:] = self._index[columns[0]]
+        fields[4:6, num_forced:] = -1
+        fields[6:, num_forced:].view(np.float32)[:] = forest.entries.scores[chosen]
         entries[num_forced:] = chosen
-        at = -1
-        for one in forced:
-            at += len(one.slots)
-            entries[at] = forest.roots[one.context.row]
+        slots = forest.slots
+        lens = self._keeper.context_lens[rows]
+        states = RowStates(rows, lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
+        burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts)
         return Plan(burst, rows.tolist(), forced, entries, lent)
 
     def land(self, plan: Plan, result: BurstResult) -> int:
@@ -119,23 +131,26 @@ class Planner:
     def _force(self, contexts: Sequence[DraftContext]) -> tuple[list[Forced], int]:
         forced: list[Forced] = []
         count = 0
+        if not contexts:
+            return forced, count
+        limit = min(self._shape.max_width, self._shape.max_seeds)
+        root_slots = self._forest.entries.slots[self._forest.roots].tolist()
+        num_free = self._forest.slots.num_free.tolist()
         for context in contexts:
             true_features = not context.lag or context.feature_end > context.root
             first = 0 if true_features else context.first_unrun
-            tokens = [*context.between[first:], Between(self._root_slot(context), False)]
-            num_free = int(self._forest.slots.num_free[context.row])
-            if count + len(tokens) > min(self._shape.max_width, self._shape.max_seeds) or len(tokens) > num_free:
+            slots = [slot for slot, _ in context.between[first:]]
+            slots.append(root_slots[context.row])
+            length = len(slots)
+            if count + length > limit or length > num_free[context.row]:
                 continue
-            slots = [token.slot for token in tokens]
             taken = [slot < 0 for slot in slots]
-            fresh = iter(self._forest.slots.take(context.row, sum(taken)))
-            slots = [next(fresh) if slot < 0 else slot for slot in slots]
+            if any(taken):
+                fresh = iter(self._forest.slots.take(context.row, sum(taken)))
+                slots = [next(fresh) if slot < 0 else slot for slot in slots]
             forced.append(Forced(context, first, slots, taken, true_features))
-            count += len(tokens)
+            count += length
         return forced, count
-
-    def _root_slot(self, context: DraftContext) -> int:
-        return int(self._forest.entries.slots[self._forest.roots[context.row]])
 
     def _num_steps(self, forced: list[Forced], rows: Int32s, reruns: bool) -> int:
         options = self._options
@@ -154,46 +169,44 @@ class Planner:
             want = min(max(num_chosen, roomy), left)
         return max(num_forced, min(want, self._shape.max_width), 1)
 
-    def _seeds(self, forced: list[Forced], num_forced: int, chosen: Ints) -> tuple[Seeds, list[object]]:
-        entries = self._forest.entries
-        count = num_forced + len(chosen)
-        fields = np.full((6, count), -1, np.int32)
-        rows, parents, tokens, positions, slots, features = fields
-        scores = np.full(count, FORCED, np.float32)
+    def _lay_out(self, forced: list[Forced], fields: Int32s, entries: Ints) -> list[object]:
+        """Write the fields and the entries of forced seeds; returns their features."""
+        rows: list[int] = []
+        parents: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        features: list[int] = []
+        roots: list[int] = []  # where each root lies among the seeds
         parts: list[object] = []
-        at = num_features = 0
+        num_features = 0
         for one in forced:
-            context, end = one.context, at + len(one.slots)
+            context, count = one.context, len(one.slots)
             start = context.end + one.first
-            rows[at:end] = self._index[context.row]
-            parents[at] = context.between[one.first - 1].slot if one.first else -1
-            parents[at + 1 : end] = one.slots[:-1]
-            tokens[at:end] = context.tree.author.tokens[start : context.root + 1]
-            positions[at:end] = np.arange(start, context.root + 1)
-            slots[at:end] = one.slots
+            rows += [context.row] * count
+            parents.append(context.between[one.first - 1].slot if one.first else -1)
+            parents += one.slots[:-1]
+            tokens += context.tree.author.tokens[start : context.root + 1]
+            positions += range(start, context.root + 1)
+            slots += one.slots
+            roots.append(len(rows) - 1)
             if context.lag and one.true_features:
-                features[at:end] = np.arange(num_features, num_features + len(one.slots))
-                num_features += len(one.slots)
+                features += range(num_features, num_features + count)
+                num_features += count
                 parts += [values for _, _, values in context.features.cut(start - 1, context.root)]
-            at = end
-        if len(chosen):
-            rows[at:] = self._index[entries.rows[chosen]]
-            parents[at:] = entries.slots[entries.parents[chosen]]
-            tokens[at:] = entries.tokens[chosen]
-            positions[at:] = entries.positions[chosen]
-            scores[at:] = entries.scores[chosen]
-        return Seeds(rows, parents, tokens, positions, scores, slots, features), parts
-
-    def _row_states(self, rows: Int32s, lent: Lent) -> list[RowState]:
-        live = self._forest.slots.live[rows]
-        numbers = rows.tolist()
-        context_lens = [self._contexts[row].kv_len for row in numbers]
-        free = lent.slots.tolist()
-        bounds = pairwise(accumulate(lent.counts, initial=0))
-        return [
-            RowState(row, context_len, slots, free[start:end])
-            for row, context_len, slots, (start, end) in zip(numbers, context_lens, live, bounds, strict=True)
-        ]
+            else:
+                features += [-1] * count
+        end = len(rows)
+        fields[:6, :end] = (rows, parents, tokens, positions, slots, features)
+        owners = fields[0, roots]
+        entries[:end] = -1
+        entries[roots] = self._forest.roots[owners]
+        scores, bases = fields[6:, :end].view(np.float32)
+        scores[:] = FORCED
+        bases[:] = -np.inf
+        bases[roots] = 0.0
+        fields[0, :end] = self._index[fields[0, :end]]
+        return parts
 
     def _land_forced(self, forced: list[Forced], result: BurstResult) -> None:
         slots = self._forest.slots
@@ -204,13 +217,16 @@ class Planner:
         picked = result.picked.reshape(-1)
         ran[picked[(picked >= 0) & (picked < num_forced)]] = True
         got = ran.tolist()
+        unused_rows: list[int] = []
+        unused_slots: list[int] = []
         at = 0
         for one in forced:
             context, last = one.context, len(one.slots) - 1
             for index, (slot, taken) in enumerate(zip(one.slots, one.taken, strict=True)):
                 if not got[at + index]:
                     if taken:
-                        slots.free(np.array([context.row], np.int32), np.array([slot], np.int32))
+                        unused_rows.append(context.row)
+                        unused_slots.append(slot)
                 elif index == last:
                     context.root_run, context.root_settled = True, one.true_features
                     context.fresh = False
@@ -218,3 +234,5 @@ class Planner:
                     slots.live[context.row, slot] = True
                     context.between[one.first + index] = Between(slot, one.true_features)
             at += last + 1
+        if unused_rows:
+            slots.free(np.array(unused_rows, np.int32), np.array(unused_slots, np.int32))

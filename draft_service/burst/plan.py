@@ -7,7 +7,7 @@ burst deepens a tree without the host looking at it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.sampling.params import SamplingParams
+
+Int32s = NDArray[np.int32]
 
 FORCED = np.float32(1e30)
 """Path score of a seed that the first step must take: committed tokens whose KV is missing, and the root.
@@ -25,29 +27,51 @@ is live is filled anew, and what hangs below it stays.
 """
 
 
-@dataclass(frozen=True, slots=True)
+NUM_SEED_FIELDS = 8
+
+
 class Seeds:
-    """Nodes that a burst may run, parents before children; N of them, at most `BurstShape.max_seeds`."""
+    """Nodes that a burst may run, parents before children; N of them, at most `BurstShape.max_seeds`.
 
-    rows: NDArray[np.int32]
-    """[N] index into `Burst.rows`."""
-    parents: NDArray[np.int32]
-    """[N] tree slot of the parent; -1 where all before the node is context."""
-    tokens: NDArray[np.int32]
-    """[N] token ids of the target's vocabulary."""
-    positions: NDArray[np.int32]
-    """[N] absolute position of the token in the sequence."""
-    scores: NDArray[np.float32]
-    """[N] path score from the current root, at most 0; FORCED for a forced seed."""
-    slots: NDArray[np.int32]
-    """[N] tree slot of a forced seed; -1 lets the runner take one of the row's free ones."""
-    features: NDArray[np.int32]
-    """[N] row of `Burst.features` that the node takes; -1 takes what its parent's step brought."""
+    Attributes:
+        fields: int32 [8, N], one row after the other what follows here, as the device takes it.
+        rows: int32 [N], index into `Burst.rows`.
+        parents: int32 [N], tree slot of the parent; -1 where all before the node is context.
+        tokens: int32 [N], token ids of the target's vocabulary.
+        positions: int32 [N], absolute position of the token in the sequence.
+        slots: int32 [N], tree slot of a forced seed; -1 lets the runner take one of the row's free ones.
+        features: int32 [N], row of `Burst.features` that the node takes; -1 takes what its parent's step brought.
+        scores: float32 [N], path score from the current root, at most 0; FORCED for a forced seed.
+        bases: float32 [N], where the path scores of its candidates count from: its own; 0 for the root; -inf for other
+            forced seeds.
+    """
+
+    __slots__ = ("bases", "features", "fields", "parents", "positions", "rows", "scores", "slots", "tokens")
+
+    def __init__(self, fields: Int32s) -> None:
+        self.fields = fields
+        self.rows, self.parents, self.tokens, self.positions, self.slots, self.features = fields[:6]
+        self.scores, self.bases = fields[6:].view(np.float32)
+
+    def __len__(self) -> int:
+        return int(self.fields.shape[1])
+
+    @classmethod
+    def of(cls, **columns: NDArray[np.int32] | NDArray[np.float32]) -> Seeds:
+        """Seeds of separate columns; `bases` follow from the others."""
+        seeds = cls(np.empty((NUM_SEED_FIELDS, len(columns["rows"])), np.int32))
+        for name, values in columns.items():
+            getattr(seeds, name)[:] = values
+        forced = seeds.scores >= FORCED
+        more = np.zeros_like(forced)
+        more[:-1] = forced[1:] & (seeds.rows[1:] == seeds.rows[:-1])
+        seeds.bases[:] = np.where(forced, np.where(more, np.float32(-np.inf), np.float32(0.0)), seeds.scores)
+        return seeds
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RowState:
-    """One request of a burst. Not to be changed; making a frozen one takes three times as long."""
+    """One request of a burst."""
 
     row: int
     """Its row of the runner, from `BurstRunner.open`."""
@@ -60,11 +84,54 @@ class RowState:
     """Tree slots that the burst may fill, forced seeds' not included."""
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """What a burst is told."""
+@dataclass(slots=True)
+class RowStates:
+    """The requests of a burst, B of them, as arrays; see RowState. Not to be changed."""
 
-    rows: Sequence[RowState]
+    rows: Int32s
+    """[B]"""
+    context_lens: Int32s
+    """[B]"""
+    live: NDArray[np.bool_]
+    """[B, region]"""
+    free: Int32s
+    """[B, region]; of row i those from `free_starts[i]` to below `free_ends[i]` count."""
+    free_starts: Int32s
+    """[B]"""
+    free_ends: Int32s
+    """[B]"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> RowState:
+        free = self.free[index, self.free_starts[index] : self.free_ends[index]].tolist()
+        return RowState(int(self.rows[index]), int(self.context_lens[index]), self.live[index], free)
+
+    def __iter__(self) -> Iterator[RowState]:
+        return (self[index] for index in range(len(self)))
+
+    @classmethod
+    def of(cls, states: Sequence[RowState], region: int) -> RowStates:
+        """The same one by one."""
+        free = np.zeros((len(states), region), np.int32)
+        for target, state in zip(free, states, strict=True):
+            target[: len(state.free)] = state.free
+        return cls(
+            rows=np.array([state.row for state in states], np.int32),
+            context_lens=np.array([state.context_len for state in states], np.int32),
+            live=np.array([state.live for state in states], np.bool_).reshape(len(states), region),
+            free=free,
+            free_starts=np.zeros(len(states), np.int32),
+            free_ends=np.array([len(state.free) for state in states], np.int32),
+        )
+
+
+@dataclass(slots=True)
+class Burst:
+    """What a burst is told. Not to be changed."""
+
+    rows: RowStates
     seeds: Seeds
     num_steps: int
     width: int
@@ -76,13 +143,15 @@ class Burst:
     those, which joined in this order are [F, feature_size]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BurstResult:
-    """What a burst brought. S steps of M nodes, k candidates each.
+    """What a burst brought. S steps of M nodes, k candidates each. Not to be changed.
 
-    Candidate j of node m of step s has pool index len(seeds) + (s * M + m) * k + j; seed i has index i.
+    Candidate j of node m of step s has pool index first + (s * M + m) * k + j; seed i has index i.
     """
 
+    first: int
+    """Pool index of the first candidate, at least the number of seeds."""
     picked: NDArray[np.int32]
     """[S, M] pool index of each node that was run, the best first within no particular order of rows; -1 for none."""
     slots: NDArray[np.int32]
@@ -98,6 +167,12 @@ class PendingBurst(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.
+
+        The end of a burst is not to be seen late, so shortly before it interruptions are not looked for.
+        """
 
     def wait(self) -> BurstResult:
         """The results; waits without holding the interpreter."""
@@ -158,8 +233,9 @@ class BurstRunner(Protocol):
     def project(self, features: object) -> object:
         """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
 
-        `features` is a `Features` message of outrider.tree.messages with its values in `data`, or a tensor
-        [N, layers * hidden]; its memory may be used again as soon as this returns.
+        `features` is a `Features` message of outrider.tree.messages with its values in `data`, or as a tensor of bytes
+        in `rows`, or else a tensor [N, layers * hidden]; the memory of `data` and of such a tensor may be used again
+        as soon as this returns.
         """
 
     def launch(self, burst: Burst) -> PendingBurst:

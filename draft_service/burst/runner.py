@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from time import perf_counter, sleep
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -37,6 +38,12 @@ from outrider.tree.messages import Features
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+
+_CALM = 0.75
+"""Share of a burst's expected time in which something else may interrupt the wait for it."""
+_NAP_SECONDS = 20e-6
+"""Others get the interpreter meanwhile; it takes some 70 us in all."""
+_RISE = 0.1
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -79,11 +86,28 @@ class Pending:
         self.ran = False
         self.error: Exception | None = None
         self.event: torch.cuda.Event | None = None
+        self.began = perf_counter()
         self._result: BurstResult | None = None
 
     def done(self) -> bool:
         """See PendingBurst. Where there is no device that works meanwhile, `wait` is what there is to do."""
         return self.event is None or self.event.query()
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        """See PendingBurst."""
+        event = self.event
+        if event is None:
+            return True
+        calm = self.began + _CALM * self._runner.expected_seconds(self)
+        while not event.query():
+            if perf_counter() >= calm:
+                event.synchronize()
+                break
+            if interrupted():
+                return False
+            sleep(_NAP_SECONDS)
+        self._runner.note_seconds(self, perf_counter() - self.began)
+        return True
 
     def wait(self) -> BurstResult:
         """See PendingBurst."""
@@ -119,6 +143,7 @@ class Runner(ABC):
         self._steps: dict[Bucket, StepTokens] = {}
         self._launched: deque[Pending] = deque()
         self._turn = 0
+        self._step_seconds: dict[Bucket, float] = {}
 
     @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
@@ -169,8 +194,13 @@ class Runner(ABC):
     def project(self, features: object) -> Tensor:
         """See BurstRunner."""
         if isinstance(features, Features):
-            raw = torch.frombuffer(bytearray(features.data), dtype=_DTYPES[features.dtype])
-            return self._model.project(self._taken(raw.view(features.count, -1)))
+            dtype = _DTYPES[features.dtype]
+            if isinstance(features.rows, Tensor):  # read from a ring: nobody else has it
+                rows = features.rows.view(dtype).view(features.count, -1).to(self._model.device, self._model.dtype)
+            else:
+                rows = torch.frombuffer(bytearray(features.data), dtype=dtype).view(features.count, -1)
+                rows = self._taken(rows)
+            return self._model.finish_product(rows) if features.projected else self._model.project(rows)
         return self._model.project(self._taken(as_tensor(features)))
 
     def _taken(self, rows: Tensor) -> Tensor:
@@ -208,8 +238,16 @@ class Runner(ABC):
             raise pending.error
         if pending.event is not None:
             pending.event.synchronize()
-        num_seeds = len(pending.burst.seeds.rows)
-        return self._output.read(pending.copy, pending.bucket, pending.burst.num_steps, num_seeds)
+        return self._output.read(pending.copy, pending.bucket, pending.burst.num_steps)
+
+    def expected_seconds(self, pending: Pending) -> float:
+        """How long such a burst takes, as far as that is known."""
+        return self._step_seconds.get(pending.bucket, 0.0) * pending.burst.num_steps
+
+    def note_seconds(self, pending: Pending, seconds: float) -> None:
+        """A burst took so long. One that had to wait for prompts counts little."""
+        last, taken = self._step_seconds.get(pending.bucket), seconds / pending.burst.num_steps
+        self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
 
     def _run(self, pending: Pending) -> None:
         """Queue all work of a burst on the device."""

@@ -16,11 +16,11 @@ class Lent(NamedTuple):
     """Free slots that a burst may fill. It fills some of them."""
 
     rows: Int32s
-    """[L] ascending groups, one a row."""
-    slots: Int32s
-    """[L]"""
-    counts: list[int]
-    """Of each row."""
+    """[B] ascending."""
+    starts: Int32s
+    """[B], of each row those from here in `TreeSlots.stacks` on."""
+    ends: Int32s
+    """[B], one past the last."""
 
 
 class TreeSlots:
@@ -29,14 +29,15 @@ class TreeSlots:
     Attributes:
         live: bool [R, region].
         num_free: int32 [R].
+        stacks: int32 [R, region], the free slots of each row, `num_free` of them.
     """
 
     def __init__(self, num_rows: int, region: int) -> None:
         self.region = region
         self.live = np.zeros((num_rows, region), np.bool_)
         self.num_free = np.full(num_rows, region, np.int32)
-        self._stacks = np.empty((num_rows, region), np.int32)
-        self._stacks[:] = np.arange(region - 1, -1, -1)
+        self.stacks = np.empty((num_rows, region), np.int32)
+        self.stacks[:] = np.arange(region - 1, -1, -1)
 
     def take(self, row: int, count: int) -> list[int]:
         """Free slots for good; they become live when they are filled. Raises InternalError if there are not so many."""
@@ -44,27 +45,32 @@ class TreeSlots:
         if left < 0:
             raise InternalError(f"row {row} has {left + count} free tree slots, {count} are needed")
         self.num_free[row] = left
-        taken: list[int] = self._stacks[row, left : left + count].tolist()
+        taken: list[int] = self.stacks[row, left : left + count].tolist()
         return taken
 
     def lend(self, rows: Int32s, counts: Int32s) -> Lent:
         """Free slots for a burst, `counts` of each row at most."""
-        counts = np.minimum(counts, self.num_free[rows])
-        if len(rows) == 1:
-            row, end = rows[0], self.num_free[rows[0]]
-            slots = self._stacks[row, end - counts[0] : end].copy()
-            self.num_free[row] = end - counts[0]
-            return Lent(rows.repeat(len(slots)), slots, [len(slots)])
-        lent_rows = rows.repeat(counts)
-        ends = counts.cumsum()
-        self.num_free[rows] -= counts
-        columns = np.arange(len(lent_rows)) - (ends - counts - self.num_free[rows]).repeat(counts)
-        return Lent(lent_rows, self._stacks[lent_rows, columns], counts.tolist())
+        ends = self.num_free[rows]
+        starts = np.maximum(ends - counts, 0)
+        self.num_free[rows] = starts
+        return Lent(rows, starts, ends)
 
     def settle(self, lent: Lent) -> None:
         """Take back what a burst did not fill; what it filled is marked live by now."""
-        unused = ~self.live[lent.rows, lent.slots]
-        self._push(lent.rows[unused], lent.slots[unused])
+        rows, starts, ends = lent
+        if len(rows) == 1:
+            row = rows[0]
+            slots = self.stacks[row, starts[0] : ends[0]]
+            slots = slots[~self.live[row, slots]]
+        else:
+            counts = ends - starts
+            ends = counts.cumsum()
+            columns = np.arange(ends[-1], dtype=np.int32) + (starts - ends + counts).repeat(counts)
+            rows = rows.repeat(counts)
+            slots = self.stacks[rows, columns]
+            unused = ~self.live[rows, slots]
+            rows, slots = rows[unused], slots[unused]
+        self._push(rows, slots)
 
     def free(self, rows: Int32s, slots: Int32s) -> None:
         """Live slots, or taken ones, are free again."""
@@ -76,24 +82,25 @@ class TreeSlots:
         """All slots of a row are free."""
         self.live[row] = False
         self.num_free[row] = self.region
-        self._stacks[row] = np.arange(self.region - 1, -1, -1)
+        self.stacks[row] = np.arange(self.region - 1, -1, -1)
 
     def _push(self, rows: Int32s, slots: Int32s) -> None:
-        if not len(rows):
+        """Slots of rows in ascending groups are free; one row may stand for all."""
+        if not len(slots):
             return
         if rows[0] == rows[-1]:
             row, start = rows[0], self.num_free[rows[0]]
-            self._stacks[row, start : start + len(slots)] = slots
+            self.stacks[row, start : start + len(slots)] = slots
             self.num_free[row] = start + len(slots)
             return
         counts = np.bincount(rows, minlength=len(self.num_free))
-        starts = counts.cumsum() - counts
-        self._stacks[rows, np.arange(len(rows)) + (self.num_free - starts)[rows]] = slots
-        self.num_free += counts.astype(np.int32)
+        starts = self.num_free - counts.cumsum() + counts
+        self.stacks[rows, np.arange(len(rows)) + starts[rows]] = slots
+        self.num_free += counts
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every slot that is not live is free once. Nothing may be lent or taken."""
         for row, count in enumerate(self.num_free.tolist()):
-            free = set(self._stacks[row, :count].tolist())
+            free = set(self.stacks[row, :count].tolist())
             if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()):
                 raise InternalError(f"row {row}: {count} free tree slots do not match {self.live[row].sum()} live ones")

@@ -51,6 +51,8 @@ class StepGraphs:
                     self._body(bucket)
                 finally:
                     graph.capture_end()
+                # The first replay uploads the graph.
+                graph.replay()
                 self._graphs[bucket] = graph
                 if progress is not None:
                     progress(done + 1, len(buckets))

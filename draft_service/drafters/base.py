@@ -11,6 +11,7 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Features
+from outrider.tree.projection import Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Needs:
     """Layers of the target whose hidden states are its features, in order."""
     max_positions: int = 0
     """Longest sequence that it serves."""
+    projection: Projection | None = None
+    """What verify may multiply the features with before it sends them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from typing import Any
 
 from draft_service.burst.options import GrowthOptions
 from draft_service.burst.plan import BurstRunner
-from draft_service.drafters.base import Needs, model_algorithm
+from draft_service.drafters.base import AnyDrafter, Needs, model_algorithm
+from draft_service.drafters.several import SeveralDrafters
+from draft_service.feature_ring import MemoryMapper
 from outrider.config.draft import DraftOptions
 
 
@@ -35,11 +37,23 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     # By name, because the service's own modules do not import torch.
     model: Any = importlib.import_module("outrider.models.drafters.loader").load_draft_model(options)
     runner: BurstRunner = importlib.import_module("draft_service.burst.build").build_runner(model, options)
+    offer: Any = importlib.import_module("outrider.models.drafters.offer").offered_projection
     needs = Needs(
         vocab_size=model.target_vocab_size,
         tokenizer_hash=model.tokenizer_hash,
         hidden_size=model.hidden_size,
         feature_layers=tuple(model.feature_layers),
         max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),
+        projection=offer(model),
     )
     return ModelDrafter(runner, (model_algorithm(options).lower(),), needs)
+
+
+def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
+    """Maps verify's memory where a model runs that takes features; None where none does, or not on a GPU."""
+    for part in drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,):
+        if isinstance(part, ModelDrafter) and part.needs.feature_layers:
+            find: Any = importlib.import_module("draft_service.burst.cuda_memory").cuda_mapper
+            mapper: MemoryMapper | None = find(part.runner)
+            return mapper
+    return None

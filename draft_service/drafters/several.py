@@ -31,6 +31,7 @@ def _join(needs: Sequence[Needs]) -> Needs:
         tokenizer_hash=_only("tokenizer", [need.tokenizer_hash for need in needs]),
         hidden_size=_only("hidden size", [need.hidden_size for need in needs]),
         feature_layers=next((need.feature_layers for need in needs if need.feature_layers), ()),
+        projection=next((need.projection for need in needs if need.feature_layers), None),
         # One that serves shorter sequences leaves the rest to the others.
         max_positions=0 if any(not need.max_positions for need in needs) else max(need.max_positions for need in needs),
     )

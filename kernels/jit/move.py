@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.attention_tiles import power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves"])
 def _move(k, v, moves, num_moves, layer_stride, WIDTH: tl.constexpr, PART: tl.constexpr, PAIRS: tl.constexpr):
     """Grid (groups of PAIRS pairs, layers, parts of a slot)."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_updates"])
 def _update(page_tables, updates, num_updates, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_updates

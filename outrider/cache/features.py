@@ -10,24 +10,40 @@ from torch import Tensor
 
 from kernels.compact import compact
 from outrider.cache.kv import zeros
+from outrider.layers.linear import Linear
+from outrider.tree.projection import PROJECTED, Projection
 
 if TYPE_CHECKING:
     from outrider.attention.paged import TreeTokens
 
 
 class FeatureStore:
-    """Hidden states of `layers` for every KV slot, [num_slots, len(layers) * hidden_size] in the model's dtype.
+    """Hidden states for every KV slot, [num_slots, width] in the model's dtype.
 
-    A row lies in two halves, [2, num_slots + 1, width / 2], as keys and values do, so that what compacts those compacts
-    it too. The last slot takes what belongs to no token.
+    A row has the states of `layers` one behind the other, and behind them, if there is a projection, the product of the
+    states of its layers with it. It lies in two halves, [2, num_slots + 1, width / 2], as keys and values do, so that
+    what compacts those compacts it too. The last slot takes what belongs to no token.
     """
 
     def __init__(
-        self, layers: Sequence[int], hidden_size: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[int],
+        hidden_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        projection: Projection | None = None,
     ) -> None:
         """Raises torch.OutOfMemoryError where there is no room, ValueError for a row of an odd width."""
         self.layers = tuple(layers)
-        self.width = len(self.layers) * hidden_size
+        self.parts = self.layers if projection is None else (*self.layers, PROJECTED)
+        """What a row has, in order."""
+        self._factors = () if projection is None else projection.layers
+        self.inputs = tuple(sorted({*self.layers, *self._factors}))
+        """Layers whose states `write` takes, in this order."""
+        self._product = None if projection is None else _load(projection, hidden_size, dtype, device)
+        self._sizes = [hidden_size] * len(self.layers) + ([] if projection is None else [projection.num_columns])
+        self.width = sum(self._sizes)
         self.num_slots = num_slots
         if self.width % 2:
             raise ValueError(f"a row of {self.width} values has no halves")
@@ -43,13 +59,17 @@ class FeatureStore:
         """Where they lie."""
         return self._halves.device
 
+    def size_of(self, parts: Sequence[int]) -> int:
+        """Values that these parts of a row have."""
+        return sum(self._sizes[self.parts.index(part)] for part in parts)
+
     def write(self, slots: Tensor, features: Sequence[Tensor]) -> None:
-        """Store rows [M, hidden_size] of each layer at slots [M], which must differ where they are not negative.
+        """Store rows [M, hidden_size] of each of `inputs` at slots [M], which must differ where they are not negative.
 
         Rows of negative slots are padding. May be captured.
         """
         places = torch.where(slots < 0, self.num_slots, slots).long()
-        rows = torch.cat(list(features), 1).view(-1, 2, self.width // 2)
+        rows = self._rows(features).view(-1, 2, self.width // 2)
         for half in range(2):
             self._halves[half].index_copy_(0, places, rows[:, half])
 
@@ -75,12 +95,32 @@ class FeatureStore:
             page_size=page_size,
         )
 
-    def gather(self, slots: Tensor, layers: Sequence[int], into: Tensor) -> None:
-        """Copy the features of `layers` at int64 slots [N] to `into` [N, len(layers) * hidden_size]."""
+    def gather(self, slots: Tensor, parts: Sequence[int], into: Tensor) -> None:
+        """Copy parts of the rows at int64 slots [N] to `into` [N, size_of(parts)]."""
         rows = self._halves.index_select(1, slots)
-        if tuple(layers) == self.layers:
+        if tuple(parts) == self.parts:
             into.view(len(slots), 2, -1).copy_(rows.transpose(0, 1))
             return
-        whole = torch.cat([rows[0], rows[1]], 1).view(len(slots), len(self.layers), -1)
-        for place, layer in enumerate(layers):
-            into.view(len(slots), len(layers), -1)[:, place] = whole[:, self.layers.index(layer)]
+        found = torch.cat([rows[0], rows[1]], 1).split(self._sizes, 1)
+        start = 0
+        for part in parts:
+            values = found[self.parts.index(part)]
+            into[:, start : start + values.shape[1]] = values
+            start += values.shape[1]
+
+    def _rows(self, features: Sequence[Tensor]) -> Tensor:
+        """Whole rows [M, width]."""
+        given = dict(zip(self.inputs, features, strict=True))
+        parts = [given[layer] for layer in self.layers]
+        if self._product is not None:
+            parts.append(self._product(torch.cat([given[layer] for layer in self._factors], 1)))
+        return torch.cat(parts, 1)
+
+
+def _load(projection: Projection, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Linear:
+    """The product with a projection, in the model's dtype."""
+    product = Linear(len(projection.layers) * hidden_size, projection.num_columns, False, dtype, device)
+    given = torch.frombuffer(bytearray(projection.data), dtype=getattr(torch, projection.dtype))
+    product.weight.copy_(given.view(product.weight.shape))
+    product.pack()
+    return product

@@ -33,7 +33,7 @@ class DraftOptions(ServiceOptions):
     )
     speculative_eagle_topk: int = option(0, "Most children of a node; 0 chooses.", minimum=0, maximum=16)
     speculative_num_draft_tokens: int = option(
-        0, "Most live nodes of a request's tree; 0 leaves it to verify's credit.", minimum=0
+        0, "Most live nodes of a request's tree, within verify's credit; 0 takes 64.", minimum=0
     )
     speculative_token_map: str = option(
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."

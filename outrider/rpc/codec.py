@@ -173,6 +173,8 @@ def _encode_hello(hello: Hello) -> draft_pb2.Hello:
         sources=hello.sources,
         num_layers=hello.num_layers,
         features_token=hello.features_token,
+        projection_columns=hello.projection_columns,
+        projection_hash=hello.projection_hash,
     )
 
 
@@ -190,6 +192,8 @@ def _decode_hello(event: Any) -> Hello:
         sources=tuple(hello.sources),
         num_layers=hello.num_layers,
         features_token=hello.features_token,
+        projection_columns=hello.projection_columns,
+        projection_hash=hello.projection_hash,
     )
 
 

@@ -13,6 +13,7 @@ from outrider.tree.messages import (
     FeaturesBegin,
     FeaturesReleased,
 )
+from outrider.tree.projection import ProjectionPart
 from outrider.v1 import draft_pb2
 
 _MAX_POSITIONS = 1 << 31
@@ -24,10 +25,20 @@ def encode_begin(begin: FeaturesBegin) -> draft_pb2.DraftServiceFeaturesRequest:
     if begin.ring is not None:
         given = begin.ring
         ring = draft_pb2.FeatureRing(
-            host=given.host, device=given.device, handle=given.handle, num_bytes=given.num_bytes
+            host=given.host,
+            device=given.device,
+            handle=given.handle,
+            num_bytes=given.num_bytes,
+            magic=given.magic,
         )
     message = draft_pb2.FeaturesBegin(
-        token=begin.token, layers=begin.layers, width=begin.width, dtype=begin.dtype, ring=ring
+        token=begin.token,
+        layers=begin.layers,
+        width=begin.width,
+        dtype=begin.dtype,
+        ring=ring,
+        projected=begin.projected,
+        wants_projection=begin.wants_projection,
     )
     return draft_pb2.DraftServiceFeaturesRequest(begin=message)
 
@@ -57,6 +68,14 @@ def encode_released(released: FeaturesReleased) -> draft_pb2.DraftServiceFeature
     return draft_pb2.DraftServiceFeaturesResponse(released=draft_pb2.FeaturesReleased(through=released.through))
 
 
+def encode_projection(part: ProjectionPart) -> draft_pb2.DraftServiceFeaturesResponse:
+    """A part of a projection."""
+    message = draft_pb2.FeatureProjection(
+        num_columns=part.num_columns, dtype=part.dtype, offset=part.offset, data=part.data
+    )
+    return draft_pb2.DraftServiceFeaturesResponse(projection=message)
+
+
 def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegin:
     """Raises InvalidRequestError for what is no beginning of a features stream."""
     if message.WhichOneof("event") != "begin":
@@ -72,8 +91,13 @@ def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegi
         raise InvalidRequestError("begin.width", f"{begin.width} values do not fit {MAX_FEATURE_BYTES} bytes")
     ring = None
     if begin.HasField("ring"):
-        ring = FeatureRing(begin.ring.host, begin.ring.device, begin.ring.handle, begin.ring.num_bytes)
-    return FeaturesBegin(begin.token, tuple(begin.layers), begin.width, begin.dtype, ring)
+        given = begin.ring
+        ring = FeatureRing(given.host, given.device, given.handle, given.num_bytes, given.magic)
+    if begin.wants_projection and not begin.projected:
+        raise InvalidRequestError("begin.wants_projection", "is set for features that are not projected")
+    return FeaturesBegin(
+        begin.token, tuple(begin.layers), begin.width, begin.dtype, ring, begin.projected, begin.wants_projection
+    )
 
 
 def decode_features(message: draft_pb2.DraftServiceFeaturesRequest, begin: FeaturesBegin, ring_bytes: int) -> Features:
@@ -97,11 +121,21 @@ def decode_features(message: draft_pb2.DraftServiceFeaturesRequest, begin: Featu
     if offset is not None and (part.data or offset + size > ring_bytes):
         raise InvalidRequestError("features.ring_offset", f"{offset} and {size} bytes do not lie in {ring_bytes}")
     return Features(
-        part.request, part.start, part.count, part.final, part.data, begin.dtype, part.sequence, ring_offset=offset
+        part.request,
+        part.start,
+        part.count,
+        part.final,
+        part.data,
+        begin.dtype,
+        part.sequence,
+        ring_offset=offset,
+        projected=begin.projected,
     )
 
 
-def decode_response(message: draft_pb2.DraftServiceFeaturesResponse) -> FeaturesAccept | FeaturesReleased:
+def decode_response(
+    message: draft_pb2.DraftServiceFeaturesResponse,
+) -> FeaturesAccept | FeaturesReleased | ProjectionPart:
     """What a draft says on the stream. Raises InvalidRequestError for what this version does not know."""
     kind = message.WhichOneof("event")
     if kind == "accept":
@@ -109,4 +143,7 @@ def decode_response(message: draft_pb2.DraftServiceFeaturesResponse) -> Features
         return FeaturesAccept(accept.uses_ring, accept.window, accept.projects)
     if kind == "released":
         return FeaturesReleased(message.released.through)
+    if kind == "projection":
+        part = message.projection
+        return ProjectionPart(part.num_columns, part.dtype, part.offset, part.data)
     raise InvalidRequestError("event", "is empty or not known to this version")

@@ -73,7 +73,7 @@ def train_eagle3(model_folder: Path, out: Path, device: torch.device, options: R
     torch.manual_seed(options.trainer.seed)
     head = Eagle3Head(shape, torch.from_numpy(chosen)).to(device)
     target.start(head)
-    trainer = Trainer(target, head, texts, options.trainer, work / "state.pt")
+    trainer = Trainer(target, head, texts, options.trainer, work / "state.safetensors")
     history = trainer.run(report.point)
     clock.lap("training")
     num_bytes = export_head(head, model_folder, out)

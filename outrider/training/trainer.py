@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from outrider.errors import ConfigError
 from outrider.training.dense import target_states
 from outrider.training.eagle3 import Eagle3Head
 from outrider.training.loss import soft_cross_entropy, wanted_at
+from outrider.training.state import load_state, save_state
 from outrider.training.target import Target
 from outrider.training.texts import TextBatch, Texts, batches
 
@@ -189,30 +188,21 @@ class Trainer:
     def _save(self) -> None:
         if self._state_path is None:
             return
-        state = {
-            "head": self.head.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "step": self._step,
-            "history": asdict(self.history),
-            "options": asdict(self._options),
-        }
-        part = self._state_path.with_name(self._state_path.name + ".part")
-        torch.save(state, part)
-        os.replace(part, self._state_path)
+        record = {"step": self._step, "history": asdict(self.history), "options": asdict(self._options)}
+        save_state(self._state_path, self.head.state_dict(), self._optimizer, record)
 
     def _resume(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path, map_location=self._target.device, weights_only=True)
-        given = asdict(self._options)
-        changed = [name for name in given if name != "save_seconds" and state["options"].get(name) != given[name]]
+        tensors, record = load_state(path, self._optimizer)
+        given, options = asdict(self._options), record["options"]
+        changed = [name for name in given if name != "save_seconds" and options.get(name) != given[name]]
         if changed:
             raise ConfigError(
                 f"{path} is the state of a training with another {changed[0]} "
-                f"({state['options'].get(changed[0])}, not {given[changed[0]]}); choose another folder or remove it"
+                f"({options.get(changed[0])}, not {given[changed[0]]}); choose another folder or remove it"
             )
-        self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._step = int(state["step"])
-        history = state["history"]
+        self.head.load_state_dict(tensors)
+        self._step = int(record["step"])
+        history = record["history"]
         self.history = History(
             history["total_steps"], history["seconds"], [Point(**point) for point in history["points"]]
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import sys
 from enum import Enum
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
 from outrider.tree.messages import Commit, Grow, Open
+
+_LEAST = -sys.float_info.max
+"""Edge scores are finite."""
 
 
 class Outcome(Enum):
@@ -24,8 +28,7 @@ class Outcome(Enum):
     """Tokens before the commit are unknown; only opening the request again helps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A draft token and where it hangs."""
 
     parent: int
@@ -55,6 +58,7 @@ class TreeAuthor:
         self.epoch = 0
         self._vocab_size = vocab_size
         self._acked_len = 0
+        self._next_id = 1
         self._start_epoch()
 
     @property
@@ -108,21 +112,21 @@ class TreeAuthor:
 
         Raises ValueError for a score that is no log-probability.
         """
-        if not score <= 0.0 or math.isinf(score):
+        if not _LEAST <= score <= 0.0:
             raise ValueError(f"edge score {score} is not a finite log-probability")
-        above = self._nodes.get(parent)
-        if above is None or self.num_live >= self.credit or not 0 <= token < self._vocab_size:
+        nodes = self._nodes
+        above = nodes.get(parent)
+        if above is None or len(nodes) > self.credit or not 0 <= token < self._vocab_size:
             return None
         siblings = self._children[parent]
         if token in siblings:
             return None
         node_id = self._next_id
         self._next_id += 1
-        node = Node(parent, token, score, source, above.path_score + score, above.depth + 1)
         siblings[token] = node_id
-        self._nodes[node_id] = node
+        node = Node(parent, token, score, source, above[4] + score, above[5] + 1)
+        nodes[node_id] = self._untaken[node_id] = node
         self._children[node_id] = {}
-        self._untaken[node_id] = node
         return node_id
 
     def child(self, parent: int, token: int) -> int | None:
@@ -168,37 +172,45 @@ class TreeAuthor:
 
         Without new nodes, an unacknowledged commit yields an empty message.
         """
-        ids = self._next_run(max_nodes)
-        if not ids and self._acked_len == self.committed_len:
-            return None
-        nodes = [self._untaken.pop(node_id) for node_id in ids]
-        self._acked_len = self.committed_len
+        length = len(self.tokens)
+        if not self._untaken:
+            if self._acked_len == length:
+                return None
+            self._acked_len = length
+            return Grow(self.request, self.epoch, self.base_len, length, self._next_id)
+        first, nodes = self._next_run(max_nodes)
+        self._acked_len = length
+        parents, token_ids, scores, sources = list(zip(*nodes, strict=True))[:4]
         return Grow(
             request=self.request,
             epoch=self.epoch,
             base_len=self.base_len,
-            acked_len=self.committed_len,
-            first_id=ids[0] if ids else self._next_id,
-            parents=np.array([node.parent for node in nodes], np.uint32),
-            token_ids=np.array([node.token for node in nodes], np.int32),
-            scores=np.array([node.score for node in nodes], np.float32),
-            sources=np.array([node.source for node in nodes], np.uint8),
+            acked_len=length,
+            first_id=first,
+            parents=np.array(parents, np.uint32),
+            token_ids=np.array(token_ids, np.int32),
+            scores=np.array(scores, np.float32),
+            sources=np.array(sources, np.uint8),
         )
 
-    def _next_run(self, max_nodes: int) -> list[int]:
-        ids: list[int] = []
-        for node_id in self._untaken:  # insertion order is id order
-            if len(ids) == max_nodes or (ids and node_id != ids[-1] + 1):
-                break
-            ids.append(node_id)
-        return ids
+    def _next_run(self, max_nodes: int) -> tuple[int, list[Node]]:
+        """Take nodes of consecutive ids off `_untaken`; returns the first of those ids, too."""
+        untaken = self._untaken
+        ids = list(untaken)  # insertion order is id order
+        first, count = ids[0], len(ids)
+        if count <= max_nodes and ids[-1] - first == count - 1:
+            nodes = list(untaken.values())
+            untaken.clear()
+            return first, nodes
+        run = takewhile(lambda node_id: node_id in untaken, range(first, first + max_nodes))
+        return first, [untaken.pop(node_id) for node_id in list(run)]
 
     def _start_epoch(self) -> None:
         self.epoch += 1
         self.base_len = self.committed_len
         self.root = 0
         self._next_id = 1
-        self._nodes = {0: Node(-1, self.tokens[-1], 0.0, 0, 0.0, 0)}
+        self._nodes: dict[int, Node] = {0: Node(-1, self.tokens[-1], 0.0, 0, 0.0, 0)}
         self._children: dict[int, dict[int, int]] = {0: {}}
         self._untaken: dict[int, Node] = {}
 
@@ -220,15 +232,17 @@ class TreeAuthor:
 
     def _reroot(self, walked: list[int]) -> None:
         self.root = walked[-1]
+        old_nodes, old_children = self._nodes, self._children
         nodes: dict[int, Node] = {}
         children: dict[int, dict[int, int]] = {}
         stack = [self.root]
-        while stack:
-            node_id = stack.pop()
-            nodes[node_id] = self._nodes[node_id]
-            children[node_id] = self._children[node_id]
-            stack.extend(children[node_id].values())
+        for node_id in stack:
+            nodes[node_id] = old_nodes[node_id]
+            children[node_id] = below = old_children[node_id]
+            if below:
+                stack += below.values()
         self._nodes, self._children = nodes, children
-        # Committed nodes that were never sent still are: verify cannot resolve its commit without them.
-        keep = nodes.keys() | set(walked)
-        self._untaken = {node_id: node for node_id, node in self._untaken.items() if node_id in keep}
+        if self._untaken:
+            # Committed nodes that were never sent still are: verify cannot resolve its commit without them.
+            keep = nodes.keys() | set(walked)
+            self._untaken = {node_id: node for node_id, node in self._untaken.items() if node_id in keep}

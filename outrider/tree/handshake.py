@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OutriderError
@@ -33,6 +34,12 @@ class Terms:
     """Layers of the target whose hidden states the drafter takes, in order; empty for none."""
     features_token: str = ""
     """Names the session to the features stream."""
+    hidden_size: int = 0
+    """Of the target, where the draft states it."""
+    projection_columns: int = 0
+    """Of the matrix that the draft offers for its features; 0 for none."""
+    projection_hash: str = ""
+    """Names this matrix."""
 
 
 def agree(verify: Hello, draft: Hello) -> Terms:
@@ -51,12 +58,16 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         fix = "use a drafter that was trained for the target"
         _same("hidden_size", verify.hidden_size, draft.hidden_size, fix)
     _check_layers(verify, draft)
+    _check_projection(verify, draft)
     return Terms(
         # Padded vocabularies may differ in size; an id that one side lacks is illegal.
         vocab_size=min(verify.vocab_size, draft.vocab_size or verify.vocab_size),
         max_positions=draft.max_positions,
         feature_layers=draft.feature_layers,
         features_token=draft.features_token,
+        hidden_size=draft.hidden_size,
+        projection_columns=draft.projection_columns,
+        projection_hash=draft.projection_hash,
     )
 
 
@@ -78,6 +89,23 @@ def _check_layers(verify: Hello, draft: Hello) -> None:
         raise HandshakeError(
             f"hello.feature_layers: verify has {verify.num_layers} layers, the draft service takes {layers}; name each "
             f"layer once, from 0 to {verify.num_layers + 1}"
+        )
+
+
+def _check_projection(verify: Hello, draft: Hello) -> None:
+    columns, name = draft.projection_columns, draft.projection_hash
+    if not columns and not name:
+        return
+    width = len(draft.feature_layers) * draft.hidden_size
+    if columns % 2 or not 0 < columns < width or columns > verify.hidden_size:
+        raise HandshakeError(
+            f"hello.projection_columns: verify has {verify.hidden_size} values a layer, the draft service offers "
+            f"{columns} columns for features of {width}; offer an even number of columns, fewer than the features "
+            f"have and at most {verify.hidden_size}"
+        )
+    if not re.fullmatch("[0-9a-f]{64}", name):
+        raise HandshakeError(
+            f"hello.projection_hash: verify takes a SHA-256 in hexadecimal, the draft service has {name[:80]!r}"
         )
 
 

@@ -39,6 +39,10 @@ class Hello:
     """Of the target; verify's hello only."""
     features_token: str = ""
     """Names the session to the features stream; the draft's hello only."""
+    projection_columns: int = 0
+    """Of the matrix that the drafter offers (outrider.tree.projection); the draft's hello only, 0 for none."""
+    projection_hash: str = ""
+    """Names this matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class FeatureRing:
     device: str
     handle: bytes
     num_bytes: int
+    magic: bytes = b""
+    """What its first and its last bytes are; MAGIC_BYTES of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,14 @@ class FeaturesBegin:
     token: str
     layers: tuple[int, ...]
     width: int
-    """Values of a position, one layer behind the other."""
+    """Values of a position: one layer behind the other, or if projected the columns of the product."""
     dtype: str
     """"bfloat16", "float16" or "float32"."""
     ring: FeatureRing | None = None
+    projected: bool = False
+    """Whether features were multiplied with the matrix that the draft offers."""
+    wants_projection: bool = False
+    """Whether the draft shall send that matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,7 @@ class FeaturesAccept:
     window: int = 0
     """Bytes that may be sent and not released; 0 leaves it to verify."""
     projects: bool = False
+    """Whether the matrix follows that verify wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +185,10 @@ class Features:
     sequence: int = 0
     """Counts the messages of the stream from 1 on."""
     ring_offset: int | None = None
+    projected: bool = False
+    """Whether they were multiplied with the drafter's matrix."""
+    rows: object | None = None
+    """What the draft read from the ring, bytes or a tensor of bytes; `data` is empty then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +202,10 @@ FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Formats of features, and the bytes of a value."""
 
 MAX_FEATURE_BYTES = 1 << 18
-"""Features that one message may carry."""
+"""Features that one message may carry, and what a part of a projection may have."""
+
+MAGIC_BYTES = 32
+"""At either end of a ring: what a draft reads first."""
 
 VerifyMessage = Hello | Open | Commit | Pause | Resume | Close
 DraftMessage = Hello | Grow | Decline

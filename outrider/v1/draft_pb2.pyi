@@ -26,7 +26,7 @@ DECLINE_REASON_INVALID: DeclineReason
 DECLINE_REASON_DRAINING: DeclineReason
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token")
+    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class Hello(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_HASH_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     model: str
@@ -49,7 +51,9 @@ class Hello(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[str]
     num_layers: int
     features_token: str
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ...) -> None: ...
+    projection_columns: int
+    projection_hash: str
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit")
@@ -178,30 +182,36 @@ class DraftServiceSpeculateResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
 
 class FeatureRing(_message.Message):
-    __slots__ = ("host", "device", "handle", "num_bytes")
+    __slots__ = ("host", "device", "handle", "num_bytes", "magic")
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAGIC_FIELD_NUMBER: _ClassVar[int]
     host: str
     device: str
     handle: bytes
     num_bytes: int
-    def __init__(self, host: _Optional[str] = ..., device: _Optional[str] = ..., handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    magic: bytes
+    def __init__(self, host: _Optional[str] = ..., device: _Optional[str] = ..., handle: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., magic: _Optional[bytes] = ...) -> None: ...
 
 class FeaturesBegin(_message.Message):
-    __slots__ = ("token", "layers", "width", "dtype", "ring")
+    __slots__ = ("token", "layers", "width", "dtype", "ring", "projected", "wants_projection")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     RING_FIELD_NUMBER: _ClassVar[int]
+    PROJECTED_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PROJECTION_FIELD_NUMBER: _ClassVar[int]
     token: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     width: int
     dtype: str
     ring: FeatureRing
-    def __init__(self, token: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., ring: _Optional[_Union[FeatureRing, _Mapping]] = ...) -> None: ...
+    projected: bool
+    wants_projection: bool
+    def __init__(self, token: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., ring: _Optional[_Union[FeatureRing, _Mapping]] = ..., projected: _Optional[bool] = ..., wants_projection: _Optional[bool] = ...) -> None: ...
 
 class FeatureProjection(_message.Message):
     __slots__ = ("num_columns", "dtype", "offset", "data")

@@ -81,7 +81,7 @@ def test_a_soak_fails_for_what_is_left_and_for_memory_that_grows() -> None:
     def rest(resident: float, pages: float = 0.0) -> Rest:
         return Rest({"outrider_verify_kv_pages_used": pages}, {"verify": Cost(1.0, resident, 100.0)})
 
-    # Code, pools and tries fill in the first half.
+    # Code, pools, caches and tries fill in two spells.
     assert judge([rest(100), rest(300), rest(400), rest(420)], 10.0) == []
     assert judge([rest(100), rest(300), rest(400), rest(431)], 10.0) == ["verify: resident_mib grew from 400 to 431"]
     assert judge([rest(100), rest(100, 3.0)], 10.0) == ["after spell 1: outrider_verify_kv_pages_used is 3, not 0"]

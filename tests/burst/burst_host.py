@@ -9,7 +9,7 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstRunner, RowState, Seeds
+from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstRunner, RowState, RowStates, Seeds
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import DEFAULT_TAU, gumbel
 from outrider.sampling.params import SamplingParams
@@ -128,7 +128,7 @@ class Host:
         def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.array(values, np.int32)
 
-        told = Seeds(
+        told = Seeds.of(
             rows=ints([rows.index(node.row) for node in seeds]),
             parents=ints([self._parent_slot(node) for node in seeds]),
             tokens=ints([node.tokens[-1] for node in seeds]),
@@ -137,7 +137,7 @@ class Host:
             slots=ints([node.slot for node in seeds]),
             features=ints([node.given for node in seeds]),
         )
-        return Burst(states, told, num_steps, width, floor, parts), seeds
+        return Burst(RowStates.of(states, self.runner.shape.region), told, num_steps, width, floor, parts), seeds
 
     def merge(self, burst: Burst, seeds: list[Node], result: BurstResult, check: bool = True) -> list[Node]:
         """Nodes that were run; their candidates wait from now on."""
@@ -164,7 +164,7 @@ class Host:
                 )
                 features = (*node.features, node.output) if node.output is not None else ()
                 child_node = Node(node.row, (*node.tokens, token), score, node, features=features)
-                first = len(seeds)
+                first = result.first
                 pool[first + (step * width + place) * branching + child] = child_node
         for request in (self.requests[state.row] for state in burst.rows):
             request.forced = [node for node in request.forced if node not in ran]

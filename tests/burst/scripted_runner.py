@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, RowState
+from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, RowState
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Features
 
@@ -74,6 +74,9 @@ class Pending:
 
     def done(self) -> bool:
         return self.ready
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        return self.ready or not interrupted()
 
     def wait(self) -> BurstResult:
         if isinstance(self._result, Exception):
@@ -214,7 +217,7 @@ class _Run:
         seeds, burst = self.burst.seeds, self.burst
         made = []
         count = len(seeds.rows)
-        check(all(len(getattr(seeds, name)) == count for name in seeds.__slots__), "seeds of different lengths")
+        check(seeds.fields.shape == (NUM_SEED_FIELDS, count), "seeds of another shape")
         forced = seeds.scores >= FORCED
         check(int(forced.sum()) <= burst.width, "more forced seeds than a step takes")
         for index in range(count):
@@ -224,6 +227,7 @@ class _Run:
             check(bool(forced[index]) == (seeds.slots[index] >= 0), "only forced seeds have slots")
             check(forced[index] or burst.floor <= score <= 0.0, f"seed score {score}")
             base = (0.0 if last else None) if forced[index] else score
+            check(seeds.bases[index] == (NONE if base is None else base), f"base {seeds.bases[index]}")
             check(seeds.slots[index] not in self.free[row], "a forced slot is called free")
             value = self.features[feature] if feature >= 0 else None
             made.append(
@@ -261,7 +265,7 @@ class _Run:
                 if index >= 0:
                     self.pool[index] = None
             self.pool += found
-        return BurstResult(picked, slots, tokens, scores)
+        return BurstResult(len(self.burst.seeds), picked, slots, tokens, scores)
 
     def _choose(self) -> list[int]:
         ranked = [

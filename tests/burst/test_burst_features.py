@@ -105,6 +105,25 @@ def test_features_that_never_come_do_not_fill_the_tree() -> None:
     assert len(rig.runner.rows[0].context) > 30
 
 
+def test_in_lockstep_an_opening_is_answered_before_features_and_a_tree_grows_from_true_ones_alone() -> None:
+    options = DraftOptions(max_positions=300, lockstep=True, speculative_num_steps=4, speculative_algorithm=("EAGLE3",))
+    rig = Rig(options, feature_size=1)
+    request = rig.open(1, [1, 2, 3, 4])
+    rig.settle()
+    # Verify sends features to those who have answered.
+    assert request.mirror.epoch and not request.held()
+    for _ in range(3):
+        rig.commit(1, continuation(request.tokens, 2))
+        rig.settle()
+        assert request.mirror.acked_len < len(request.tokens)
+        assert not rig.requests.growth.ledger.has_news
+        rig.features(1, 0, len(request.tokens) - 1)
+        rig.settle()
+        assert request.mirror.acked_len == len(request.tokens)
+        assert max(len(path) for path in request.held()) == 4
+        request.check()
+
+
 steps = st.one_of(
     st.tuples(st.just("turn"), st.booleans()),
     st.tuples(st.just("commit"), st.integers(1, 4)),

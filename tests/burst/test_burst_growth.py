@@ -272,6 +272,24 @@ def test_nothing_waits_for_a_device_while_something_arrives() -> None:
     assert request.held()
 
 
+def test_what_arrives_during_a_burst_is_applied_before_the_next_one_is_launched() -> None:
+    rig = Rig()
+    request = rig.open(1, [1, 2, 3])
+    rig.turn()
+    growth = rig.requests.growth
+    growth.grow(math.inf, lambda: True)
+    assert growth.pressed
+    assert len(rig.runner.bursts) == 1
+    ran = len(rig.runner.ran)
+    rig.commit(1, continuation(request.tokens, 2))
+    rig.turn()
+    assert not growth.pressed
+    assert len(rig.runner.bursts) == 2
+    assert all(path[:5] == tuple(request.tokens) for path in rig.runner.ran[ran:])
+    assert len(rig.runner.ran) > ran
+    request.check()
+
+
 def test_lockstep_grows_one_tree_after_each_commit_and_sends_it_as_one() -> None:
     rig = Rig(DraftOptions(lockstep=True, speculative_num_steps=8, speculative_algorithm=("STANDALONE",)))
     request = rig.open(1, [1, 2, 3], credit=40)

@@ -82,7 +82,7 @@ class Both:
                 self.trees[row].edges[(*path, token)] = edge
             self.trees[row].slots[path] = slots[index]
         taken = np.array([[slots[index] for index in order]], np.int32)
-        self.forest.merge(seeds, BurstResult(np.array([order], np.int32), taken, tokens, scores))
+        self.forest.merge(seeds, BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
 
     def follow(self, steps: dict[int, Path]) -> None:
         made = [Step(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from growth_rig import Rig, continuation
+from growth_rig import VOCAB, Rig, continuation, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_burst_growth import act, steps
@@ -46,19 +46,25 @@ def test_the_model_goes_on_below_what_the_n_grams_found() -> None:
     assert (*REPEATING, 5) in rig.runner.ran
 
 
+def prompt_with_a_guess() -> list[int]:
+    """One after which the model guesses the token that 33 has always followed, while n-grams know of nothing."""
+    for guess in range(33):
+        for last in range(35, VOCAB):
+            prompt = [guess, 33, 34] * 4 + [last]
+            below = scripted((*prompt, guess))
+            if scripted(tuple(prompt))[0][0] == guess and 33 not in dict(below):
+                return prompt
+    raise AssertionError("no such prompt")
+
+
 def test_the_n_grams_go_on_below_what_the_model_found() -> None:
-    rig = together(branching=1)
-    probe = Rig()
-    first = probe.open(1, REPEATING)
-    probe.settle()
-    guess = max(first.held(), key=lambda path: (len(path) == 1, first.held()[path]))[0]
-    request = rig.open(1, [guess, 33, 34, *REPEATING])
+    rig, prompt = together(branching=1), prompt_with_a_guess()
+    request = rig.open(1, prompt, credit=128)
     finish(rig)
-    below = [path for path in request.held() if 33 in path]
     mirror = request.mirror
     found = dict(zip(request.held(), mirror.sources[mirror.root + 1 : mirror.end], strict=True))
-    mixed = [path for path in found if found[path] and len(path) > 1 and not found[path[:-1]]]
-    assert mixed or not below
+    assert found[prompt[0],] == 0
+    assert found[prompt[0], 33] == 1
 
 
 def test_a_node_that_both_find_is_there_once() -> None:
@@ -84,6 +90,30 @@ def test_without_rows_the_n_grams_serve_alone() -> None:
     rig.commit(2, [5])
     finish(rig)
     assert request.held()
+
+
+def test_in_lockstep_without_rows_the_n_grams_are_told_all_the_same() -> None:
+    options = DraftOptions(max_positions=300, lockstep=True, speculative_algorithm=("STANDALONE", "NGRAM"))
+    rig = Rig(options, NgramDrafter(options), num_rows=1)
+    rig.open(1, REPEATING)
+    request = rig.open(2, REPEATING)
+    finish(rig)
+    for _ in range(2):
+        rig.commit(2, [5])
+        finish(rig)
+        assert request.mirror.acked_len == len(request.tokens)
+
+
+def test_what_n_grams_find_is_told_before_a_device_is_waited_for() -> None:
+    rig = together()
+    rig.runner.auto_ready = False
+    request = rig.open(1, REPEATING)
+    while rig.requests.growth.has_work:
+        rig.requests.work(float("inf"))
+    rig.turn()
+    assert len(rig.runner.bursts) == 1
+    mirror = request.mirror
+    assert set(mirror.sources[mirror.root + 1 : mirror.end]) == {1}
 
 
 def test_a_burst_that_fails_leaves_the_n_grams() -> None:

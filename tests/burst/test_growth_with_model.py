@@ -27,7 +27,12 @@ class Service:
     """Requests of a real model."""
 
     def __init__(self, model: DraftModel) -> None:
-        runner = TorchRunner(model, shape(max_context=128, branching=4), TorchAttention(), RunnerOptions())
+        runner = TorchRunner(
+            model,
+            shape(max_context=128, branching=4, feature_size=model.feature_size),
+            TorchAttention(),
+            RunnerOptions(),
+        )
         options = DraftOptions(max_positions=100, min_path_probability=0.0)
         self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), options)
         self.peer = Peer()

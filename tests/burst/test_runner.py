@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -266,6 +267,13 @@ def test_projected_features(make: Make, feature_model: DraftModel) -> None:
     message = Features(1, 5, 3, True, raw.numpy().tobytes(), "float32")
     assert torch.equal(projected, expected)
     assert torch.equal(host.runner.project(message), expected)
+    read = replace(message, data=b"", rows=torch.frombuffer(bytearray(message.data), dtype=torch.uint8))
+    assert torch.equal(host.runner.project(read), expected)
+    product = torch.randn(3, feature_model.feature_size)
+    done = Features(1, 5, 3, True, product.numpy().tobytes(), "float32", projected=True)
+    assert torch.equal(host.runner.project(done), product.to(feature_model.dtype))
+    read = replace(done, data=b"", rows=torch.frombuffer(bytearray(done.data), dtype=torch.uint8))
+    assert torch.equal(host.runner.project(read), product.to(feature_model.dtype))
 
 
 def test_what_does_not_fit_is_refused(make: Make, model: DraftModel) -> None:

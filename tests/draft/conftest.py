@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,7 +12,11 @@ from draft_door import Door, serve_door
 from draft_fakes import SignallingDrafter
 
 from draft_service.drafters.base import Drafter
+from draft_service.feature_ring import MemoryMapper
 from outrider.config.draft import DraftOptions
+
+# The ends of a ring are the same on both sides.
+sys.path.append(str(Path(__file__).parent.parent / "verify"))
 
 Serve = Callable[..., Awaitable[Door]]
 
@@ -21,10 +26,9 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
     """Start a service: `door = await serve(drafter, options)`; it ends with the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(drafter: Drafter | None = None, **options: object) -> Door:
+        async def start(drafter: Drafter | None = None, mapper: MemoryMapper | None = None, **options: object) -> Door:
             made = drafter or SignallingDrafter()
-            return await stack.enter_async_context(
-                serve_door(tmp_path / "draft.sock", made, DraftOptions(**options))  # type: ignore[arg-type]
-            )
+            chosen = DraftOptions(**options)  # type: ignore[arg-type]
+            return await stack.enter_async_context(serve_door(tmp_path / "draft.sock", made, chosen, mapper))
 
         yield start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from draft_fakes import VOCAB
 
 from draft_service.drafters.base import Drafter
 from draft_service.engine import Engine
+from draft_service.feature_ring import MemoryMapper
 from draft_service.metrics import DraftMetrics
 from draft_service.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
@@ -66,12 +68,20 @@ class Door:
         stub = draft_pb2_grpc.DraftServiceStub(self.channel)
         return await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
 
+    def settle(self) -> None:
+        """Wait until the engine has done all that it was asked for before."""
+        done = threading.Event()
+        self.engine.post(done.set)
+        assert done.wait(20)
+
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"outrider_draft_{name}", labels) or 0.0
 
 
 @asynccontextmanager
-async def serve_door(path: Path, drafter: Drafter, options: DraftOptions) -> AsyncIterator[Door]:
+async def serve_door(
+    path: Path, drafter: Drafter, options: DraftOptions, mapper: MemoryMapper | None = None
+) -> AsyncIterator[Door]:
     metrics = DraftMetrics(drafter.sources)
     engine = Engine(drafter, options, metrics)
     server = GrpcServer(
@@ -79,7 +89,7 @@ async def serve_door(path: Path, drafter: Drafter, options: DraftOptions) -> Asy
         service_names=["outrider.v1.DraftService"],
         allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )
-    servicer = DraftServicer(engine, drafter, options, metrics)
+    servicer = DraftServicer(engine, drafter, options, metrics, mapper)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)
     engine.start()
     address = await server.start()

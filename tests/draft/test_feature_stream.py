@@ -26,6 +26,7 @@ from outrider.tree.messages import (
     Grow,
     Hello,
 )
+from outrider.tree.projection import Projection, ProjectionPart, ProjectionReader, name_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 Serve = Callable[..., Awaitable[Door]]
@@ -65,7 +66,7 @@ class FeaturesEnd:
         message = Features(request, start, count, True, data, "float32", sequence)
         await self.call.write(encode_features(replace(message, **changes)))  # type: ignore[arg-type]
 
-    async def receive(self) -> FeaturesAccept | FeaturesReleased:
+    async def receive(self) -> FeaturesAccept | FeaturesReleased | ProjectionPart:
         message = await self.call.read()
         assert isinstance(message, draft_pb2.DraftServiceFeaturesResponse), "the stream has ended"
         return decode_response(message)
@@ -293,3 +294,83 @@ async def test_a_ring_is_declined_where_there_is_no_device(serve: Serve) -> None
     _, token = await greet(door)
     ring = FeatureRing("elsewhere", "ab", bytes(64), 1 << 20)
     assert (await FeaturesEnd(door).begin(token, ring=ring)).uses_ring is False
+
+
+MATRIX = bytes(number % 250 for number in range(4 * WIDTH * 4))
+PROJECTION = Projection((2, 7), 4, "float32", MATRIX, name_projection((2, 7), 4, "float32", MATRIX))
+
+
+class OfferingDrafter(NotingDrafter):
+    """Has a projection that verify may take over."""
+
+    needs = Needs(hidden_size=4, feature_layers=(2, 7), projection=PROJECTION)
+
+
+async def test_a_projection_is_offered_given_and_its_products_are_told_apart(serve: Serve) -> None:
+    drafter = OfferingDrafter()
+    door = await serve(drafter)
+    stream = door.stream()
+    await stream.send(TARGET)
+    hello = await stream.receive()
+    assert isinstance(hello, Hello)
+    assert (hello.projection_columns, hello.projection_hash) == (4, PROJECTION.name)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    accept = await end.begin(hello.features_token, width=4, projected=True, wants_projection=True)
+    assert accept.projects
+    reader, projection = ProjectionReader((2, 7), 4, 4, PROJECTION.name), None
+    while projection is None:
+        part = await end.receive()
+        assert isinstance(part, ProjectionPart)
+        projection = reader.take(part)
+    assert bytes(projection.data) == MATRIX
+    await end.send(0, 1, 3, data=bytes(3 * 16))
+    await end.released(1)
+    ((_, features),) = drafter.features
+    assert features.projected and len(features.data) == 3 * 16
+
+
+async def test_a_projection_that_verify_has_already_is_not_sent(serve: Serve) -> None:
+    drafter = OfferingDrafter()
+    door = await serve(drafter)
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    assert (await end.begin(token, width=4, projected=True)).projects is False
+    await end.send(0, 1, data=bytes(16))
+    await end.released(1)
+    assert drafter.features[0][1].projected
+
+
+async def test_what_is_offered_need_not_be_taken(serve: Serve) -> None:
+    drafter = OfferingDrafter()
+    door = await serve(drafter)
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    assert await end.begin(token) == FeaturesAccept()
+    await end.send(0, 1)
+    await end.released(1)
+    assert not drafter.features[0][1].projected
+
+
+@pytest.mark.parametrize(
+    ("changes", "offers", "word"),
+    [
+        ({"projected": True, "width": 4}, False, "projected"),
+        ({"projected": True}, True, "width"),
+        ({"wants_projection": True}, True, "wants_projection"),
+        ({"width": 4}, True, "width"),
+    ],
+)
+async def test_products_that_the_drafter_does_not_take_are_refused(
+    serve: Serve, changes: dict[str, object], offers: bool, word: str
+) -> None:
+    door = await serve(OfferingDrafter() if offers else NotingDrafter())
+    _, token = await greet(door)
+    end = FeaturesEnd(door)
+    begin = replace(FeaturesBegin(token, (2, 7), WIDTH, "float32"), **changes)  # type: ignore[arg-type]
+    await end.call.write(encode_begin(begin))
+    code, error = await end.ended()
+    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+    assert word in error.message

@@ -8,11 +8,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cuda_harness import VOCAB, small_model
 from draft_door import serve_door
 from draft_fakes import ScriptedDrafter
-from feature_draft import true_features
+from feature_draft import random_projection, true_features
 from tokenizers import Tokenizer, models
 
 from draft_service.drafters.base import DraftRequest, Needs
@@ -63,12 +64,24 @@ async def generate(stub: verify_pb2_grpc.VerifyServiceStub, prompt: list[int], m
     return [token async for message in stub.Generate(request) for token in message.token_ids]
 
 
-async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path) -> None:
+class OfferingDrafter(NotingDrafter):
+    """Offers a projection."""
+
+    projection = random_projection(LAYERS, 64, 64)
+    needs = Needs(hidden_size=64, feature_layers=LAYERS, max_positions=100, projection=projection)
+
+    def take_features(self, request: int, features: Features) -> None:
+        assert features.projected
+        super().take_features(request, features)
+
+
+@pytest.mark.parametrize("projected", [False, True])
+async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path, projected: bool) -> None:
     folder = tmp_path / "model"
     model = small_model(folder)
     words = {f"word{number}": number for number in range(VOCAB)}
     Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
-    drafter = NotingDrafter()
+    drafter = OfferingDrafter() if projected else NotingDrafter()
     async with serve_door(tmp_path / "d", drafter, DraftOptions()):
         options = VerifyOptions(
             model=str(folder),
@@ -91,27 +104,39 @@ async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path
                     break
                 await generate(stub, [1, 2, 3], 4)
             prompts = [list(range(number, number + 30)) for number in (1, 1, 9, 20)]
-            answers = await asyncio.gather(*[generate(stub, prompt, 40) for prompt in prompts])
-            assert [len(answer) for answer in answers] == [40] * 4
+            known = {tuple(prompt) for prompt in prompts}
+            # On a busy machine verify may do without a draft that answers late.
+            for _ in range(10):
+                answers = await asyncio.gather(*[generate(stub, prompt, 40) for prompt in prompts])
+                assert [len(answer) for answer in answers] == [40] * 4
+                if len(complete(drafter, known)) >= 4:
+                    break
             long = await generate(stub, list(range(30)), 100)
             assert len(long) == 100
         finally:
             await channel.close()
             stop.set()
             assert await verify == 0
-    check(drafter, model, {tuple(prompt) for prompt in prompts})
+    check(drafter, model)
+    assert len(complete(drafter, known)) >= 4
 
 
-def check(drafter: NotingDrafter, model: Any, prompts: set[tuple[int, ...]]) -> None:
-    """What arrived is right, and it is all but what was under way when requests ended."""
-    complete = 0
+def complete(drafter: NotingDrafter, prompts: set[tuple[int, ...]]) -> list[int]:
+    """Requests with these prompts whose features came, but for what was under way when they ended."""
+    served = [handle for handle, text in list(drafter.texts.items()) if tuple(text[:30]) in prompts]
+    return [handle for handle in served if len(drafter.rows.get(handle, ())) > 60]
+
+
+def check(drafter: NotingDrafter, model: Any) -> None:
+    """What arrived is right, and without gaps."""
     for handle, rows in drafter.rows.items():
         text = drafter.texts[handle]
         assert sorted(rows) == list(range(len(rows))), "a position is missing"
         text = text[: len(rows)]
         expected = true_features(model, text, LAYERS)[: len(rows)]
+        if isinstance(drafter, OfferingDrafter):
+            matrix = torch.frombuffer(bytearray(drafter.projection.data), dtype=torch.float32).view(64, -1)
+            expected = expected @ matrix.T
         found = torch.stack([rows[position] for position in range(len(text))])
         assert ((found - expected[: len(found)]).norm(dim=1) / expected.norm(dim=1)).max() < 1e-4
-        complete += tuple(text[:30]) in prompts and len(rows) > 60
         assert len(drafter.texts[handle]) <= 100, "a request went past the drafter's longest sequence"
-    assert complete == 4

@@ -39,7 +39,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     texts = some_texts(target)
     whole = Trainer(target, make_head(target), texts, OPTIONS)
     whole.run()
-    path = tmp_path / "state.pt"
+    path = tmp_path / "state.safetensors"
     Trainer(target, make_head(target), texts, OPTIONS, path).run(stop_after=8)
     resumed = Trainer(target, make_head(target), texts, OPTIONS, path)
     resumed.run()
@@ -48,6 +48,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     assert resumed.history.points == whole.history.points
     with pytest.raises(ConfigError, match=r"another unroll \(3, not 4\)"):
         Trainer(target, make_head(target), texts, replace(OPTIONS, unroll=4), path)
+    path.write_bytes(b"PK\x03\x04 a zip of pickles")
+    with pytest.raises(ConfigError, match="is no state of a training"):
+        Trainer(target, make_head(target), texts, OPTIONS, path)
 
 
 def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,12 @@ VERIFY = Hello(
     max_positions=4096,
 )
 DRAFT = Hello(PROTOCOL_VERSION, NOISE_VERSION)
+OFFER: dict[str, object] = {
+    "hidden_size": 64,
+    "feature_layers": (3, 5, 9),
+    "projection_columns": 64,
+    "projection_hash": "ab" * 32,
+}
 
 
 def test_a_draft_that_states_nothing_takes_all_from_the_target() -> None:
@@ -46,6 +52,12 @@ def test_layers_up_to_the_one_behind_the_final_norm_can_be_had() -> None:
     draft = replace(DRAFT, hidden_size=64, feature_layers=(13, 0, 6), features_token="secret")
     terms = agree(VERIFY, draft)
     assert (terms.feature_layers, terms.features_token) == ((13, 0, 6), "secret")
+    assert (terms.projection_columns, terms.projection_hash) == (0, "")
+
+
+def test_a_projection_may_be_offered_that_makes_features_smaller() -> None:
+    terms = agree(VERIFY, replace(DRAFT, **OFFER))  # type: ignore[arg-type]
+    assert (terms.hidden_size, terms.projection_columns, terms.projection_hash) == (64, 64, "ab" * 32)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +71,14 @@ def test_layers_up_to_the_one_behind_the_final_norm_can_be_had() -> None:
         ({"hidden_size": 64, "feature_layers": (3, 3)}, ("feature_layers", "12", "(3, 3)")),
         ({"hidden_size": 64, "feature_layers": tuple(range(9))}, ("feature_layers", "8", "9")),
         ({"feature_layers": (3,)}, ("hidden_size", "64", "0")),
+        (OFFER | {"projection_columns": 66}, ("projection_columns", "64", "66")),
+        (OFFER | {"projection_columns": 33}, ("projection_columns", "64", "33")),
+        (OFFER | {"projection_columns": 64, "feature_layers": (3,)}, ("projection_columns", "64")),
+        (OFFER | {"projection_columns": 0}, ("projection_columns", "64", "0")),
+        (OFFER | {"projection_columns": 2**32 - 2}, ("projection_columns", "64", "4294967294")),
+        (OFFER | {"projection_hash": ""}, ("projection_hash",)),
+        (OFFER | {"projection_hash": "g" * 64}, ("projection_hash", "g" * 64)),
+        (OFFER | {"projection_hash": "ab" * 5000}, ("projection_hash",)),
     ],
 )
 def test_what_does_not_fit_is_refused_naming_both_values(changes: dict[str, object], words: tuple[str, ...]) -> None:

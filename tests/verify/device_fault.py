@@ -72,9 +72,12 @@ def check_device_fault(folder: Path, tmp_path: Path, device: str) -> None:
         start_seconds=START_SECONDS,
     )
     with cluster:
-        for reply in both(cluster):
+        replies = both(cluster)
+        # On a fast device the second request may come when the first one has had all rounds but the last.
+        assert any(reply.token_ids for reply in replies)
+        for reply in replies:
             assert reply.code is grpc.StatusCode.INTERNAL, reply
-            assert 0 < len(reply.token_ids) < 60
+            assert len(reply.token_ids) < 60
             assert "device" not in reply.details, "what failed is for the log alone"
         events.wait_until_back()
         body = {"model": "tiny", "prompt": "word5", "max_tokens": 60, "temperature": 0, "ignore_eos": True}

@@ -75,7 +75,7 @@ async def engine_thread(engine: Engine) -> AsyncIterator[EngineThread]:
     codes: list[int] = []
 
     def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
-        engine._inbox, engine._observer = inbox, observer
+        engine._inbox, engine._observer, engine._aftermath._observer = inbox, observer, observer
         return Built(engine, ready_of(engine))
 
     def run() -> None:

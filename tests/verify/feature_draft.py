@@ -12,7 +12,8 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.base import CausalLM
 from outrider.tree.handshake import Terms
-from outrider.tree.messages import Commit, Features, Open, VerifyMessage
+from outrider.tree.messages import Commit, Features, FeaturesBegin, Open, VerifyMessage
+from outrider.tree.projection import Projection, name_projection
 from verify_service.engine import Engine
 
 
@@ -30,17 +31,25 @@ class FeatureDraft(LocalDraft):
         self.releases = True
         self.has_room = True
         self.num_begun = 0
+        self.begun: FeaturesBegin | None = None
         self._width = 0
         self._dtype = torch.float32
 
     def connect(self) -> None:
         self._engine.draft_connected(self, self.terms)
 
-    def begin_features(self, layers: tuple[int, ...], width: int, dtype: str) -> None:
-        assert layers == self.terms.feature_layers
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        assert begin.layers == self.terms.feature_layers
         self.num_begun += 1
-        self._width, self._dtype = width, getattr(torch, dtype)
+        self.begun = begin
+        self._width, self._dtype = begin.width, getattr(torch, begin.dtype)
+        self.accept(begin)
+
+    def accept(self, begin: FeaturesBegin) -> None:
         self._engine.features.opened(self, self.window)
+
+    def data_of(self, message: Features) -> bytes | memoryview:
+        return message.data
 
     def send(self, messages: list[VerifyMessage]) -> None:
         for message in messages:
@@ -55,7 +64,9 @@ class FeatureDraft(LocalDraft):
         for message in messages:
             self.messages.append(message)
             assert len(message.data) <= 1 << 18
-            data = torch.frombuffer(bytearray(message.data), dtype=self._dtype).view(message.count, self._width)
+            data = torch.frombuffer(bytearray(self.data_of(message)), dtype=self._dtype).view(
+                message.count, self._width
+            )
             known = self.rows[message.request]
             for place, row in enumerate(data):
                 assert message.start + place not in known, "sent twice"
@@ -64,6 +75,10 @@ class FeatureDraft(LocalDraft):
                 self.finals[message.request] = message.start + message.count
         if self.releases:
             self.release()
+
+    def expected(self, features: torch.Tensor) -> torch.Tensor:
+        """What should come for these."""
+        return features
 
     def release(self) -> None:
         through = self.messages[-1].sequence
@@ -82,12 +97,45 @@ class FeatureDraft(LocalDraft):
                 continue
             assert sorted(rows) == list(range(end)), (number, len(text))
             assert preempted or self.finals[number] == end
-            expected = true_features(model, text[:end], self.terms.feature_layers)
+            expected = self.expected(true_features(model, text[:end], self.terms.feature_layers))
             found = torch.stack([rows[position] for position in range(end)]).to(expected)
             error = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
             assert error.max() <= tolerance, (number, int(error.argmax()), float(error.max()))
             count += len(rows)
         return count
+
+
+class ProjectedDraft(FeatureDraft):
+    """Offers a projection."""
+
+    def __init__(self, engine: Engine, vocab_size: int, guess: Guess, projection: Projection) -> None:
+        super().__init__(engine, vocab_size, guess, projection.layers)
+        self.projection = projection
+        self.terms = Terms(
+            feature_layers=projection.layers,
+            projection_columns=projection.num_columns,
+            projection_hash=projection.name,
+        )
+
+    def accept(self, begin: FeaturesBegin) -> None:
+        given = self.projection if begin.wants_projection else None
+        self._engine.features.opened(self, self.window, projection=given)
+
+    def expected(self, features: torch.Tensor) -> torch.Tensor:
+        assert self.begun is not None
+        if not self.begun.projected:
+            return features
+        matrix = torch.frombuffer(bytearray(self.projection.data), dtype=getattr(torch, self.projection.dtype))
+        return features @ matrix.view(self.projection.num_columns, -1).to(features).T
+
+
+def random_projection(
+    layers: tuple[int, ...], hidden: int, columns: int, seed: int = 1, dtype: str = "float32"
+) -> Projection:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(columns, len(layers) * hidden, generator=generator).to(getattr(torch, dtype))
+    data = bytes(matrix.view(torch.uint8).numpy().data)
+    return Projection(layers, columns, dtype, data, name_projection(layers, columns, dtype, data))
 
 
 def true_features(model: CausalLM, text: list[int], layers: tuple[int, ...]) -> torch.Tensor:

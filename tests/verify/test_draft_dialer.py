@@ -13,25 +13,35 @@ import numpy as np
 import pytest
 
 from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, encode_draft
-from outrider.rpc.feature_codec import decode_begin, decode_features, encode_accept, encode_released
+from outrider.rpc.feature_codec import (
+    decode_begin,
+    decode_features,
+    encode_accept,
+    encode_projection,
+    encode_released,
+)
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import (
     PROTOCOL_VERSION,
     Commit,
     DraftMessage,
+    FeatureRing,
     Features,
     FeaturesAccept,
+    FeaturesBegin,
     FeaturesReleased,
     Grow,
     Hello,
 )
+from outrider.tree.projection import Projection, ProjectionPart, name_projection
 from outrider.v1 import draft_pb2
 from verify_service import session
 from verify_service.session import DraftDialer, DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
+BEGIN = FeaturesBegin("", (4, 1), 16, "float32")
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Behave = Callable[[Context, int], Awaitable[None]]
 
@@ -43,6 +53,7 @@ class Events:
         self.sessions: list[DraftSession] = []
         self.terms: list[Terms] = []
         self.windows: list[int] = []
+        self.opened: list[tuple[bool, Projection | None]] = []
         self.releases: list[int] = []
         self.num_ended = 0
         self.batches: list[list[DraftMessage]] = []
@@ -61,8 +72,9 @@ class Events:
         self.batches.append(messages)
         self.changed.set()
 
-    def features_opened(self, port: DraftSession, window: int) -> None:
+    def features_opened(self, port: DraftSession, window: int, uses_ring: bool, projection: Projection | None) -> None:
         self.windows.append(window)
+        self.opened.append((uses_ring, projection))
         self.changed.set()
 
     def features_released(self, port: DraftSession, through: int) -> None:
@@ -218,7 +230,7 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
         await events.until(lambda: len(events.sessions) == 1)
         assert events.terms[0].feature_layers == (4, 1) and events.terms[0].max_positions == 50
         session = events.sessions[0]
-        session.begin_features((4, 1), 16, "float32")
+        session.begin_features(BEGIN)
         session.send_features([Features(3, start, 1, start == 6, bytes(64), "float32", start - 4) for start in (5, 6)])
         await events.until(lambda: events.releases == [2])
     begin = decode_begin(received[0])
@@ -250,12 +262,93 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
 
     async with dialled(tmp_path, behave, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
-        events.sessions[0].begin_features((4, 1), 16, "float32")
+        events.sessions[0].begin_features(BEGIN)
         await events.until(lambda: len(events.sessions) == 2)
         num_opened = len(events.windows)
-        events.sessions[1].begin_features((4, 1), 16, "float32")
+        events.sessions[1].begin_features(BEGIN)
         await events.until(lambda: len(events.windows) == num_opened + 1)
         assert len(events.sessions) == 2
+
+
+MATRIX = bytes(number % 250 for number in range(6 * 16 * 4))
+PROJECTION = Projection((4, 1), 6, "float32", MATRIX, name_projection((4, 1), 6, "float32", MATRIX))
+PROJECTED = replace(BEGIN, width=6, projected=True, wants_projection=True)
+
+
+async def greet_with_projection(context: Context, number: int) -> None:
+    await context.read()
+    theirs = replace(THEIRS, hidden_size=8, feature_layers=(4, 1), features_token="secret")
+    theirs = replace(theirs, projection_columns=6, projection_hash=PROJECTION.name)
+    await context.write(encode_draft([theirs]).SerializeToString())
+    await stay(context)
+
+
+async def test_a_projection_that_is_wanted_arrives_before_the_stream_is_open(tmp_path: Path) -> None:
+    received: list[bytes] = []
+
+    async def features(context: Context, number: int) -> None:
+        received.append(await context.read())
+        await context.write(encode_accept(FeaturesAccept(projects=True)).SerializeToString())
+        for offset in range(0, len(MATRIX), 100):
+            part = ProjectionPart(6, "float32", offset, MATRIX[offset : offset + 100])
+            await context.write(encode_projection(part).SerializeToString())
+        await context.write(encode_released(FeaturesReleased(5)).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, greet_with_projection, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        assert (events.terms[0].projection_columns, events.terms[0].projection_hash) == (6, PROJECTION.name)
+        events.sessions[0].begin_features(PROJECTED)
+        await events.until(lambda: events.releases == [5])
+    ((uses_ring, projection),) = events.opened
+    assert not uses_ring and projection == PROJECTION and bytes(projection.data) == MATRIX
+    begin = decode_begin(draft_pb2.DraftServiceFeaturesRequest.FromString(received[0]))
+    assert begin == replace(PROJECTED, token="secret")
+
+
+@pytest.mark.parametrize("how", ["keeps it", "another", "too long", "gap", "not asked"])
+async def test_a_projection_that_is_not_the_one_offered_ends_the_session(tmp_path: Path, how: str) -> None:
+    async def features(context: Context, number: int) -> None:
+        await context.read()
+        await context.write(encode_accept(FeaturesAccept(projects=how != "keeps it")).SerializeToString())
+        data = {"another": b"\xff" + MATRIX[1:], "too long": MATRIX + b"x"}.get(how, MATRIX)
+        part = ProjectionPart(6, "float32", 4 if how == "gap" else 0, data)
+        await context.write(encode_projection(part).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, greet_with_projection, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        begin = replace(PROJECTED, wants_projection=how != "not asked")
+        events.sessions[0].begin_features(begin)
+        await events.until(lambda: len(events.sessions) == 2)
+        assert not events.opened
+
+
+async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
+    async def behave(context: Context, number: int) -> None:
+        await greet_with_layers(context)
+        await stay(context)
+
+    received: list[bytes] = []
+
+    async def features(context: Context, number: int) -> None:
+        received.append(await context.read())
+        await context.write(encode_accept(FeaturesAccept(uses_ring=True)).SerializeToString())
+        received.append(await context.read())
+        await context.write(encode_released(FeaturesReleased(1)).SerializeToString())
+        await stay(context)
+
+    ring = FeatureRing("here", "gpu", bytes(64), 4096, bytes(32))
+    async with dialled(tmp_path, behave, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        events.sessions[0].begin_features(replace(BEGIN, ring=ring))
+        events.sessions[0].send_features([Features(3, 0, 2, True, b"", "float32", 1, ring_offset=640)])
+        await events.until(lambda: events.releases == [1])
+    assert events.opened == [(True, None)]
+    begin = decode_begin(draft_pb2.DraftServiceFeaturesRequest.FromString(received[0]))
+    assert begin.ring == ring
+    sent = decode_features(draft_pb2.DraftServiceFeaturesRequest.FromString(received[1]), begin, ring.num_bytes)
+    assert (sent.ring_offset, sent.count, sent.data) == (640, 2, b"")
 
 
 async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_path: Path) -> None:

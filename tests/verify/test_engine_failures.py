@@ -112,6 +112,26 @@ def test_a_request_submitted_to_an_engine_that_is_failing_is_refused_or_told() -
         assert all(answer.done.wait(10) for answer in taken)
 
 
+def test_what_a_failing_device_has_committed_is_told_though_its_features_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_launched = 0
+
+    def break_down() -> None:
+        nonlocal num_launched
+        num_launched += 1
+        if num_launched == 2:
+            fail()
+
+    engine = scripted_engine(Scripted(break_down))
+    monkeypatch.setattr(engine.features, "collect", lambda after: fail() if num_launched == 2 else None)
+    complete, cut_off = submit(engine, max_tokens=1), submit(engine, max_tokens=9)
+    engine.start()
+    assert complete.done.wait(10) and cut_off.done.wait(10)
+    assert complete.token_ids == [7] and complete.updates[-1].error is None
+    assert cut_off.token_ids == [7] and isinstance(cut_off.updates[-1].error, InternalError)
+
+
 class Silent:
     """A port that answers nothing by itself."""
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 
 from outrider.config.base import options_to_argv
 from outrider.config.verify import VerifyOptions
+from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.sampling.params import SamplingParams
 from verify_service import engine_process
@@ -79,6 +80,8 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
         ready = await process.ready(asyncio.Event())
         assert ready is not None and (ready.vocab_size, ready.context_length) == (61, 256)
         assert ready.eos_token_ids == [60] and ready.dtype == "float32" and ready.model_path == str(folder)
+        environment = psutil.Process(process._process.pid).environ()
+        assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
         updates: asyncio.Queue[Update] = asyncio.Queue()
         greedy = SamplingParams(temperature=0.0)
         process.engine.submit(Submission("r", [1, 2], greedy, 8, frozenset(), False), updates.put_nowait)

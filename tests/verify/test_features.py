@@ -220,11 +220,12 @@ def test_a_draft_that_releases_nothing_gets_no_more_than_its_window(
     slow.check(model)
 
 
+@pytest.mark.parametrize("error", [ConfigError("no room"), MemoryError("no room")])
 def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
-    truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch
+    truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*arguments: object) -> None:
-        raise ConfigError("no room")
+        raise error
 
     engine = start("torch")
     monkeypatch.setattr("verify_service.executor.FeatureStore", fail)

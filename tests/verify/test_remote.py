@@ -15,9 +15,10 @@ from outrider.errors import InternalError, OutriderError, OverloadedError, Unava
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason
-from outrider.tree.messages import DraftMessage, Grow, Hello, VerifyMessage
+from outrider.tree.messages import Decline, DeclineReason, DraftMessage, Features, Grow, Hello, VerifyMessage
 from verify_service.remote import MAX_UNREAD
 from verify_service.submission import Submission, Update
+from verify_service.wire import FeaturesDone, FeaturesPart, FeaturesTold, FromDoor
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -212,6 +213,42 @@ async def test_a_draft_that_floods_loses_its_session_and_nothing_gathers(model: 
         before = draft.num_resets
         thread.remote.draft_received(draft, flood(4096))
         assert draft.num_resets == before, "what was read makes room"
+
+
+async def test_long_words_of_a_draft_count_for_what_they_take(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        draft = Silent()
+        thread.remote.draft_connected(draft)
+        decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD)
+        thread.remote.draft_received(draft, [decline])
+        assert draft.num_resets == 1
+
+
+class Reader(Silent):
+    """Is sent features."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        return
+
+
+async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        remote, draft = thread.remote, Reader()
+        remote.draft_connected(draft)
+        session = remote._sessions[draft]
+        remote._dtypes[session] = "float32"
+        remote._take(FeaturesTold(session, [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]))
+        with monkeypatch.context() as patched:
+            passed: list[FromDoor] = []
+            patched.setattr(remote, "_send", passed.append)
+            for through in (1, 1, 3, 2, 3, 0, 4):
+                remote.features_released(draft, through)
+            assert draft.num_resets == 0
+            remote.features_released(draft, 5)
+        assert passed == [FeaturesDone(session, through) for through in (1, 3, 4)]
+        assert draft.num_resets == 1
 
 
 async def test_what_a_draft_should_not_send_is_counted(model: CausalLM) -> None:

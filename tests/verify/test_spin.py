@@ -125,6 +125,26 @@ def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPat
     assert swept[-1] == 2
 
 
+def test_garbage_is_swept_beside_rounds_that_leave_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    monkeypatch.setattr(gc, "isenabled", lambda: False)
+    monkeypatch.setattr(gc, "get_count", lambda: (10**6, 0, 0))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: swept.append(generation))
+    # On a CPU every round is over when it is looked at, and so may those be that a busy device runs.
+    monkeypatch.setattr("fake_device.FakeRound.done", lambda round: True)
+    for spin in (False, True):
+        engine = fake_engine(FakeDevice(spin=spin))
+        seen: list[int] = []
+        answer = submit(engine, max_tokens=20)
+        request = answer.request
+        assert request is not None
+        request.sink = lambda update, take=answer.take, seen=seen: (seen.append(len(swept)), take(update))  # type: ignore[misc, assignment]
+        engine.start()
+        assert answer.done.wait(10)
+        engine.stop()
+        assert seen[-1] - seen[0] > 10, f"spin={spin}"
+
+
 def test_a_long_gap_is_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
     phases = (("commit", 0.0001), ("launch", 0.009), ("CPU time", 0.0002), ("taken off the CPU", 3.0))
     with caplog.at_level("DEBUG"):

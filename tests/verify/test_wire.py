@@ -22,7 +22,21 @@ from outrider.errors import (
 )
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
-from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Features, Grow, Hello, Open, Pause, Resume
+from outrider.tree.messages import (
+    Close,
+    Commit,
+    Decline,
+    DeclineReason,
+    FeatureRing,
+    Features,
+    FeaturesBegin,
+    Grow,
+    Hello,
+    Open,
+    Pause,
+    Resume,
+)
+from outrider.tree.projection import Projection
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     MAX_FRAME_BYTES,
@@ -47,13 +61,17 @@ from verify_service.wire import (
     pack,
 )
 from verify_service.wire_codec import (
+    pack_begin,
     pack_drafts,
     pack_features,
+    pack_opened,
     pack_submission,
     pack_update,
     pack_verify,
+    unpack_begin,
     unpack_drafts,
     unpack_features,
+    unpack_projection,
     unpack_submission,
     unpack_update,
     unpack_verify,
@@ -207,6 +225,33 @@ def test_what_a_session_says_of_features_arrives() -> None:
         assert to_engine(frame) == frame
     opened = FeaturesOpen(1, [3, 1], 16, "bfloat16")
     assert to_door(opened) == opened
+
+
+@pytest.mark.parametrize("ring", [None, FeatureRing("here", "cuda:0", bytes(64), 1 << 24, bytes(32))])
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (True, True)])
+def test_a_features_stream_begins_as_the_engine_says(ring: FeatureRing | None, flags: tuple[bool, bool]) -> None:
+    begin = FeaturesBegin("", (3, 1), 16, "bfloat16", ring, *flags)
+    frame = to_door(pack_begin(7, begin))
+    assert isinstance(frame, FeaturesOpen) and frame.session == 7 and unpack_begin(frame) == begin
+
+
+def test_a_projection_arrives_at_the_engine() -> None:
+    data = memoryview(bytearray(range(200)))
+    projection = Projection((3, 1), 6, "float16", data, "name")
+    frame = to_engine(pack_opened(7, 9, True, projection))
+    assert isinstance(frame, FeaturesUp) and (frame.session, frame.window, frame.uses_ring) == (7, 9, True)
+    found = unpack_projection(frame)
+    assert found is not None
+    assert (found.layers, found.num_columns, found.dtype, found.name) == ((3, 1), 6, "float16", "name")
+    assert bytes(found.data) == bytes(data)
+    plain = to_engine(pack_opened(7, 9, False, None))
+    assert isinstance(plain, FeaturesUp) and unpack_projection(plain) is None
+
+
+def test_places_in_a_ring_arrive() -> None:
+    message = Features(3, 5, 2, True, b"", "float16", 9, ring_offset=0)
+    frame = to_door(FeaturesTold(3, pack_features([message])))
+    assert isinstance(frame, FeaturesTold) and unpack_features(frame.features, "float16") == [message]
 
 
 def test_a_hello_in_mid_stream_stays_one_for_the_engine_to_count() -> None:

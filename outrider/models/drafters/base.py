@@ -59,6 +59,17 @@ class DraftModel(ABC):
         """Target features [N, len(feature_layers) * hidden_size] to [N, feature_size]."""
         return features
 
+    def projection(self) -> Tensor | None:
+        """The matrix [feature_size, len(feature_layers) * hidden_size] that `project` multiplies raw features with.
+
+        None where there is none, or where what comes before the product is not linear.
+        """
+        return None
+
+    def finish_product(self, product: Tensor) -> Tensor:
+        """What `project` gives, from features that were multiplied with `projection` elsewhere [N, feature_size]."""
+        return product
+
     def new_kv(self, num_slots: int) -> KVCache:
         """A cache of the model's shape, dtype and device."""
         return KVCache(self.num_layers, num_slots, self.num_kv_heads, self.head_dim, self.dtype, self.device)

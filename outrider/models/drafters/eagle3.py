@@ -37,6 +37,7 @@ class Eagle3Head(DraftHead):
         self.joint_norm: RMSNorm | None = None
         if config.norm_all:
             self.joint_norm = self.norm(num_features * config.target_hidden_size)
+        self._projection: Tensor | None = None
         self.token_norm = self.norm(hidden)
         self.hidden_norm = self.norm(hidden)
         self.final_norm = self.norm(hidden)
@@ -65,6 +66,9 @@ class Eagle3Head(DraftHead):
         """See DraftHead."""
         super().finish_loading()
         if self.fc is not None:
+            if not self.feature_norms and self.joint_norm is None:
+                # Before packing, which on a CPU lays it out anew.
+                self._projection = self.fc.weight
             self.fc.pack()
 
     @torch.inference_mode()
@@ -79,6 +83,16 @@ class Eagle3Head(DraftHead):
         if self.joint_norm is not None:
             features = self.joint_norm(features)
         return features if self.fc is None else self.fc(features)
+
+    def projection(self) -> Tensor | None:
+        """See DraftModel."""
+        return self._projection
+
+    @torch.inference_mode()
+    def finish_product(self, product: Tensor) -> Tensor:
+        """See DraftModel."""
+        product = product.to(self.dtype)
+        return product if self.fc is None or self.fc.bias is None else product + self.fc.bias
 
     @torch.inference_mode()
     def forward(

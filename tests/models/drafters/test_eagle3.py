@@ -26,8 +26,17 @@ from tiny_heads import (
 from tiny_models import relative_error, save_tiny, token_ids
 from torch import Tensor
 
+from draft_service.drafters.base import build_drafter
+from draft_service.drafters.model import find_mapper
+from draft_service.handshake import own_hello
+from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.offer import offered_projection
+from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.handshake import agree
+from outrider.tree.messages import PROTOCOL_VERSION, Hello
+from outrider.tree.projection import name_projection
 
 STEPS = 4
 
@@ -235,6 +244,49 @@ def test_a_head_without_aux_layers_takes_the_last_hidden_state(tmp_path: Path) -
     assert model.feature_layers == (4,)  # three layers, and the final norm
     ids, raw = inputs(HIDDEN)
     check(model, whole_of(tensors), raw, ids, raw)
+
+
+def test_fc_may_be_done_elsewhere(tmp_path: Path) -> None:
+    tensors = eagle3_tensors()
+    tensors["fc.bias"] = torch.randn(HIDDEN)
+    save_head(tmp_path, EAGLE3_FIELDS, tensors)
+    model = load("EAGLE3", speculative_draft_model_path=str(tmp_path))
+    _, raw = inputs()
+    offered = offered_projection(model)
+    assert offered is not None and offered.layers == model.feature_layers
+    matrix = torch.frombuffer(bytearray(offered.data), dtype=torch.float32).view(offered.num_columns, -1)
+    assert torch.equal(matrix, tensors["fc.weight"])
+    assert offered.name == name_projection(offered.layers, HIDDEN, "float32", matrix.numpy().tobytes())
+    assert relative_error(model.finish_product(raw @ matrix.T), model.project(raw)) <= 1e-5
+
+
+def test_the_service_offers_it_in_its_hello(tmp_path: Path) -> None:
+    save_head(tmp_path, EAGLE3_FIELDS, eagle3_tensors())
+    options = DraftOptions(
+        speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(tmp_path), device="cpu", max_positions=64
+    )
+    drafter = build_drafter(options)
+    hello = own_hello(drafter, options)
+    projection = drafter.needs.projection
+    assert projection is not None
+    assert (hello.projection_columns, hello.projection_hash) == (HIDDEN, projection.name)
+    target = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=4)
+    assert agree(target, hello).projection_hash == projection.name
+    assert find_mapper(drafter) is None, "a CPU maps no device memory"
+
+
+@pytest.mark.parametrize("changes", [{"norm_before_fc": True}, {"fc_norm": True}, {"one layer": True}])
+def test_what_is_not_linear_or_makes_nothing_smaller_is_not_offered(changes: dict[str, bool], tmp_path: Path) -> None:
+    tensors = eagle3_tensors(num_features=1 if "one layer" in changes else 3)
+    fields = {**EAGLE3_FIELDS, **changes}
+    if "norm_before_fc" in changes:
+        tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+    if "fc_norm" in changes:
+        tensors |= {f"fc_norm.{number}.weight": torch.ones(HIDDEN) for number in range(3)}
+    if "one layer" in changes:
+        fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1], "use_aux_hidden_state": True}
+    save_head(tmp_path, fields, tensors)
+    assert offered_projection(load("EAGLE3", speculative_draft_model_path=str(tmp_path))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

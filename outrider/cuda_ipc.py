@@ -1,0 +1,159 @@
+"""Device memory that processes of one host share by the driver's IPC handles.
+
+The driver is called directly. torch shares memory of its own allocator alone, by a protocol of its own that has the
+receiver tell the sender what it is done with; here the two have a protocol already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+"""The memory may be another device's; access to it is enabled when it is mapped."""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver did not do what it was asked for, or there is none."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class ExportedMemory:
+    """Device memory that other processes may map by `handle`. It is never freed while this process lives.
+
+    What happens when memory is freed that another process has mapped is not defined.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises DriverError where there is none."""
+        pointer, handle = ctypes.c_uint64(), _Handle()
+        with _context(device):
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+            try:
+                _call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+            except DriverError:
+                _call("cuMemFree_v2", pointer)
+                raise
+        self.handle = bytes(handle.reserved)
+        view = _View(int(pointer.value), num_bytes)
+        self.rows: Tensor = torch.as_tensor(view, device=torch.device("cuda", _index(device)))
+        """uint8 [num_bytes]."""
+
+
+class ImportedMemory:
+    """Device memory of another process, mapped for `device`; it stays readable if that process ends."""
+
+    def __init__(self, handle: bytes, num_bytes: int, device: torch.device) -> None:
+        """Raises ValueError for what is no handle, DriverError where the driver does not map it."""
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"{len(handle)} bytes are no handle of device memory")
+        given = _Handle((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))
+        pointer = ctypes.c_uint64()
+        self._device = torch.device("cuda", _index(device))
+        self._num_bytes = num_bytes
+        with _context(self._device):
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        self._pointer: int | None = int(pointer.value)
+        self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(self._device)
+
+    def read(self, offset: int, num_bytes: int) -> Tensor:
+        """A copy uint8 [num_bytes] on the device, complete when this returns; work on other streams is not waited for.
+
+        Raises ValueError for what lies outside or is not mapped any more, DriverError where the copy fails.
+        """
+        with self._lock, torch.cuda.device(self._device):
+            if self._pointer is None or offset < 0 or num_bytes < 1 or offset + num_bytes > self._num_bytes:
+                raise ValueError(f"{num_bytes} bytes at {offset} of {self._num_bytes} that are mapped")
+            # On its own stream, so that memory which other streams still use is not given out for it.
+            with torch.cuda.stream(self._stream):
+                copy = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            with _context(self._device):
+                _call(
+                    "cuMemcpyAsync",
+                    ctypes.c_uint64(copy.data_ptr()),
+                    ctypes.c_uint64(self._pointer + offset),
+                    ctypes.c_size_t(num_bytes),
+                    ctypes.c_void_p(self._stream.cuda_stream),
+                )
+            self._stream.synchronize()
+            copy.record_stream(torch.cuda.current_stream())
+            return copy
+
+    def close(self) -> None:
+        """Unmap it."""
+        with self._lock:
+            pointer, self._pointer = self._pointer, None
+            if pointer is not None:
+                with _context(self._device):
+                    _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+
+class _View:
+    """Bytes on a device, for torch to make a tensor of."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"the CUDA driver is not there: {error}") from error
+
+
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """The context that torch works in; retained for good."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
+
+
+@contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Have the calling thread work in the device's context, whatever it worked in before."""
+    _call("cuCtxPushCurrent_v2", _primary_context(_index(device)))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Raises DriverError with the driver's own words."""
+    driver = _driver()
+    function = getattr(driver, name, None)
+    if function is None:
+        raise DriverError(f"the CUDA driver has no {name}")
+    code = function(*arguments)
+    if code:
+        words = ctypes.c_char_p()
+        driver.cuGetErrorString(ctypes.c_int(code), ctypes.byref(words))
+        reason = words.value.decode() if words.value else "an unknown error"
+        raise DriverError(f"{name} failed with {code}: {reason}")

@@ -1,0 +1,99 @@
+"""The matrix that a drafter multiplies the target's features with first, and which verify may multiply instead."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from outrider.errors import InvalidRequestError
+from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES
+
+PROJECTED = -1
+"""Where layers are numbered: the product of some with a projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A matrix [num_columns, hidden_size for each of `layers`] of `dtype` in `data`, row by row, little-endian.
+
+    Two are the same if their names are.
+    """
+
+    layers: tuple[int, ...] = field(compare=False)
+    num_columns: int = field(compare=False)
+    dtype: str = field(compare=False)
+    data: bytes | bytearray | memoryview = field(compare=False, repr=False)
+    name: str
+    """SHA-256 of all the rest, hexadecimal: see `name_projection`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionPart:
+    """draft -> verify: bytes of a projection from `offset` on."""
+
+    num_columns: int
+    dtype: str
+    offset: int
+    data: bytes
+
+
+def name_projection(layers: tuple[int, ...], num_columns: int, dtype: str, data: bytes | memoryview) -> str:
+    """The name of a projection."""
+    digest = _begin_name(layers, num_columns, dtype)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+def cut_projection(projection: Projection) -> Iterator[ProjectionPart]:
+    """Its parts, each small enough for a message."""
+    data = memoryview(projection.data)
+    for offset in range(0, len(data), MAX_FEATURE_BYTES):
+        part = bytes(data[offset : offset + MAX_FEATURE_BYTES])
+        yield ProjectionPart(projection.num_columns, projection.dtype, offset, part)
+
+
+class ProjectionReader:
+    """Puts together the projection that a draft has offered; takes no more memory than it may have."""
+
+    def __init__(self, layers: tuple[int, ...], hidden_size: int, num_columns: int, name: str) -> None:
+        self._layers = layers
+        self._width = len(layers) * hidden_size
+        self._num_columns = num_columns
+        self._name = name
+        self._dtype = ""
+        self._data = bytearray()
+        self._filled = 0
+        self._digest = hashlib.sha256()
+
+    def take(self, part: ProjectionPart) -> Projection | None:
+        """The projection once it is whole. Raises InvalidRequestError for a part that is not the next of it."""
+        if not self._dtype:
+            self._begin(part)
+        if (part.num_columns, part.dtype) != (self._num_columns, self._dtype):
+            raise InvalidRequestError("projection", "is not what was offered, or changes its form")
+        end = part.offset + len(part.data)
+        if part.offset != self._filled or not 0 < len(part.data) <= MAX_FEATURE_BYTES or end > len(self._data):
+            raise InvalidRequestError(
+                "projection.data", f"{len(part.data)} bytes at {part.offset} do not follow {self._filled} bytes"
+            )
+        self._data[part.offset : end] = part.data
+        self._digest.update(part.data)
+        self._filled = end
+        if end < len(self._data):
+            return None
+        if self._digest.hexdigest() != self._name:
+            raise InvalidRequestError("projection", "is not the one that was offered: its SHA-256 differs")
+        return Projection(self._layers, self._num_columns, self._dtype, self._data, self._name)
+
+    def _begin(self, part: ProjectionPart) -> None:
+        if part.dtype not in FEATURE_ITEM_BYTES:
+            raise InvalidRequestError("projection.dtype", f"{part.dtype[:32]!r} is not known")
+        self._dtype = part.dtype
+        self._data = bytearray(self._num_columns * self._width * FEATURE_ITEM_BYTES[part.dtype])
+        self._digest = _begin_name(self._layers, self._num_columns, part.dtype)
+
+
+def _begin_name(layers: tuple[int, ...], num_columns: int, dtype: str) -> hashlib._Hash:
+    head = f"{','.join(map(str, layers))} {num_columns} {dtype}\n"
+    return hashlib.sha256(head.encode())

@@ -1,0 +1,66 @@
+"""Waiting for a burst on a device: what arrives is seen at once, and so is the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draft_service.burst.buckets import Bucket
+from draft_service.burst.runner import Pending
+
+
+class Event:
+    """A device's event that has come after so many looks, or when it is waited for."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.waited = False
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def pending(event: Event | None, expected: float) -> tuple[Pending, list[float]]:
+    noted: list[float] = []
+    runner: Any = SimpleNamespace(
+        expected_seconds=lambda pending: expected, note_seconds=lambda pending, seconds: noted.append(seconds)
+    )
+    burst: Any = None
+    made = Pending(runner, burst, Bucket(8, 1), 0)
+    made.event = event  # type: ignore[assignment]
+    return made, noted
+
+
+def test_what_arrives_ends_the_wait_while_the_end_is_far() -> None:
+    event = Event(looks=1000)
+    one, noted = pending(event, expected=3600.0)
+    answers = iter([False, False, True])
+    assert not one.over(lambda: next(answers))
+    assert not event.waited
+    assert not noted
+
+
+def test_the_end_of_a_burst_is_seen_and_timed() -> None:
+    one, noted = pending(Event(looks=3), expected=3600.0)
+    assert one.over(lambda: False)
+    assert len(noted) == 1
+
+
+@pytest.mark.parametrize("expected", [0.0, 1e-9])
+def test_near_the_end_nothing_interrupts(expected: float) -> None:
+    event = Event(looks=1000)
+    one, noted = pending(event, expected)
+    assert one.over(lambda: True)
+    assert event.waited
+    assert len(noted) == 1
+
+
+def test_without_a_device_there_is_nothing_to_wait_for() -> None:
+    one, _ = pending(None, expected=3600.0)
+    assert one.over(lambda: True)

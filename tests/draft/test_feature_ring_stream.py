@@ -1,0 +1,165 @@
+"""A ring that verify offers is read where that works, within its bounds, and done without where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from draft_door import Door
+from shared_file import MappedFile, SharedFile
+from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
+
+from draft_service.feature_ring import map_ring
+from outrider.host import host_id
+from outrider.tree.messages import MAGIC_BYTES, FeatureRing
+
+Serve = Callable[..., Awaitable[Door]]
+SIZE = 4096
+MAGIC = bytes(range(MAGIC_BYTES))
+
+
+class Mapper:
+    """Maps files and keeps what it mapped."""
+
+    def __init__(self) -> None:
+        self.mapped: list[MappedFile] = []
+
+    def __call__(self, handle: bytes, num_bytes: int) -> MappedFile:
+        self.mapped.append(MappedFile(handle, num_bytes))
+        return self.mapped[-1]
+
+
+def make_ring(folder: Path) -> tuple[SharedFile, FeatureRing]:
+    memory = SharedFile(folder / "ring", SIZE)
+    for place in (0, SIZE - MAGIC_BYTES):
+        memory.rows[place : place + MAGIC_BYTES] = torch.tensor(list(MAGIC), dtype=torch.uint8)
+    return memory, FeatureRing(host_id(), "cpu", memory.handle, SIZE, MAGIC)
+
+
+async def in_ring(end: FeaturesEnd, start: int, sequence: int, offset: int, count: int = 1) -> None:
+    await end.send(start, sequence, count, data=b"", ring_offset=offset)
+
+
+async def test_features_are_read_from_the_ring_and_it_is_unmapped_in_the_end(serve: Serve, tmp_path: Path) -> None:
+    memory, ring = make_ring(tmp_path)
+    mapper, drafter = Mapper(), NotingDrafter()
+    door = await serve(drafter, mapper=mapper)
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    assert (await end.begin(token, ring=ring)).uses_ring is True
+    memory.rows[256 : 256 + 3 * ROW] = torch.arange(3 * ROW, dtype=torch.uint8)
+    await in_ring(end, 0, 1, 256, 2)
+    await in_ring(end, 2, 2, 256 + 2 * ROW)
+    # Both ways may be used in turn.
+    await end.send(3, 3)
+    await end.released(3)
+    rows = [part.rows for _, part in drafter.features]
+    expected = bytes(number % 256 for number in range(3 * ROW))
+    assert rows == [expected[: 2 * ROW], expected[2 * ROW :], None]
+    assert [len(part.data) for _, part in drafter.features] == [0, 0, ROW]
+    memory.rows[256 : 256 + 3 * ROW] = 0
+    assert rows[0] == expected[: 2 * ROW], "what was read is a copy"
+    stream.call.cancel()
+    async with asyncio.timeout(20):
+        assert await end.call.read() is grpc.aio.EOF
+    await asyncio.to_thread(door.settle)
+    assert mapper.mapped[0].closed
+
+
+@pytest.mark.parametrize("offset", [SIZE - ROW + 1, SIZE, 2**63, 2**64 - 1])
+async def test_places_outside_the_ring_are_malformed_and_nothing_is_read(
+    serve: Serve, tmp_path: Path, offset: int
+) -> None:
+    _, ring = make_ring(tmp_path)
+    drafter = NotingDrafter()
+    door = await serve(drafter, mapper=Mapper())
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    await end.begin(token, ring=ring)
+    await in_ring(end, 0, 1, offset)
+    await end.send(0, 2, data=bytes(ROW), ring_offset=256)
+    await in_ring(end, 0, 3, SIZE - ROW)
+    await end.released(3)
+    assert [part.sequence for _, part in drafter.features] == [3]
+    assert door.count("messages_dropped_total", reason="malformed") == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "elsewhere"},
+        {"host": ""},
+        {"handle": b"/no/such/file"},
+        {"handle": b""},
+        {"handle": b"\xff" * 64},
+        {"handle": b"x" * 5000},
+        {"num_bytes": SIZE - 1},
+        {"num_bytes": SIZE + 1},
+        {"num_bytes": 2**40},
+        {"num_bytes": 0},
+        {"magic": bytes(MAGIC_BYTES)},
+        {"magic": b""},
+    ],
+)
+async def test_a_ring_that_cannot_be_used_is_declined_and_features_come_in_messages(
+    serve: Serve, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    _, ring = make_ring(tmp_path)
+    mapper, drafter = Mapper(), NotingDrafter()
+    door = await serve(drafter, mapper=mapper)
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    accept = await end.begin(token, ring=replace(ring, **changes))  # type: ignore[arg-type]
+    assert accept.uses_ring is False
+    await in_ring(end, 0, 1, 256)
+    await end.send(0, 2)
+    await end.released(2)
+    assert [part.sequence for _, part in drafter.features] == [2]
+    assert all(memory.closed for memory in mapper.mapped)
+
+
+async def test_a_ring_that_cannot_be_read_any_more_ends_the_stream_and_the_next_goes_without(
+    serve: Serve, tmp_path: Path
+) -> None:
+    _, ring = make_ring(tmp_path)
+    mapper, drafter = Mapper(), NotingDrafter()
+    door = await serve(drafter, mapper=mapper)
+    stream, token = await greet(door)
+    await opened(stream, 1, 2)
+    end = FeaturesEnd(door)
+    await end.begin(token, ring=ring)
+    mapper.mapped[0].fails = True
+    await in_ring(end, 0, 1, 256)
+    await end.released(1)
+    await in_ring(end, 1, 2, 256)
+    code, _ = await end.ended()
+    assert code is grpc.StatusCode.INTERNAL and not drafter.features
+    other, token = await greet(door)
+    await opened(other, 7)
+    second = FeaturesEnd(door)
+    assert (await second.begin(token, ring=ring)).uses_ring is False
+    await second.send(0, 1, request=7)
+    await second.released(1)
+    assert [part.request for _, part in drafter.features] == [7]
+
+
+def test_what_is_read_lies_in_the_ring_whoever_asks(tmp_path: Path) -> None:
+    _, ring = make_ring(tmp_path)
+    reader = map_ring(ring, MappedFile)
+    assert reader is not None and reader.read(0, MAGIC_BYTES) == MAGIC
+    for offset, size in ((-1, 4), (SIZE - 3, 4), (0, 0), (2**64, 4)):
+        with pytest.raises(ValueError, match="do not lie"):
+            reader.read(offset, size)
+    assert not reader.broken
+    reader.close()
+    reader.close()
+    with pytest.raises(ValueError, match="do not lie"):
+        reader.read(0, 4)

@@ -1,0 +1,155 @@
+"""A draft model that is the target guesses all that is committed, and says so first: noise, positions and KV agree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import Answer, make_engine, run_all, tiny_model
+from in_process_draft import InProcessDraft, drafter_of
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend, ForwardBatch, TokenBatch
+from outrider.cache.kv import KVCache
+from outrider.config.draft import DraftOptions
+from outrider.models.base import CausalLM
+from outrider.models.drafters.standalone import StandaloneDraft
+from outrider.sampling.params import SamplingParams
+from verify_service.engine import Engine
+
+VOCAB = 61
+DEPTH = 5
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.8, seed=2**63 + 5, choice_index=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    torch.set_num_threads(1)
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+        assert not engine.scheduler.running
+        engine.memory.check_integrity()
+
+
+def options_of(**changes: object) -> DraftOptions:
+    values: dict[str, object] = {
+        "speculative_algorithm": ("STANDALONE",),
+        "speculative_num_steps": DEPTH,
+        "min_path_probability": 0.0,
+        "max_requests": 4,
+        "device": "cpu",
+    }
+    return DraftOptions(**values | changes)  # type: ignore[arg-type]
+
+
+def prompts(count: int, length: int = 20) -> list[list[int]]:
+    draw = random.Random(3)
+    return [[draw.randrange(VOCAB) for _ in range(length)] for _ in range(count)]
+
+
+def serve(
+    engines: list[Engine], model: CausalLM, options: DraftOptions, turns: int = 1000, **limits: object
+) -> tuple[Engine, InProcessDraft]:
+    engine = make_engine(model, **limits)
+    engines.append(engine)
+    draft = InProcessDraft(engine, drafter_of(StandaloneDraft(model, ""), options), options, turns)
+    engine.start()
+    return engine, draft
+
+
+def plain(engines: list[Engine], model: CausalLM, jobs: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    engine = make_engine(model)
+    engines.append(engine)
+    engine.start()
+    return [answer.token_ids for answer in run_all(engine, jobs, width=1, speculate=False, max_tokens=60)]
+
+
+def lengths(answer: Answer) -> list[int]:
+    """Tokens of each update."""
+    return [len(update.token_ids) for update in answer.updates if update.token_ids]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_in_lockstep_every_round_accepts_a_whole_chain(
+    engines: list[Engine], model: CausalLM, sampling: SamplingParams, width: int
+) -> None:
+    options = options_of(lockstep=True, speculative_eagle_topk=1)
+    engine, draft = serve(engines, model, options, lockstep=True, max_hold_seconds=5.0, max_nodes=DEPTH * width)
+    jobs = [(prompt, sampling) for prompt in prompts(3)]
+    answers = run_all(engine, jobs, width=width, max_tokens=60)
+    assert [answer.token_ids for answer in answers] == plain(engines, model, jobs)
+    for answer in answers:
+        assert lengths(answer)[1:-1] == [DEPTH + 1] * (len(lengths(answer)) - 2), lengths(answer)
+    assert set(draft.committed) == {0}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_ahead_of_verify_every_committed_token_was_the_best_child(
+    engines: list[Engine], model: CausalLM, sampling: SamplingParams, width: int, topk: int
+) -> None:
+    options = options_of(speculative_num_steps=0, speculative_eagle_topk=topk)
+    engine, draft = serve(engines, model, options, max_nodes=8 * width)
+    jobs = [(prompt, sampling) for prompt in prompts(3)]
+    answers = run_all(engine, jobs, width=width, max_tokens=60)
+    assert [answer.token_ids for answer in answers] == plain(engines, model, jobs)
+    assert set(draft.committed) == {0}
+
+
+class NotingHead(StandaloneDraft):
+    """A drafter of features that looks whether each it is given made the target choose the token beside it.
+
+    The target's feature is its output after the last norm, which its logits are made of. Of its own it says nothing.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(model, "")
+        self.hidden_size = self.feature_size = model.config.hidden_size
+        self.feature_layers = (model.config.num_layers + 1,)
+        self.fit: dict[int, list[bool]] = {}
+        """By KV position, for tokens that came with true features."""
+
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        assert features is not None and isinstance(batch, ForwardBatch)
+        chosen = self.model.logits(features).argmax(1)
+        for place, position in enumerate(batch.positions.tolist()):
+            if features[place].any():
+                self.fit.setdefault(position, []).append(bool(chosen[place] == batch.token_ids[place]))
+        rows, _ = super().forward(batch, None, kv, attention)
+        return rows, torch.zeros_like(features)
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_features_come_with_the_token_behind_them(engines: list[Engine], model: CausalLM, lockstep: bool) -> None:
+    head, prompt, count = NotingHead(model), prompts(1)[0], 60
+    options = options_of(speculative_algorithm=("EAGLE3",), lockstep=lockstep, max_requests=1)
+    engine = make_engine(model, lockstep=lockstep, max_hold_seconds=5.0, max_nodes=16)
+    engines.append(engine)
+    draft = InProcessDraft(engine, drafter_of(head, options), options)
+    engine.start()
+    # Requests speculate once their features are stored and the stream is open.
+    for length in (3, 3, 3):
+        run_all(engine, [(prompt[:length], GREEDY)], max_tokens=4)
+    head.fit.clear()
+    answers = run_all(engine, [(prompt, GREEDY)], max_tokens=count)
+    assert [answer.token_ids for answer in answers] == plain(engines, model, [(prompt, GREEDY)])
+    # The token at position p has its KV at p - 1; the last round's features are of no use to anybody.
+    behind = {position: fit for position, fit in head.fit.items() if position >= len(prompt) - 1}
+    assert len(behind) > count - 10, sorted(behind)
+    assert all(all(fit) for fit in behind.values()), behind
+    assert answers[0].num_accepted > 0
+    assert draft.num_features > count

@@ -1,0 +1,46 @@
+"""On a CPU, products of ever new shapes do not take ever more memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outrider.cpu_kernels import KEPT_KERNELS, KERNEL_CACHES
+
+PROGRAM = """
+import ctypes, sys, torch
+from outrider.layers.linear import Linear, can_pack
+
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+mallinfo2 = ctypes.CDLL("libc.so.6").mallinfo2
+mallinfo2.restype = Heap
+linear = Linear(64, 96, False, torch.float32, torch.device("cpu"))
+linear.weight.fill_(1.0)
+packed = can_pack(linear.weight)
+linear.pack()
+kept, used = int(sys.argv[1]), []
+with torch.inference_mode():
+    for rows in range(5, 5 + 4 * kept):
+        linear(torch.ones(rows, 64))
+        used.append(mallinfo2().uordblks / 2**20)
+print(packed, used[kept] - used[0], used[-1] - used[kept])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
+def test_kernels_of_old_shapes_are_given_up() -> None:
+    command = [sys.executable, "-c", PROGRAM, str(KEPT_KERNELS)]
+    environment = {**os.environ, **KERNEL_CACHES, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    packed, filled, after = done.stdout.split()
+    if packed != "True":
+        pytest.skip("oneDNN does not pack this weight here")
+    # As many again three times over, and no more than what differs between small and large shapes.
+    assert float(after) < 0.5 * float(filled), (filled, after)

@@ -1,0 +1,227 @@
+"""Features that lie in a ring which the draft reads: what is where, what is free when, and what happens without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from feature_draft import FeatureDraft, ProjectedDraft, random_projection
+from harness import Answer, make_engine, run_all
+from local_draft import oracle
+from shared_file import MappedFile, SharedFiles
+
+from outrider.models.base import CausalLM
+from outrider.tree.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from verify_service.engine import Engine
+from verify_service.feature_ring import NUM_SLOTS, Ring, RingPool
+
+LAYERS = (0, 1, 3)
+Start = Callable[..., Engine]
+
+
+class RingDraft(FeatureDraft):
+    """Reads the ring when it is told where its features lie."""
+
+    maps = True
+    memory: MappedFile | None = None
+
+    def accept(self, begin: FeaturesBegin) -> None:
+        if begin.ring is not None and self.maps:
+            self.memory = MappedFile(begin.ring.handle, begin.ring.num_bytes)
+            for place in (0, begin.ring.num_bytes - MAGIC_BYTES):
+                assert self.memory.peek(place, MAGIC_BYTES) == begin.ring.magic
+        given = self.projection if isinstance(self, ProjectedDraft) else None
+        self._engine.features.opened(self, self.window, self.memory is not None, given)
+
+    def data_of(self, message: Features) -> bytes | memoryview:
+        if self.memory is None:
+            assert message.ring_offset is None
+            return message.data
+        assert message.ring_offset is not None and not message.data
+        return self.memory.read(message.ring_offset, message.count * self._width * self._dtype.itemsize)
+
+
+class ProjectedRingDraft(RingDraft, ProjectedDraft):
+    """Both."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    engine = make_engine(model)
+    engine.start()
+    try:
+        return run_all(engine, jobs(), speculate=False)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedFiles:
+    """From now on engines share files with drafts."""
+    made = SharedFiles(tmp_path)
+    monkeypatch.setattr("verify_service.feature_staging.RingPool", lambda device, share: RingPool(device, made))
+    return made
+
+
+@pytest.fixture
+def start(model: CausalLM) -> Iterator[Start]:
+    made: list[Engine] = []
+
+    def begin(kind: str, **options: Any) -> Engine:
+        if kind == "torch":
+            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
+        else:
+            engine, _ = make_paged_engine(model, **options)
+        made.append(engine)
+        return engine
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+
+
+def reading(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:
+    return RingDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
+
+
+def ring_of(engine: Engine, draft: FeatureDraft) -> Ring | None:
+    line = engine.drafts.peers[draft].line
+    assert line is not None
+    return line.ring
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+@pytest.mark.parametrize("width", [1, 4])
+def test_every_committed_position_lies_in_the_ring(
+    model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles, kind: str, width: int
+) -> None:
+    engine = start(kind)
+    draft = reading(engine, truth)
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), width)) == tokens(truth)
+    engine.stop()
+    assert draft.check(model) > 200
+    ring = ring_of(engine, draft)
+    assert ring is not None and len(files.made) == 1
+    # Slots come back with the releases.
+    assert ring.num_free + len(engine.drafts.peers[draft].line.lent) == NUM_SLOTS  # type: ignore[union-attr]
+    assert ring.num_free >= NUM_SLOTS - 1
+    assert {(message.ring_offset - 256) // MAX_FEATURE_BYTES for message in draft.messages} <= set(range(NUM_SLOTS))  # type: ignore[operator]
+
+
+def test_products_lie_in_the_ring(model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles) -> None:
+    engine = start("paged")
+    draft = ProjectedRingDraft(engine, VOCAB, oracle(texts(truth), VOCAB), random_projection(LAYERS, 64, 48))
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
+    engine.stop()
+    assert draft.check(model, 1e-3) > 200 and len(files.made) == 1
+
+
+def test_what_is_not_released_stays_and_a_full_ring_holds_up_this_draft_alone(
+    model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verify_service.feature_ring.NUM_SLOTS", 5)
+    monkeypatch.setattr("verify_service.feature_ring.RING_BYTES", 5 * MAX_FEATURE_BYTES + 512)
+    engine = start("torch")
+    slow, other = reading(engine, truth), reading(engine, truth)
+    slow.releases = False
+    slow.connect()
+    other.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
+    engine.stop()
+    offsets = [message.ring_offset for message in slow.messages]
+    assert len(set(offsets)) == 5 == len(offsets), "a slot was written again that nobody has released"
+    ring = ring_of(engine, slow)
+    assert ring is not None and ring.num_free == 0
+    expected = {message.sequence: bytes(slow.data_of(message)) for message in slow.messages}
+    assert len(expected) == 5
+    assert other.check(model) > 50
+    assert slow.check(model, preempted=True) > 5
+
+
+def test_a_draft_that_declines_the_ring_gets_messages_and_the_next_one_the_ring(
+    model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles
+) -> None:
+    engine = start("paged")
+    far, near = reading(engine, truth), reading(engine, truth)
+    far.maps = False
+    far.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    assert ring_of(engine, far) is None
+    near.connect()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert len(files.made) == 1
+    assert all(message.ring_offset is None for message in far.messages)
+    assert near.messages and all(message.ring_offset is not None for message in near.messages)
+    assert far.check(model) > 50 and near.check(model) > 50
+
+
+def test_the_ring_of_a_draft_that_died_serves_the_next(
+    model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles
+) -> None:
+    engine = start("paged")
+    dead, alive = reading(engine, truth), reading(engine, truth)
+    dead.releases = False
+    dead.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:6], 3)) == tokens(truth[:6])
+    assert dead.messages
+    engine.draft_disconnected(dead)
+    alive.connect()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert alive.check(model) > 200 and len(files.made) == 1
+    ring = ring_of(engine, alive)
+    assert ring is not None and ring.num_free >= NUM_SLOTS - 1
+
+
+def test_where_no_memory_can_be_shared_features_are_in_the_messages(
+    model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles
+) -> None:
+    files.fails = True
+    engine = start("paged")
+    draft = reading(engine, truth)
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert draft.memory is None and draft.begun is not None and draft.begun.ring is None
+    assert draft.check(model) > 200
+
+
+def test_a_pool_lends_what_is_free_and_shares_no_more_than_it_must(tmp_path: Path) -> None:
+    files = SharedFiles(tmp_path)
+    pool = RingPool(torch.device("cpu"), files)
+    first, second = pool.lend(), pool.lend()
+    assert first is not None and second is not None
+    assert first.told.magic != second.told.magic and first.told.handle != second.told.handle
+    taken = [first.take() for _ in range(NUM_SLOTS + 1)]
+    assert taken[-1] is None and len(set(taken)) == NUM_SLOTS + 1
+    free = partial(first.give_back, taken[3])  # type: ignore[arg-type]
+    pool.take_back(first)
+    again = pool.lend()
+    assert again is not None and again.told == first.told and again.num_free == NUM_SLOTS
+    free()
+    assert again.num_free == NUM_SLOTS, "what the dead one gives back is not the next one's"
+    assert len(files.made) == 2

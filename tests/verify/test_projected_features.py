@@ -1,0 +1,205 @@
+"""Features are multiplied with a draft's projection before they are stored, where that makes them smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from feature_draft import FeatureDraft, ProjectedDraft, random_projection
+from harness import Answer, make_engine, run_all
+from local_draft import oracle
+
+from outrider.cache.features import FeatureStore
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider.tree.projection import PROJECTED
+from verify_service.engine import Engine
+
+LAYERS = (3, 0, 1)
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    engine = make_engine(model)
+    engine.start()
+    try:
+        return run_all(engine, jobs(), speculate=False)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def start(model: CausalLM) -> Iterator[Start]:
+    made: list[Engine] = []
+
+    def begin(kind: str, **options: Any) -> Engine:
+        if kind == "torch":
+            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
+        else:
+            engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
+        made.append(engine)
+        return engine
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+def projected(engine: Engine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:
+    return ProjectedDraft(engine, VOCAB, oracle(texts(truth), VOCAB), random_projection(LAYERS, 64, columns, seed))
+
+
+def raw(engine: Engine, truth: list[Answer], layers: tuple[int, ...]) -> FeatureDraft:
+    return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
+
+
+def store_of(engine: Engine) -> FeatureStore:
+    store = engine._executor._features  # type: ignore[attr-defined]
+    assert isinstance(store, FeatureStore)
+    return store
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
+@pytest.mark.parametrize(("columns", "num_pages"), [(48, 256), (64, 24)])
+def test_every_committed_position_arrives_as_a_product(
+    model: CausalLM, truth: list[Answer], start: Start, kind: str, columns: int, num_pages: int
+) -> None:
+    engine = start(kind, num_pages=num_pages)
+    draft = projected(engine, truth, columns=columns)
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs(), 4)) == tokens(truth)
+    engine.stop()
+    assert draft.check(model, 1e-3, preempted=num_pages == 24) > 200
+    assert draft.begun is not None and (draft.begun.width, draft.begun.wants_projection) == (columns, True)
+    assert store_of(engine).width == columns and store_of(engine).inputs == (0, 1, 3)
+
+
+def test_a_draft_that_comes_back_is_not_asked_for_its_projection_again(
+    model: CausalLM, truth: list[Answer], start: Start
+) -> None:
+    engine = start("paged")
+    first, second, third = (projected(engine, truth) for _ in range(3))
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    store = store_of(engine)
+    second.connect()
+    engine.draft_disconnected(first)
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    engine.draft_disconnected(second)
+    third.connect()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    engine.stop()
+    assert [draft.begun.wants_projection for draft in (first, second, third) if draft.begun] == [True, False, False]
+    assert store_of(engine) is store, "what was stored is of use for all of them"
+    for draft in (first, second, third):
+        assert draft.check(model, 1e-3) > 50
+
+
+def test_a_second_draft_with_another_projection_gets_raw_features(
+    model: CausalLM, truth: list[Answer], start: Start
+) -> None:
+    engine = start("paged")
+    first, second = projected(engine, truth, 1), projected(engine, truth, 2)
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    second.connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert second.begun is not None and not second.begun.projected and second.begun.width == 3 * 64
+    assert store_of(engine).parts == (0, 1, 3, PROJECTED)
+    assert first.check(model, 1e-3) > 100 and second.check(model, 1e-3) > 50
+
+
+def test_a_projection_that_nobody_uses_gives_way(model: CausalLM, truth: list[Answer], start: Start) -> None:
+    engine = start("torch")
+    first, second = projected(engine, truth, 1), projected(engine, truth, 2, columns=32)
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+    engine.draft_disconnected(first)
+    second.connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert store_of(engine).parts == (PROJECTED,) and store_of(engine).width == 32
+    assert second.check(model, 1e-3) > 200
+
+
+@pytest.mark.parametrize("raw_first", [False, True])
+def test_raw_and_projected_drafts_get_their_own(
+    model: CausalLM, truth: list[Answer], start: Start, raw_first: bool
+) -> None:
+    engine = start("paged")
+    drafts = [raw(engine, truth, (3, 2)), projected(engine, truth)]
+    drafts = drafts if raw_first else drafts[::-1]
+    for draft in drafts:
+        draft.connect()
+    engine.start()
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    for draft in drafts:
+        assert draft.check(model, 1e-3) > 50
+
+
+def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
+    model: CausalLM, truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ConfigError("no room")
+
+    engine = start("torch")
+    first = raw(engine, truth, (1,))
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    second = projected(engine, truth)
+    second.connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    first.texts.clear()
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    assert not engine.features.preparing and not second.texts
+    monkeypatch.undo()
+    engine.draft_disconnected(second)
+    second.connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs())) == tokens(truth)
+    engine.stop()
+    assert first.check(model) > 200 and second.check(model, 1e-3) > 50
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_matrix_of_any_format_is_taken_in_the_model_s_own(dtype: str) -> None:
+    projection = random_projection((2, 0), 16, 6, dtype=dtype)
+    store = FeatureStore((1,), 16, 8, torch.float32, torch.device("cpu"), projection)
+    states = [torch.randn(3, 16) for _ in range(3)]
+    with torch.inference_mode():
+        store.write(torch.tensor([5, -1, 2]), states)
+        into = torch.empty(2, 6)
+        store.gather(torch.tensor([2, 5]), (PROJECTED,), into)
+        layer = torch.empty(2, 16 + 6)
+        store.gather(torch.tensor([2, 5]), (PROJECTED, 1), layer)
+    matrix = torch.frombuffer(bytearray(projection.data), dtype=getattr(torch, dtype)).view(6, 32).float()
+    expected = torch.cat([states[2], states[0]], 1)[[2, 0]] @ matrix.T
+    torch.testing.assert_close(into, expected)
+    torch.testing.assert_close(layer, torch.cat([expected, states[1][[2, 0]]], 1))

@@ -1,0 +1,92 @@
+"""What follows from a round, dealt with while the next one runs."""
+
+from __future__ import annotations
+
+from verify_service.budget import CostModel
+from verify_service.drafts import Drafts
+from verify_service.features import FeatureSender
+from verify_service.gaps import tell_long
+from verify_service.observer import Observer
+from verify_service.outcome import Commit, RoundDone
+from verify_service.scheduler import Scheduler
+from verify_service.submission import Update
+from verify_service.unfinished import Unfinished
+
+
+class Aftermath:
+    """Tells drafts, clients and metrics of the last round, and learns from it. The engine thread alone uses it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        drafts: Drafts,
+        features: FeatureSender,
+        unfinished: Unfinished,
+        observer: Observer,
+        cost: CostModel,
+        max_nodes: int,
+    ) -> None:
+        """`max_nodes`: of a round."""
+        self._scheduler = scheduler
+        self._drafts = drafts
+        self._features = features
+        self._unfinished = unfinished
+        self._observer = observer
+        self._cost = cost
+        self._max_nodes = max_nodes
+        self._done: RoundDone | None = None
+        self._prefilled = False
+
+    def note(self, done: RoundDone) -> None:
+        """A round was committed; `settle` deals with the rest."""
+        self._done = done
+
+    def settle(self, with_features: bool = True) -> None:
+        """Deal with the round that was noted, if that has not been done.
+
+        `with_features`: also have features copied that drafts lack, which takes a device that works.
+        """
+        done, self._done = self._done, None
+        if done is None:
+            return
+        self._tell_drafts(done)
+        if with_features:
+            self._features.collect(done.pending)
+        updates = [self._tell(commit) for commit in done.commits]
+        drafted = any(entry.samples and self._drafts.serves(entry.request) for entry in done.entries)
+        self._scheduler.release_ended()
+        self._observer.round(
+            done.entries,
+            updates,
+            done.seconds,
+            done.held,
+            done.gap,
+            done.pending.gpu_seconds,
+            done.ready if drafted else None,
+            self._drafts.take_answers(),
+        )
+        self._observer.flush()
+        tell_long(done.gap, done.phases)
+        self._drafts.learn()
+        # Behind a round with prefill the device may still be busy with it.
+        if not done.prefills and not self._prefilled:
+            self._cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
+        self._prefilled = done.prefills
+
+    def _tell_drafts(self, done: RoundDone) -> None:
+        share = self._max_nodes // max(len(self._scheduler.running), 1)
+        for commit in done.commits:
+            if commit is not None and commit.tokens and not commit.entry.request.finished:
+                request = commit.entry.request
+                credit = self._drafts.credit(request, share, len(commit.entry.nodes))
+                self._drafts.report(request, len(commit.tokens), credit)
+        self._drafts.flush()
+
+    def _tell(self, commit: Commit | None) -> Update:
+        """Send a request what the round did for it, if anything."""
+        update = Update() if commit is None else commit.update()
+        if commit is not None and update.last:
+            self._unfinished.discard(commit.entry.request)
+        if commit is not None and (update.token_ids or update.last):
+            commit.entry.request.sink(update)
+        return update
