@@ -124,8 +124,9 @@ class Planner:
         """Take a burst's result into the forest; returns the nodes that were run."""
         forest = self._forest
         forest.merge(plan.seeds, result)
-        self._land_forced(plan.forced, result)
+        # Before any slot is freed: those that were lent lie where the next free one is put.
         forest.slots.settle(plan.lent)
+        self._land_forced(plan.forced, result)
         return int(np.count_nonzero(result.picked >= 0))
 
     def _force(self, contexts: Sequence[DraftContext]) -> tuple[list[Forced], int]:

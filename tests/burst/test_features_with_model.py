@@ -49,6 +49,8 @@ def test_behind_true_features_a_tree_scores_as_a_fresh_one_whatever_came_before(
             sent = len(request.tokens) - 1
         service.settle()
         assert not service.requests.declines
+        service.requests.growth._forest.check_integrity()
+        service.requests.growth._forest.slots.check_integrity()
         if not is_miss or len(request.tokens) > 90:
             continue
         other = Service(feature_model)
