@@ -18,6 +18,13 @@ from outrider.tree.messages import Features
 
 _logger = get_logger(__name__)
 
+_NGRAM_NODES = 64
+_NGRAM_FLOOR = 0.02
+_MODEL_NODES = 1 << 16
+"""As many as verify gives credit for: what lies far below the root is where the next rounds begin."""
+_MODEL_FLOOR = 0.001
+"""So little, because a model runs ahead of verify by a round: by two accept lengths of the path from the root."""
+
 
 def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
     """What grows trees with a drafter's guesses."""
@@ -28,7 +35,7 @@ def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
     for part in parts:
         sources = range(first_source, first_source + len(part.sources))
         first_source = sources.stop
-        limits = _limits(options, sources, shared=len(parts) > 1)
+        limits = _limits(options, part, sources, shared=len(parts) > 1)
         if isinstance(part, ModelDrafter):
             growers.append(BurstGrowth(part.runner, limits, ledger, part.growth_options(options)))
         elif isinstance(part, Drafter):
@@ -38,10 +45,14 @@ def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
     return growers[0] if len(growers) == 1 else Growers(growers, ledger)
 
 
-def _limits(options: DraftOptions, sources: range, *, shared: bool) -> Limits:
-    floor = math.log(options.min_path_probability) if options.min_path_probability else -math.inf
-    num_nodes, depth = options.speculative_num_draft_tokens or 64, options.speculative_num_steps or 48
-    return Limits(num_nodes, depth, floor, sources if shared else ANY_SOURCE, shared)
+def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> Limits:
+    is_model = isinstance(part, ModelDrafter)
+    least = options.min_path_probability
+    if least is None:
+        least = _MODEL_FLOOR if is_model else _NGRAM_FLOOR
+    num_nodes = options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES)
+    floor = math.log(least) if least else -math.inf
+    return Limits(num_nodes, options.speculative_num_steps or 48, floor, sources if shared else ANY_SOURCE, shared)
 
 
 class Growers(Grower):

@@ -36,10 +36,8 @@ _WORK_BYTES = 256 << 20
 _FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
 
 
-def build_runner(model: DraftModel, options: DraftOptions, *, rank_by_noise: bool = True) -> Runner:
+def build_runner(model: DraftModel, options: DraftOptions) -> Runner:
     """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
-
-    `rank_by_noise=False` ranks candidates by their chances alone, for comparison.
 
     Raises:
         ConfigError: names the option that is at fault.
@@ -50,7 +48,7 @@ def build_runner(model: DraftModel, options: DraftOptions, *, rank_by_noise: boo
     shape = _shape(options, model, on_gpu)
     chunk = GPU_CHUNK if on_gpu else CPU_CHUNK
     use_graphs = not options.disable_cuda_graph
-    told = RunnerOptions(chunk_size=chunk, rank_by_noise=rank_by_noise, use_graphs=use_graphs)
+    told = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
     if not on_gpu:
         shape = replace(shape, num_pages=_num_pages(options, shape, _cpu_tokens(model)))
         return TorchRunner(model, shape, TorchAttention(), told)

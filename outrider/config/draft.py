@@ -33,7 +33,9 @@ class DraftOptions(ServiceOptions):
     )
     speculative_eagle_topk: int = option(0, "Most children of a node; 0 chooses.", minimum=0, maximum=16)
     speculative_num_draft_tokens: int = option(
-        0, "Most live nodes of a request's tree, within verify's credit; 0 takes 64.", minimum=0
+        0,
+        "Most live nodes of a request's tree, within verify's credit; 0 takes that for a model, 64 for n-grams.",
+        minimum=0,
     )
     speculative_token_map: str = option(
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
@@ -55,6 +57,11 @@ class DraftOptions(ServiceOptions):
     mem_fraction_static: float = option(
         0.5, "Share of the GPU's memory for a draft model and its KV.", minimum=0.01, maximum=0.98
     )
+    rank_by_noise: bool = option(
+        True,
+        "At temperatures above 0, rank a draft model's candidates with the noise that verify samples with; false ranks by "
+        "their chances alone, for comparison.",
+    )
     lockstep: bool = option(
         False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
     )
@@ -63,8 +70,11 @@ class DraftOptions(ServiceOptions):
         "Let committed tokens keep what a drafter of features made of its own, rather than run them with the target's.",
     )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
-    min_path_probability: float = option(
-        0.02, "Nodes less likely than this to be committed are not grown.", minimum=0, maximum=1
+    min_path_probability: float | None = option(
+        None,
+        "Nodes less likely than this to be committed are not grown; empty takes 0.02 for n-grams, 0.001 for a model.",
+        minimum=0,
+        maximum=1,
     )
 
     match_type: str = option(

@@ -32,7 +32,7 @@ def path_scores(held: dict[tuple[int, ...], float]) -> list[float]:
 
 
 def test_after_an_open_verify_gets_the_best_of_the_model() -> None:
-    rig = Rig()
+    rig = Rig(DraftOptions(min_path_probability=0.02))
     request = rig.open(1, [1, 2, 3], credit=20)
     rig.settle()
     request.check()
