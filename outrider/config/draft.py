@@ -59,8 +59,8 @@ class DraftOptions(ServiceOptions):
     )
     rank_by_noise: bool = option(
         True,
-        "At temperatures above 0, rank a draft model's candidates with the noise that verify samples with; false ranks by "
-        "their chances alone, for comparison.",
+        "At temperatures above 0, rank a draft model's candidates with the noise that verify samples with; false, for "
+        "comparison, ranks by their chances alone.",
     )
     lockstep: bool = option(
         False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
