@@ -116,6 +116,8 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
     quiet = logging.DEBUG if level == "DEBUG" else logging.WARNING
     for name in ("asyncio", "grpc", "httpx", "httpcore", "uvicorn.access", "huggingface_hub", "urllib3", "filelock"):
         logging.getLogger(name).setLevel(quiet)
+    # It prints a traceback for each message that cannot be read, however many a peer sends; who reads them says so.
+    logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
     # uvicorn brings handlers of its own, which would print a second line in another form.
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logger = logging.getLogger(name)

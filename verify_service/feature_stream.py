@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import grpc
@@ -13,20 +13,22 @@ from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
 from outrider.rpc.feature_codec import decode_response, encode_begin, encode_features
 from outrider.tree.messages import Features, FeaturesAccept, FeaturesBegin, FeaturesReleased
-from outrider.tree.projection import Projection, ProjectionPart, ProjectionReader
+from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 log = get_logger(__name__)
 
 FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
 
-Opened = Callable[[int, bool, Projection | None], None]
+Opened = Callable[[int, bool], None]
+PassOn = Callable[[ProjectionPart], Awaitable[None]]
 
 
 class FeatureStream:
     """Sends features and hears of releases until cancelled.
 
-    What waits here is bounded by its sender, which counts what the draft has not released.
+    What waits here is bounded by its sender, which counts what the draft has not released; so nothing may be released
+    that was not written yet.
     """
 
     def __init__(
@@ -34,19 +36,23 @@ class FeatureStream:
         address: str,
         begin: FeaturesBegin,
         reader: ProjectionReader | None,
+        pass_on: PassOn,
         opened: Opened,
         released: Callable[[int], None],
     ) -> None:
-        """`reader` takes the projection in, if `begin` wants it.
+        """`reader` checks the parts of the projection, if `begin` wants it; `pass_on` gets them, one at a time.
 
-        `opened` is told of the window that the draft allows, whether it uses the ring, and the projection; `released`
-        of the last message that the draft is done with.
+        `opened` is told of the window that the draft allows and whether it uses the ring, when the projection is whole;
+        `released` of the last message that the draft is done with.
         """
         self._address = address
         self._begin = begin
         self._reader = reader
+        self._pass_on = pass_on
         self._opened = opened
         self._released = released
+        self._written = 0
+        """Number of the last message that the draft may have seen."""
         self._queue: asyncio.Queue[Features] = asyncio.Queue()
 
     def send(self, messages: list[Features]) -> None:
@@ -63,14 +69,18 @@ class FeatureStream:
             accept = _read(await call.read())
             if not isinstance(accept, FeaturesAccept) or not self._fits(accept):
                 raise InvalidRequestError("event", "is not what accepts this stream")
-            projection = await self._read_projection(call, self._reader) if self._reader is not None else None
-            self._opened(accept.window, accept.uses_ring, projection)
+            if self._reader is not None:
+                await self._read_projection(call, self._reader)
+            self._opened(accept.window, accept.uses_ring)
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
             try:
                 while (response := _read(await call.read())) is not None:
                     if not isinstance(response, FeaturesReleased):
                         raise InvalidRequestError("event", "belongs to the beginning of the stream")
+                    if response.through > self._written:
+                        problem = f"{response.through} was not sent yet, {self._written} is the last that was"
+                        raise InvalidRequestError("released.through", problem)
                     self._released(response.through)
             finally:
                 writer.cancel()
@@ -85,17 +95,20 @@ class FeatureStream:
         """Whether the draft has agreed to no more and no less than it was asked for."""
         return accept.projects == (self._reader is not None) and (self._begin.ring is not None or not accept.uses_ring)
 
-    async def _read_projection(self, call: FeaturesCall, reader: ProjectionReader) -> Projection:
-        while True:
+    async def _read_projection(self, call: FeaturesCall, reader: ProjectionReader) -> None:
+        whole = False
+        while not whole:
             part = _read(await call.read())
             if not isinstance(part, ProjectionPart):
                 raise InvalidRequestError("event", "is no part of the projection that is missing")
-            if (projection := reader.take(part)) is not None:
-                return projection
+            whole = reader.take(part)
+            await self._pass_on(part)
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:
-            await call.write(encode_features(await self._queue.get()))
+            message = await self._queue.get()
+            self._written = message.sequence
+            await call.write(encode_features(message))
 
 
 def _read(message: object) -> FeaturesAccept | FeaturesReleased | ProjectionPart | None:

@@ -149,7 +149,12 @@ class FeatureSender:
             log.warning("draft %s takes features, which nothing here can store or send; it is not used", port.address)
             return
         projected = self._may_project(peer)
-        wanted = self._wanted if projected else self._wanted.with_layers(layers)
+        takes = (PROJECTED,) if projected else layers
+        is_wanted = self._wanted.holds(takes, peer.terms.projection_hash)
+        # What is stored begins anew for more, so that what nobody takes any more can go.
+        wanted = self._wanted if is_wanted else self._needed()
+        if not projected:
+            wanted = wanted.with_layers(layers)
         hidden_size, dtype = self._executor.feature_format
         width = peer.terms.projection_columns if projected else len(layers) * hidden_size
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
@@ -160,12 +165,13 @@ class FeatureSender:
                 *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES),
             )
             return
-        peer.takes = (PROJECTED,) if projected else layers
-        self._wanted = wanted
-        if not wanted.holds(peer.takes, peer.terms.projection_hash):
+        peer.takes = takes
+        if projected and not is_wanted:
             # The draft gives its projection first.
             self._dial(peer, wants_projection=True)
-        elif not self.preparing:
+            return
+        self._wanted = wanted
+        if not self.preparing:
             self._begin(peer)
 
     def disconnected(self, port: DraftPort) -> None:
@@ -192,7 +198,7 @@ class FeatureSender:
             self._executor.take_back_ring(line.ring)
             line.ring = None
         if projection is not None:
-            self._wanted = FeaturePlan(self._wanted.layers, projection)
+            self._wanted = replace(self._needed(), projection=projection)
         if not self.preparing:
             self._begin(peer)
 
@@ -207,19 +213,19 @@ class FeatureSender:
         """Between two rounds: have stored what drafts want. Those that follow may be slow once."""
         if not self.preparing or self._executor is None:
             return
-        # What is stored until now is of no use for layers that are missing in it.
-        self._drafts.suspend_features()
         try:
             self._executor.begin_features(self._wanted)
-            self._plan = self._wanted
         except OutriderError as error:
             log.error("drafts that take features of layers %s are not used: %s", self._wanted.inputs, error.message)
-            self._wanted = self._plan
-        if self._plan.parts:
+            self._give_up()
+        else:
+            self._plan = self._wanted
+            # What was stored until now is of no use for layers that are missing in it.
+            self._drafts.suspend_features()
             self._memory.new_feature_epoch()
             self._drafts.feature_epoch = self._memory.feature_epoch
-            for peer in self._drafts.peers.values():
-                self._begin(peer)
+        for peer in self._drafts.peers.values():
+            self._begin(peer)
 
     def refresh(self) -> bool:
         """While no round is wanted: do what rounds would have to do first; whether there is more of it."""
@@ -241,6 +247,21 @@ class FeatureSender:
                 self._collect()
         while self._sending and self._ship() and not self._piecewise:
             pass
+
+    def _needed(self) -> FeaturePlan:
+        """What of all that is wanted the connected drafts take."""
+        parts = {part for peer in self._drafts.peers.values() for part in peer.takes}
+        projection = self._wanted.projection if PROJECTED in parts else None
+        return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
+
+    def _give_up(self) -> None:
+        """What is stored stays as it is; drafts that it does not serve get nothing, and claim nothing any more."""
+        self._wanted = self._plan
+        for peer in self._drafts.peers.values():
+            # One that has yet to give its projection had no part in it.
+            is_asked = peer.line is not None and not peer.line.accepted
+            if not is_asked and not self._plan.holds(peer.takes, peer.terms.projection_hash):
+                peer.takes = ()
 
     def _may_project(self, peer: Peer) -> bool:
         """Whether a draft gets products. There is one projection at a time; drafts with others get raw features."""

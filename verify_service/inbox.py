@@ -16,14 +16,17 @@ MAX_UNREAD = 65536
 
 
 def unread_weight(messages: Sequence[DraftMessage]) -> int:
-    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each."""
+    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each.
+
+    A Grow counts for its longest array: where they differ it is malformed, and yet it lies there.
+    """
     return sum(16 + _length(message) for message in messages)
 
 
 def _length(message: DraftMessage) -> int:
     match message:
         case Grow():
-            return len(message.token_ids)
+            return max(len(message.token_ids), len(message.parents), len(message.scores), len(message.sources))
         case Decline():
             return len(message.detail)
         case _:

@@ -13,7 +13,7 @@ from outrider.errors import ConfigError, InternalError, OutriderError, Overloade
 from outrider.logs import get_logger
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
-from outrider.tree.projection import Projection
+from outrider.tree.projection import ProjectionPart
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
@@ -26,9 +26,11 @@ from verify_service.wire import (
     FeaturesDone,
     FeaturesOpen,
     FeaturesTold,
+    FeaturesUp,
     FrameReader,
     FromDoor,
     FromEngine,
+    ProjectionFrame,
     Ready,
     Refused,
     RoundReport,
@@ -41,7 +43,6 @@ from verify_service.wire import (
 )
 from verify_service.wire_codec import (
     pack_drafts,
-    pack_opened,
     pack_submission,
     unpack_begin,
     unpack_features,
@@ -87,6 +88,9 @@ class RemoteEngine(asyncio.Protocol):
         # Whoever waits for it is told; nobody has to.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._lost = asyncio.Event()
+        self._has_room = asyncio.Event()
+        """The socket takes what is sent, or never will again."""
+        self._has_room.set()
         self._serving = False
         self._stopping = False
         self._transport: asyncio.Transport | None = None
@@ -199,9 +203,14 @@ class RemoteEngine(asyncio.Protocol):
         # They may lie unread for a whole round, which is no fault of the draft.
         self._send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
 
-    def features_opened(self, port: Port, window: int, uses_ring: bool, projection: Projection | None) -> None:
-        """The features stream of a session is open."""
-        self._send(pack_opened(self._sessions[port], window, uses_ring, projection))
+    async def features_projection(self, port: Port, part: ProjectionPart) -> None:
+        """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
+        self._send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
+        await self._has_room.wait()
+
+    def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
+        """The features stream of a session is open, and its projection was told if it was wanted."""
+        self._send(FeaturesUp(self._sessions[port], window, uses_ring))
 
     def features_released(self, port: Port, through: int) -> None:
         """A draft is done with features. One that releases what it was not sent loses its session."""
@@ -232,10 +241,19 @@ class RemoteEngine(asyncio.Protocol):
         for body in self._reader.feed(data):
             self._take(from_engine.decode(body))
 
+    def pause_writing(self) -> None:
+        """The engine is behind."""
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        """The engine has caught up."""
+        self._has_room.set()
+
     def connection_lost(self, error: Exception | None) -> None:
         """The engine is gone; everybody who waits is told."""
         self._serving = False
         self._lost.set()
+        self._has_room.set()
         if not self._ready.done():
             self._ready.set_exception(InternalError("the engine process ended before it was ready"))
         reason: OutriderError = InternalError("the verify engine failed; the service restarts")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
@@ -16,15 +18,17 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.codec import decode_draft, encode_verify, in_parts
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, VerifyMessage
-from outrider.tree.projection import Projection, ProjectionReader
+from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.feature_stream import FeatureStream
+from verify_service.patience import Backoff, Seldom
 
 log = get_logger(__name__)
 
 HELLO_SECONDS = 5.0
 RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 30.0
+MALFORMED_LOG_SECONDS = 10.0
 MAX_QUEUED_MESSAGES = 4096
 
 SpeculateCall = grpc.aio.StreamStreamCall[
@@ -44,8 +48,11 @@ class DraftEvents(Protocol):
     def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
         """Messages came in."""
 
-    def features_opened(self, port: DraftSession, window: int, uses_ring: bool, projection: Projection | None) -> None:
-        """The features stream that the engine has asked for is open, and the draft's projection here if it was."""
+    async def features_projection(self, port: DraftSession, part: ProjectionPart) -> None:
+        """The next part of the projection that the engine has asked for came; returns when more may come."""
+
+    def features_opened(self, port: DraftSession, window: int, uses_ring: bool) -> None:
+        """The features stream that the engine has asked for is open, and all of the projection here if it was."""
 
     def features_released(self, port: DraftSession, through: int) -> None:
         """The draft is done with features."""
@@ -58,8 +65,12 @@ class DraftSession:
     `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
     """
 
-    def __init__(self, address: str, call: SpeculateCall, terms: Terms, events: DraftEvents) -> None:
+    def __init__(self, address: str, call: SpeculateCall, terms: Terms, events: DraftEvents, malformed: Seldom) -> None:
+        """`malformed` logs what cannot be read."""
         self.address = address
+        self.features_failed = False
+        """Whether the features stream ended, and with it the session."""
+        self._malformed = malformed
         self._call = call
         self._terms = terms
         self._events = events
@@ -68,6 +79,8 @@ class DraftSession:
         self._queue: list[VerifyMessage] = []
         self._last_commit: dict[int, int] = {}
         self._filled = asyncio.Event()
+        self._is_over = False
+        self._is_closing = False
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
@@ -83,14 +96,15 @@ class DraftSession:
         begin = replace(begin, token=self._terms.features_token)
         opened = partial(self._events.features_opened, self)
         released = partial(self._events.features_released, self)
+        pass_on = partial(self._events.features_projection, self)
         reader = None
         if begin.wants_projection:
             terms = self._terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureStream(self.address, begin, reader, opened, released)
+        self._features = FeatureStream(self.address, begin, reader, pass_on, opened, released)
         self._features_task = asyncio.create_task(self._features.run())
-        self._features_task.add_done_callback(lambda _: self._call.cancel())
+        self._features_task.add_done_callback(self._features_ended)
 
     def send_features(self, messages: list[Features]) -> None:
         """Queue features, in order."""
@@ -99,10 +113,12 @@ class DraftSession:
 
     def reset(self) -> None:
         """End the session."""
+        self._is_over = True
         self._call.cancel()
 
     async def close(self) -> None:
         """End the features stream, if there is one."""
+        self._is_closing = True
         if self._features_task is not None:
             self._features_task.cancel()
             await asyncio.gather(self._features_task, return_exceptions=True)
@@ -123,14 +139,21 @@ class DraftSession:
         while (batch := await self._call.read()) is not grpc.aio.EOF:
             # grpc hands out None for bytes that are no message.
             if batch is None:
-                log.warning("draft %s sent bytes that are no message, dropped", self.address)
+                self._malformed.warn("draft %s sent bytes that are no message, dropped", self.address)
                 continue
             for part in in_parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
                 try:
                     self._events.draft_received(self, decode_draft(part))
                 except InvalidRequestError as error:
-                    log.warning("draft %s sent a malformed message, dropped: %s", self.address, error.message)
+                    self._malformed.warn("draft %s sent a malformed message, dropped: %s", self.address, error.message)
                 await asyncio.sleep(0)
+                if self._is_over:  # what is left of the batch is of no use, however long it is
+                    return
+
+    def _features_ended(self, task: asyncio.Task[None]) -> None:
+        # A stream that the draft cancelled looks as one that `close` did.
+        self.features_failed = not self._is_closing
+        self._call.cancel()
 
     def _put(self, message: VerifyMessage) -> None:
         if isinstance(message, Commit):
@@ -147,17 +170,30 @@ class DraftSession:
 class DraftDialer:
     """Keeps a session with one draft service open, again and again until cancelled."""
 
-    def __init__(self, address: str, hello: Hello, events: DraftEvents) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        events: DraftEvents,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.address = address
         self.state = "connecting"
         """"connecting", "connected" or "refused"."""
         self._hello = hello
         self._events = events
+        self._sleep = sleep
+        self._backoff = Backoff(RETRY_SECONDS, REFUSED_SECONDS, clock)
+        self._malformed = Seldom(log, MALFORMED_LOG_SECONDS, clock)
+        self._features_failed = False
 
     async def run(self) -> None:
         """Dial until cancelled."""
         while True:
             state, pause = "connecting", RETRY_SECONDS
+            self._features_failed = False
+            self._backoff.begin()
             try:
                 await self._converse()
             except asyncio.CancelledError:
@@ -175,15 +211,17 @@ class DraftDialer:
                 # Without this task speculation would never come back.
                 log.exception("the session with draft %s failed", self.address)
                 pause = REFUSED_SECONDS
+            if self._features_failed:
+                pause = self._backoff.failed()
             self.state = state
-            await asyncio.sleep(pause)
+            await self._sleep(pause)
 
     async def _converse(self) -> None:
         channel = open_channel(self.address)
         try:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call, terms, self._events)
+            session = DraftSession(self.address, call, terms, self._events, self._malformed)
             self.state = "connected"
             log.info("draft %s is connected", self.address)
             self._events.draft_connected(session, terms)
@@ -196,6 +234,7 @@ class DraftDialer:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
                 await session.close()
+                self._features_failed = session.features_failed
                 self._events.draft_disconnected(session)
                 log.info("the session with draft %s is over", self.address)
         finally:

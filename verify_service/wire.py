@@ -115,17 +115,6 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """door -> engine: end after the round in progress."""
 
 
-class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A draft's projection, as outrider.tree.projection has it."""
-
-    layers: list[int]
-    num_columns: int
-    dtype: str
-    data: bytes
-    """Or something like it where it is packed."""
-    name: str
-
-
 class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """door -> engine: the features stream of a session is open."""
 
@@ -133,8 +122,6 @@ class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
     window: int
     """Bytes that the draft allows to be under way; 0 for any number."""
     uses_ring: bool = False
-    projection: ProjectionFrame | None = None
-    """Where it was wanted."""
 
 
 class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
@@ -144,7 +131,17 @@ class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
     through: int
 
 
-FromDoor = Start | Submit | Cancel | DraftUp | DraftDown | DraftSaid | Stop | FeaturesUp | FeaturesDone
+class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """door -> engine: the next bytes of the projection that a session has offered; `FeaturesUp` follows the last."""
+
+    session: int
+    dtype: str
+    data: bytes
+
+
+FromDoor = (
+    Start | Submit | Cancel | DraftUp | DraftDown | DraftSaid | Stop | FeaturesUp | FeaturesDone | ProjectionFrame
+)
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -367,9 +364,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def pack(frame: FromDoor | FromEngine) -> bytearray:
-    """The frame as bytes, length first. Raises TypeError for what does not travel."""
+    """The frame as bytes, length first.
+
+    Raises TypeError for what does not travel, InternalError for a frame that the other end would not take.
+    """
     data = bytearray(_LENGTH.size)
     _encoder.encode_into(frame, data, _LENGTH.size)
+    if len(data) - _LENGTH.size > MAX_FRAME_BYTES:
+        raise InternalError(f"a frame of {len(data) - _LENGTH.size} bytes is too long to send")
     _LENGTH.pack_into(data, 0, len(data) - _LENGTH.size)
     return data
 

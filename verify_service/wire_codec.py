@@ -33,7 +33,6 @@ from outrider.tree.messages import (
     Resume,
     VerifyMessage,
 )
-from outrider.tree.projection import Projection
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     ClosePart,
@@ -42,11 +41,9 @@ from verify_service.wire import (
     ErrorPart,
     FeaturesOpen,
     FeaturesPart,
-    FeaturesUp,
     GrowPart,
     OpenPart,
     PausePart,
-    ProjectionFrame,
     ResumePart,
     RingFrame,
     Submit,
@@ -201,23 +198,6 @@ def unpack_begin(frame: FeaturesOpen) -> FeaturesBegin:
     return FeaturesBegin(
         "", tuple(frame.layers), frame.width, frame.dtype, ring, frame.projected, frame.wants_projection
     )
-
-
-def pack_opened(session: int, window: int, uses_ring: bool, projection: Projection | None) -> FeaturesUp:
-    """A features stream is open."""
-    given = projection
-    frame = None
-    if given is not None:
-        frame = ProjectionFrame(list(given.layers), given.num_columns, given.dtype, cast(bytes, given.data), given.name)
-    return FeaturesUp(session, window, uses_ring, frame)
-
-
-def unpack_projection(frame: FeaturesUp) -> Projection | None:
-    """The projection that came with the opening of a features stream."""
-    given = frame.projection
-    if given is None:
-        return None
-    return Projection(tuple(given.layers), given.num_columns, given.dtype, given.data, given.name)
 
 
 def _pack_draft(message: DraftMessage) -> DraftPart:

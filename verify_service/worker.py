@@ -20,6 +20,7 @@ from outrider.logs import configure_logging, get_logger
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
+from outrider.tree.projection import Projection
 from verify_service.assembly import Built, assemble
 from verify_service.engine import Engine
 from verify_service.inbox import Action, Inbox
@@ -35,12 +36,13 @@ from verify_service.wire import (
     FeaturesDone,
     FeaturesUp,
     FromDoor,
+    ProjectionFrame,
     Refused,
     Start,
     Stop,
     Submit,
 )
-from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_projection, unpack_submission
+from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_submission
 
 log = get_logger("verify_service.worker")
 
@@ -174,6 +176,9 @@ class FrameHandler:
         self._inbox = inbox
         self._requests: dict[int, Request] = {}
         self._ports: dict[int, ReporterPort] = {}
+        self._terms: dict[int, Terms] = {}
+        self._matrices: dict[int, tuple[str, bytearray]] = {}
+        """Projections that are on their way, as far as they are here, and their dtypes."""
 
     def handle(self, frame: FromDoor) -> None:
         """One frame, in the order of arrival. What it asks for is done when the engine takes its inbox."""
@@ -192,9 +197,16 @@ class FrameHandler:
                     projection_columns=frame.projection_columns,
                     projection_hash=frame.projection_hash,
                 )
+                self._terms[frame.session] = terms
                 self._engine.draft_connected(port, terms)
             case DraftDown():
+                self._terms.pop(frame.session)
+                self._matrices.pop(frame.session, None)
                 self._engine.draft_disconnected(self._ports.pop(frame.session))
+            case ProjectionFrame():
+                # The door has checked that it follows, and how many there are.
+                _, matrix = self._matrices.setdefault(frame.session, (frame.dtype, bytearray()))
+                matrix += frame.data
             case FeaturesUp() | FeaturesDone():
                 self._hear_of_features(frame)
             case Stop():
@@ -229,10 +241,17 @@ class FrameHandler:
         if port is None:
             return
         if isinstance(frame, FeaturesUp):
-            projection = unpack_projection(frame)
+            projection = self._take_projection(frame.session)
             self._inbox.post(partial(features.opened, port, frame.window, frame.uses_ring, projection))
         else:
             self._inbox.post(partial(features.released, port, frame.through))
+
+    def _take_projection(self, session: int) -> Projection | None:
+        """What has come of a session's projection, which is all of it."""
+        terms, (dtype, matrix) = self._terms[session], self._matrices.pop(session, ("", bytearray()))
+        if not matrix:
+            return None
+        return Projection(terms.feature_layers, terms.projection_columns, dtype, matrix, terms.projection_hash)
 
     def _hear(self, frame: DraftSaid) -> None:
         port = self._ports.get(frame.session)

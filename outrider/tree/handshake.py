@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.tree.messages import Hello
+from outrider.tree.messages import FEATURE_ITEM_BYTES, Hello
+from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 MAX_FEATURE_LAYERS = 8
 """Layers of the target that a drafter may take: each costs verify memory for every token that it keeps."""
@@ -102,6 +103,13 @@ def _check_projection(verify: Hello, draft: Hello) -> None:
             f"hello.projection_columns: verify has {verify.hidden_size} values a layer, the draft service offers "
             f"{columns} columns for features of {width}; offer an even number of columns, fewer than the features "
             f"have and at most {verify.hidden_size}"
+        )
+    # Its dtype is not known yet: the smallest it may have counts here, its own when it comes.
+    least = columns * width * min(FEATURE_ITEM_BYTES.values())
+    if least > MAX_PROJECTION_BYTES:
+        raise HandshakeError(
+            f"hello.projection_columns: verify takes a projection of at most {MAX_PROJECTION_BYTES} bytes, the draft "
+            f"service offers one of {least} or more; offer none, and features come as they are"
         )
     if not re.fullmatch("[0-9a-f]{64}", name):
         raise HandshakeError(

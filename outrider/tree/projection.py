@@ -12,6 +12,9 @@ from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES
 PROJECTED = -1
 """Where layers are numbered: the product of some with a projection."""
 
+MAX_PROJECTION_BYTES = 512 << 20
+"""A larger matrix is not offered: three layers of 8192 values in bfloat16 make 384 MiB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Projection:
@@ -54,7 +57,7 @@ def cut_projection(projection: Projection) -> Iterator[ProjectionPart]:
 
 
 class ProjectionReader:
-    """Puts together the projection that a draft has offered; takes no more memory than it may have."""
+    """Checks the parts of the projection that a draft has offered, and keeps none of them."""
 
     def __init__(self, layers: tuple[int, ...], hidden_size: int, num_columns: int, name: str) -> None:
         self._layers = layers
@@ -62,35 +65,36 @@ class ProjectionReader:
         self._num_columns = num_columns
         self._name = name
         self._dtype = ""
-        self._data = bytearray()
+        self._num_bytes = 0
         self._filled = 0
         self._digest = hashlib.sha256()
 
-    def take(self, part: ProjectionPart) -> Projection | None:
-        """The projection once it is whole. Raises InvalidRequestError for a part that is not the next of it."""
+    def take(self, part: ProjectionPart) -> bool:
+        """Whether the projection is whole with this part. Raises InvalidRequestError for one that is not the next."""
         if not self._dtype:
             self._begin(part)
         if (part.num_columns, part.dtype) != (self._num_columns, self._dtype):
             raise InvalidRequestError("projection", "is not what was offered, or changes its form")
         end = part.offset + len(part.data)
-        if part.offset != self._filled or not 0 < len(part.data) <= MAX_FEATURE_BYTES or end > len(self._data):
+        if part.offset != self._filled or not 0 < len(part.data) <= MAX_FEATURE_BYTES or end > self._num_bytes:
             raise InvalidRequestError(
                 "projection.data", f"{len(part.data)} bytes at {part.offset} do not follow {self._filled} bytes"
             )
-        self._data[part.offset : end] = part.data
         self._digest.update(part.data)
         self._filled = end
-        if end < len(self._data):
-            return None
+        if end < self._num_bytes:
+            return False
         if self._digest.hexdigest() != self._name:
             raise InvalidRequestError("projection", "is not the one that was offered: its SHA-256 differs")
-        return Projection(self._layers, self._num_columns, self._dtype, self._data, self._name)
+        return True
 
     def _begin(self, part: ProjectionPart) -> None:
         if part.dtype not in FEATURE_ITEM_BYTES:
             raise InvalidRequestError("projection.dtype", f"{part.dtype[:32]!r} is not known")
         self._dtype = part.dtype
-        self._data = bytearray(self._num_columns * self._width * FEATURE_ITEM_BYTES[part.dtype])
+        self._num_bytes = self._num_columns * self._width * FEATURE_ITEM_BYTES[part.dtype]
+        if self._num_bytes > MAX_PROJECTION_BYTES:
+            raise InvalidRequestError("projection", f"has {self._num_bytes} bytes, at most {MAX_PROJECTION_BYTES}")
         self._digest = _begin_name(self._layers, self._num_columns, part.dtype)
 
 

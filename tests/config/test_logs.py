@@ -131,6 +131,11 @@ def test_noisy_libraries_are_heard_only_when_something_is_wrong(lines: io.String
     assert line.endswith("uvicorn.error trouble")
 
 
+def test_messages_that_cannot_be_read_cost_no_lines_of_the_library(lines: io.StringIO) -> None:
+    logging.getLogger("grpc._common").error("Exception deserializing message!")
+    assert not lines.getvalue()
+
+
 def test_warnings_become_lines() -> None:
     script = "import warnings; from outrider.logs import configure_logging; configure_logging('s'); warnings.warn('w')"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

@@ -318,12 +318,12 @@ async def test_a_projection_is_offered_given_and_its_products_are_told_apart(ser
     end = FeaturesEnd(door)
     accept = await end.begin(hello.features_token, width=4, projected=True, wants_projection=True)
     assert accept.projects
-    reader, projection = ProjectionReader((2, 7), 4, 4, PROJECTION.name), None
-    while projection is None:
+    reader, data, whole = ProjectionReader((2, 7), 4, 4, PROJECTION.name), b"", False
+    while not whole:
         part = await end.receive()
         assert isinstance(part, ProjectionPart)
-        projection = reader.take(part)
-    assert bytes(projection.data) == MATRIX
+        whole, data = reader.take(part), data + part.data
+    assert data == MATRIX
     await end.send(0, 1, 3, data=bytes(3 * 16))
     await end.released(1)
     ((_, features),) = drafter.features

@@ -10,6 +10,7 @@ from outrider.errors import InvalidRequestError
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
 from outrider.tree.messages import PROTOCOL_VERSION, Hello
+from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 VERIFY = Hello(
     PROTOCOL_VERSION,
@@ -85,6 +86,15 @@ def test_what_does_not_fit_is_refused_naming_both_values(changes: dict[str, obje
     with pytest.raises(HandshakeError) as caught:
         agree(VERIFY, replace(DRAFT, **changes))  # type: ignore[arg-type]
     assert all(word in caught.value.message for word in words)
+
+
+def test_a_projection_too_large_to_be_taken_in_is_refused_naming_both_sizes() -> None:
+    large = replace(VERIFY, hidden_size=8192)
+    offer = OFFER | {"hidden_size": 8192, "projection_columns": 8192}
+    assert agree(large, replace(DRAFT, **offer)).projection_columns == 8192  # type: ignore[arg-type]
+    offer["feature_layers"] = tuple(range(8))
+    with pytest.raises(HandshakeError, match=f"projection_columns: .*{MAX_PROJECTION_BYTES}.*{8 * 8192 * 8192 * 2}"):
+        agree(large, replace(DRAFT, **offer))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [0, 1 << 31])

@@ -8,7 +8,14 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.tree.messages import MAX_FEATURE_BYTES
-from outrider.tree.projection import Projection, ProjectionPart, ProjectionReader, cut_projection, name_projection
+from outrider.tree.projection import (
+    MAX_PROJECTION_BYTES,
+    Projection,
+    ProjectionPart,
+    ProjectionReader,
+    cut_projection,
+    name_projection,
+)
 
 LAYERS, HIDDEN, COLUMNS = (2, 7), 512, 300
 SIZE = 2 * HIDDEN * COLUMNS * 2
@@ -28,13 +35,8 @@ def test_a_projection_arrives_in_parts() -> None:
     parts = list(cut_projection(projection))
     assert len(parts) == 3 and max(len(part.data) for part in parts) == MAX_FEATURE_BYTES
     taking = reader(projection)
-    assert [taking.take(part) for part in parts[:-1]] == [None, None]
-    whole = taking.take(parts[-1])
-    assert whole == projection
-    assert (whole.layers, whole.num_columns, whole.dtype, bytes(whole.data)) == (
-        *(LAYERS, COLUMNS, "bfloat16"),
-        projection.data,
-    )
+    assert [taking.take(part) for part in parts] == [False, False, True]
+    assert b"".join(part.data for part in parts) == projection.data
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,14 @@ def test_more_than_the_matrix_is_refused() -> None:
     last = parts[-1]
     with pytest.raises(InvalidRequestError, match="do not follow"):
         taking.take(ProjectionPart(last.num_columns, last.dtype, last.offset, last.data + b"x"))
+
+
+def test_a_matrix_that_is_larger_in_its_own_format_than_any_may_be_is_refused() -> None:
+    columns = MAX_PROJECTION_BYTES // (2 * HIDDEN) // 2
+    first = ProjectionPart(columns, "bfloat16", 0, bytes(8))
+    assert not ProjectionReader(LAYERS, HIDDEN, columns, "ab" * 32).take(first)
+    with pytest.raises(InvalidRequestError, match=f"{2 * MAX_PROJECTION_BYTES}.*{MAX_PROJECTION_BYTES}"):
+        ProjectionReader(LAYERS, HIDDEN, columns, "ab" * 32).take(replace(first, dtype="float32"))
 
 
 def test_another_matrix_than_the_one_offered_is_refused() -> None:

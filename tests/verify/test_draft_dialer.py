@@ -53,9 +53,13 @@ class Events:
         self.sessions: list[DraftSession] = []
         self.terms: list[Terms] = []
         self.windows: list[int] = []
-        self.opened: list[tuple[bool, Projection | None]] = []
+        self.opened: list[bool] = []
+        self.parts: list[ProjectionPart] = []
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
         self.releases: list[int] = []
         self.num_ended = 0
+        self.resets = False
         self.batches: list[list[DraftMessage]] = []
         self.changed = asyncio.Event()
 
@@ -70,11 +74,18 @@ class Events:
 
     def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
         self.batches.append(messages)
+        if self.resets:
+            port.reset()
         self.changed.set()
 
-    def features_opened(self, port: DraftSession, window: int, uses_ring: bool, projection: Projection | None) -> None:
+    async def features_projection(self, port: DraftSession, part: ProjectionPart) -> None:
+        self.parts.append(part)
+        self.changed.set()
+        await self.may_go_on.wait()
+
+    def features_opened(self, port: DraftSession, window: int, uses_ring: bool) -> None:
         self.windows.append(window)
-        self.opened.append((uses_ring, projection))
+        self.opened.append(uses_ring)
         self.changed.set()
 
     def features_released(self, port: DraftSession, through: int) -> None:
@@ -89,7 +100,12 @@ class Events:
 
 
 @asynccontextmanager
-async def dialled(folder: Path, behave: Behave, features: Behave | None = None) -> AsyncIterator[Events]:
+async def dialled(
+    folder: Path,
+    behave: Behave,
+    features: Behave | None = None,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncIterator[Events]:
     """A dialer and a draft service that answers call number n in bytes, as `behave(context, n)` has it.
 
     `features`: the same for calls of the features stream.
@@ -116,7 +132,7 @@ async def dialled(folder: Path, behave: Behave, features: Behave | None = None) 
     server.add_insecure_port(address)
     await server.start()
     events = Events()
-    task = asyncio.create_task(DraftDialer(address, HELLO, events).run())
+    task = asyncio.create_task(DraftDialer(address, HELLO, events, sleep).run())
     try:
         yield events
         assert not task.done()
@@ -205,6 +221,19 @@ async def test_a_batch_of_very_many_events_is_taken_in_parts(tmp_path: Path) -> 
         assert max(map(len, events.batches)) <= MAX_EVENTS_AT_ONCE
 
 
+async def test_what_is_left_of_a_batch_that_ended_its_session_is_not_taken(tmp_path: Path) -> None:
+    async def behave(context: Context, number: int) -> None:
+        await greet(context)
+        batch = draft_pb2.DraftServiceSpeculateResponse(events=[encode_draft([Grow(5, 1, 1, 1, 1)]).events[0]] * 1000)
+        await context.write(batch.SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, behave) as events:
+        events.resets = True
+        await events.until(lambda: events.num_ended == 3)
+        assert len(events.batches) <= events.num_ended + 1
+
+
 async def greet_with_layers(context: Context) -> None:
     await context.read()
     theirs = replace(THEIRS, hidden_size=8, feature_layers=(4, 1), features_token="secret", max_positions=50)
@@ -239,7 +268,7 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
     assert events.windows == [77]
 
 
-@pytest.mark.parametrize("how", ["refuses", "ends", "garbles", "accepts twice", "wants a ring"])
+@pytest.mark.parametrize("how", ["refuses", "ends", "garbles", "accepts twice", "wants a ring", "releases too much"])
 async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_dialled_again(
     tmp_path: Path, how: str
 ) -> None:
@@ -256,6 +285,9 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
             await context.write(b"\xff\xff\xff")
         if number == 1 and how == "accepts twice":
             await context.write(encode_accept(FeaturesAccept()).SerializeToString())
+        if number == 1 and how == "releases too much":
+            await context.read()
+            await context.write(encode_released(FeaturesReleased(2)).SerializeToString())
         if number == 1 and how == "ends":
             return
         await stay(context)
@@ -263,7 +295,11 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
     async with dialled(tmp_path, behave, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].begin_features(BEGIN)
+        if how == "releases too much":
+            await events.until(lambda: len(events.windows) == 1)
+            events.sessions[0].send_features([Features(3, 5, 1, False, bytes(64), "float32", 1)])
         await events.until(lambda: len(events.sessions) == 2)
+        assert not events.releases
         num_opened = len(events.windows)
         events.sessions[1].begin_features(BEGIN)
         await events.until(lambda: len(events.windows) == num_opened + 1)
@@ -292,16 +328,18 @@ async def test_a_projection_that_is_wanted_arrives_before_the_stream_is_open(tmp
         for offset in range(0, len(MATRIX), 100):
             part = ProjectionPart(6, "float32", offset, MATRIX[offset : offset + 100])
             await context.write(encode_projection(part).SerializeToString())
-        await context.write(encode_released(FeaturesReleased(5)).SerializeToString())
         await stay(context)
 
     async with dialled(tmp_path, greet_with_projection, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         assert (events.terms[0].projection_columns, events.terms[0].projection_hash) == (6, PROJECTION.name)
+        events.may_go_on.clear()
         events.sessions[0].begin_features(PROJECTED)
-        await events.until(lambda: events.releases == [5])
-    ((uses_ring, projection),) = events.opened
-    assert not uses_ring and projection == PROJECTION and bytes(projection.data) == MATRIX
+        await events.until(lambda: len(events.parts) == 1)
+        assert not events.opened, "whoever takes the parts says when the next may come"
+        events.may_go_on.set()
+        await events.until(lambda: events.opened == [False])
+    assert b"".join(part.data for part in events.parts) == MATRIX and len(events.parts) == 4
     begin = decode_begin(draft_pb2.DraftServiceFeaturesRequest.FromString(received[0]))
     assert begin == replace(PROJECTED, token="secret")
 
@@ -344,7 +382,7 @@ async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
         events.sessions[0].begin_features(replace(BEGIN, ring=ring))
         events.sessions[0].send_features([Features(3, 0, 2, True, b"", "float32", 1, ring_offset=640)])
         await events.until(lambda: events.releases == [1])
-    assert events.opened == [(True, None)]
+    assert events.opened == [True]
     begin = decode_begin(draft_pb2.DraftServiceFeaturesRequest.FromString(received[0]))
     assert begin.ring == ring
     sent = decode_features(draft_pb2.DraftServiceFeaturesRequest.FromString(received[1]), begin, ring.num_bytes)
@@ -361,3 +399,52 @@ async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_pa
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: len(events.sessions) == 1)
         assert events.num_ended == 0
+
+
+@pytest.mark.parametrize("how", ["ends", "cancels"])
+async def test_a_draft_whose_features_stream_fails_at_once_is_dialled_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(session, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(session, "REFUSED_SECONDS", 30.0)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def behave(context: Context, number: int) -> None:
+        await greet_with_layers(context)
+        await stay(context)
+
+    async def features(context: Context, number: int) -> None:
+        await context.read()
+        if how == "cancels":
+            await context.abort(grpc.StatusCode.CANCELLED, "going away")
+
+    async with dialled(tmp_path, behave, features, sleep) as events:
+        for count in range(1, 10):
+            await events.until(lambda count=count: len(events.sessions) == count)  # type: ignore[misc]
+            events.sessions[-1].begin_features(BEGIN)
+        await events.until(lambda: len(events.sessions) == 10)
+        events.sessions[-1].reset()
+        await events.until(lambda: len(events.sessions) == 11)
+    assert pauses[:10] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 0.5], "a session that ends otherwise is back soon"
+
+
+async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = draft_pb2.DraftServiceSpeculateResponse(events=[draft_pb2.DraftEvent()])
+
+    async def behave(context: Context, number: int) -> None:
+        await greet(context)
+        for _ in range(50):
+            await context.write(b"\xff\xff\xff")
+            await context.write(nothing.SerializeToString())
+        await context.write(encode_draft([Grow(5, 1, 1, 1, 1)]).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, behave) as events:
+        for count in (1, 2):
+            await events.until(lambda count=count: len(events.batches) == count)  # type: ignore[misc]
+            events.sessions[-1].reset()
+            await events.until(lambda count=count: len(events.sessions) == count + 1)  # type: ignore[misc]
+    assert sum("dropped" in record.getMessage() for record in caplog.records) == 1

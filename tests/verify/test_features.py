@@ -262,6 +262,49 @@ def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
     assert first.check(model) > 200 and not second.texts
 
 
+def test_a_draft_for_which_there_is_no_memory_takes_nothing_from_the_others_however_often_it_comes(
+    model: CausalLM, truth: list[Answer], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("torch")
+    first, second = (FeatureDraft(engine, VOCAB, guesser("right", truth), layers) for layers in ((1,), (3, 0)))
+    first.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:1])) == tokens(truth[:1])
+    epoch = engine.memory.feature_epoch
+
+    def fail(*arguments: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    for _ in range(3):
+        second.connect()
+        assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+        engine.draft_disconnected(second)
+    assert not engine.features.preparing and not second.texts
+    assert engine.memory.feature_epoch == engine.drafts.feature_epoch == epoch, "what is stored stays of use"
+    engine.stop()
+    assert first.check(model) > 50
+
+
+def test_layers_that_nobody_takes_any_more_go_when_others_are_wanted(
+    model: CausalLM, truth: list[Answer], start: Start
+) -> None:
+    engine = start("torch")
+    drafts = [FeatureDraft(engine, VOCAB, guesser("right", truth), layers) for layers in ((0, 1), (2, 1), (3,))]
+    drafts[0].connect()
+    drafts[1].connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
+    engine.draft_disconnected(drafts[0])
+    drafts[2].connect()
+    run_all(engine, jobs()[:1], speculate=False)
+    assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
+    engine.stop()
+    assert engine._executor._features.parts == (1, 2, 3)  # type: ignore[attr-defined]
+    for draft in drafts[1:]:
+        draft.check(model)
+
+
 def test_more_layers_than_a_store_may_have_are_refused(truth: list[Answer], start: Start) -> None:
     engine = start("torch")
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), tuple(range(17)))

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from engine_thread import EngineThread, engine_thread
+from feature_draft import ProjectedDraft, random_projection
 from harness import make_engine, run_all, tiny_model
 from local_draft import LocalDraft, oracle
 
@@ -15,8 +16,19 @@ from outrider.errors import InternalError, OutriderError, OverloadedError, Unava
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason
-from outrider.tree.messages import Decline, DeclineReason, DraftMessage, Features, Grow, Hello, VerifyMessage
-from verify_service.remote import MAX_UNREAD
+from outrider.tree.messages import (
+    MAX_FEATURE_BYTES,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    Features,
+    FeaturesBegin,
+    Grow,
+    Hello,
+    VerifyMessage,
+)
+from outrider.tree.projection import Projection, ProjectionPart
+from verify_service.remote import MAX_UNREAD, RemoteEngine
 from verify_service.submission import Submission, Update
 from verify_service.wire import FeaturesDone, FeaturesPart, FeaturesTold, FromDoor
 
@@ -222,6 +234,81 @@ async def test_long_words_of_a_draft_count_for_what_they_take(model: CausalLM) -
         decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD)
         thread.remote.draft_received(draft, [decline])
         assert draft.num_resets == 1
+
+
+async def test_an_array_too_long_for_its_message_counts_for_what_it_takes(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        draft = Silent()
+        thread.remote.draft_connected(draft)
+        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=np.zeros(MAX_UNREAD, np.float32))])
+        assert draft.num_resets == 1
+
+
+class DistantDraft(ProjectedDraft):
+    """Gives its projection through the door, in small parts."""
+
+    def __init__(self, remote: RemoteEngine, texts: dict[tuple[int, ...], list[int]], projection: Projection) -> None:
+        super().__init__(remote, 61, oracle(texts, 61), projection)  # type: ignore[arg-type]
+        self.remote = remote
+        self.opening: asyncio.Task[None] | None = None
+
+    def accept(self, begin: FeaturesBegin) -> None:
+        self.opening = asyncio.create_task(self._open(begin))
+
+    async def _open(self, begin: FeaturesBegin) -> None:
+        data = self.projection.data if begin.wants_projection else b""
+        for offset in range(0, len(data), 1000):
+            part = ProjectionPart(0, self.projection.dtype, offset, bytes(data[offset : offset + 1000]))
+            await self.remote.features_projection(self, part)
+        self.remote.features_opened(self, 0, False)
+
+    def release(self) -> None:
+        self.remote.features_released(self, self.messages[-1].sequence)
+
+
+async def test_a_projection_reaches_the_engine_in_parts(model: CausalLM, wanted: list[list[int]]) -> None:
+    texts = {tuple(prompt): prompt + tokens for prompt, tokens in zip(PROMPTS, wanted, strict=True)}
+    async with engine_thread(make_engine(model)) as thread:
+        hidden = model.config.hidden_size
+        draft = DistantDraft(thread.remote, texts, random_projection((0, 2), hidden, hidden))
+        thread.remote.draft_connected(draft, draft.terms)
+        for _ in range(20):
+            streams = [Stream(thread, submission(*job)) for job in zip(PROMPTS, PARAMS, strict=True)]
+            assert [await stream.token_ids() for stream in streams] == wanted
+        assert draft.opening is not None and draft.begun is not None and draft.begun.wants_projection
+        await draft.opening
+        thread.remote.draft_disconnected(draft)
+        draft.num_begun, draft.opening = 0, None
+        thread.remote.draft_connected(draft, draft.terms)
+        await thread.remote.until(lambda: draft.num_begun == 1)
+        assert not draft.begun.wants_projection, "the engine has it already"
+        assert draft.check(model, 1e-3, preempted=True) > 50
+
+
+async def test_parts_of_a_projection_wait_for_an_engine_that_is_behind(model: CausalLM) -> None:
+    async with engine_thread(make_engine(model)) as thread:
+        remote, draft, may_run, is_held = thread.remote, Silent(), threading.Event(), threading.Event()
+        remote.draft_connected(draft)
+        thread.ask(lambda: is_held.set() or (may_run.wait(20) and None))
+        await asyncio.to_thread(is_held.wait, 20)
+        num_sent = 0
+
+        async def give() -> None:
+            nonlocal num_sent
+            for number in range(100):
+                await remote.features_projection(draft, ProjectionPart(0, "float32", number, bytes(MAX_FEATURE_BYTES)))
+                num_sent += 1
+
+        giving = asyncio.create_task(give())
+        before = -1
+        while num_sent > before:
+            before = num_sent
+            for _ in range(100):
+                await asyncio.sleep(0)
+        assert num_sent < 20 and remote._transport is not None
+        assert remote._transport.get_write_buffer_size() < 2 * MAX_FEATURE_BYTES
+        may_run.set()
+        await asyncio.wait_for(giving, 20)
 
 
 class Reader(Silent):

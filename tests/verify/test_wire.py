@@ -36,7 +36,6 @@ from outrider.tree.messages import (
     Pause,
     Resume,
 )
-from outrider.tree.projection import Projection
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
     MAX_FRAME_BYTES,
@@ -51,6 +50,7 @@ from verify_service.wire import (
     FrameReader,
     FromDoor,
     FromEngine,
+    ProjectionFrame,
     RoundReport,
     Snapshot,
     Start,
@@ -64,14 +64,12 @@ from verify_service.wire_codec import (
     pack_begin,
     pack_drafts,
     pack_features,
-    pack_opened,
     pack_submission,
     pack_update,
     pack_verify,
     unpack_begin,
     unpack_drafts,
     unpack_features,
-    unpack_projection,
     unpack_submission,
     unpack_update,
     unpack_verify,
@@ -221,7 +219,12 @@ def test_features_arrive_as_they_left(messages: list[Features]) -> None:
 
 
 def test_what_a_session_says_of_features_arrives() -> None:
-    for frame in (DraftUp(1, "a:1", 50, [3, 1]), FeaturesUp(1, 9), FeaturesDone(1, 2**40)):
+    for frame in (
+        DraftUp(1, "a:1", 50, [3, 1]),
+        FeaturesUp(1, 9, True),
+        FeaturesDone(1, 2**40),
+        ProjectionFrame(1, "x", b"y"),
+    ):
         assert to_engine(frame) == frame
     opened = FeaturesOpen(1, [3, 1], 16, "bfloat16")
     assert to_door(opened) == opened
@@ -233,19 +236,6 @@ def test_a_features_stream_begins_as_the_engine_says(ring: FeatureRing | None, f
     begin = FeaturesBegin("", (3, 1), 16, "bfloat16", ring, *flags)
     frame = to_door(pack_begin(7, begin))
     assert isinstance(frame, FeaturesOpen) and frame.session == 7 and unpack_begin(frame) == begin
-
-
-def test_a_projection_arrives_at_the_engine() -> None:
-    data = memoryview(bytearray(range(200)))
-    projection = Projection((3, 1), 6, "float16", data, "name")
-    frame = to_engine(pack_opened(7, 9, True, projection))
-    assert isinstance(frame, FeaturesUp) and (frame.session, frame.window, frame.uses_ring) == (7, 9, True)
-    found = unpack_projection(frame)
-    assert found is not None
-    assert (found.layers, found.num_columns, found.dtype, found.name) == ((3, 1), 6, "float16", "name")
-    assert bytes(found.data) == bytes(data)
-    plain = to_engine(pack_opened(7, 9, False, None))
-    assert isinstance(plain, FeaturesUp) and unpack_projection(plain) is None
 
 
 def test_places_in_a_ring_arrive() -> None:
@@ -288,6 +278,14 @@ def test_a_stream_may_be_cut_anywhere(sessions: list[int], size: int) -> None:
 def test_an_absurd_length_is_refused_before_memory_is_taken() -> None:
     with pytest.raises(InternalError, match="broken"):
         FrameReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_a_frame_that_would_be_refused_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = ProjectionFrame(1, "float32", bytes(100))
+    monkeypatch.setattr("verify_service.wire.MAX_FRAME_BYTES", len(pack(frame)) - 4)
+    assert to_engine(frame) == frame
+    with pytest.raises(InternalError, match="too long"):
+        pack(ProjectionFrame(1, "float32", bytes(101)))
 
 
 def test_a_frame_of_the_other_direction_is_refused() -> None:

@@ -27,6 +27,7 @@ from verify_service.wire import (
     DraftTold,
     FrameReader,
     FromEngine,
+    ProjectionFrame,
     Refused,
     Start,
     Stop,
@@ -200,6 +201,23 @@ def test_a_door_that_is_gone_takes_what_is_sent_with_it(wire: Wire) -> None:
     wire.pipe.drain(20)
     assert wire.pipe.closed and wire.pipe.receive() == []
     wire.pipe.wait(20)
+
+
+def test_a_door_that_goes_on_sending_does_not_hold_the_engine_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = bytes(pack(ProjectionFrame(1, "float32", bytes(1000))))
+    waiting = bytearray(frame * 20_000)
+
+    def recv_into(buffer: bytearray) -> int:
+        count = min(len(buffer), len(waiting))
+        buffer[:count] = waiting[:count]
+        del waiting[:count]
+        return count
+
+    monkeypatch.setattr(wire.pipe, "_socket", SimpleNamespace(recv_into=recv_into))
+    counts = []
+    while waiting:
+        counts.append(len(wire.pipe.receive()))
+    assert sum(counts) == 20_000 and max(counts) * len(frame) < 2 << 20
 
 
 def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None:
