@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, wait_for
-from harness import Answer, make_engine, make_request, run_all
+from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
 from outrider.errors import ConfigError
@@ -23,41 +23,6 @@ LAYERS = (0, 1, 3)
 """The embedding, the second layer's input, and the output behind the final norm."""
 
 Start = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
-    engine = make_engine(model)
-    engine.start()
-    try:
-        return run_all(engine, jobs(), speculate=False)
-    finally:
-        engine.stop()
-
-
-@pytest.fixture
-def start(model: CausalLM) -> Iterator[Start]:
-    """Makes engines of a kind; in the end nothing may be left in them."""
-    made: list[Engine] = []
-
-    def begin(kind: str, **options: Any) -> Engine:
-        if kind == "torch":
-            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
-        else:
-            engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
-        made.append(engine)
-        return engine
-
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
-from harness import Answer, make_engine, run_all
+from harness import Answer, run_all
 from local_draft import oracle
 from shared_file import MappedFile, SharedFiles
 
@@ -50,45 +49,12 @@ class ProjectedRingDraft(RingDraft, ProjectedDraft):
     """Both."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
-    engine = make_engine(model)
-    engine.start()
-    try:
-        return run_all(engine, jobs(), speculate=False)
-    finally:
-        engine.stop()
-
-
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedFiles:
     """From now on engines share files with drafts."""
     made = SharedFiles(tmp_path)
     monkeypatch.setattr("verify_service.feature_staging.RingPool", lambda device, share: RingPool(device, made))
     return made
-
-
-@pytest.fixture
-def start(model: CausalLM) -> Iterator[Start]:
-    made: list[Engine] = []
-
-    def begin(kind: str, **options: Any) -> Engine:
-        if kind == "torch":
-            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
-        else:
-            engine, _ = make_paged_engine(model, **options)
-        made.append(engine)
-        return engine
-
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
 
 
 def reading(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
-from harness import Answer, make_engine, run_all
+from harness import Answer, run_all
 from local_draft import oracle
 
 from outrider.cache.features import FeatureStore
@@ -20,40 +19,6 @@ from verify_service.engine import Engine
 
 LAYERS = (3, 0, 1)
 Start = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
-    engine = make_engine(model)
-    engine.start()
-    try:
-        return run_all(engine, jobs(), speculate=False)
-    finally:
-        engine.stop()
-
-
-@pytest.fixture
-def start(model: CausalLM) -> Iterator[Start]:
-    made: list[Engine] = []
-
-    def begin(kind: str, **options: Any) -> Engine:
-        if kind == "torch":
-            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
-        else:
-            engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
-        made.append(engine)
-        return engine
-
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 
 def projected(engine: Engine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:

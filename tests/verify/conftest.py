@@ -1,0 +1,56 @@
+"""What tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cuda_harness import jobs, make_paged_engine, small_model
+from harness import Answer, make_engine, run_all
+
+from outrider.models.base import CausalLM
+from verify_service import session
+from verify_service.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: CausalLM) -> list[Answer]:
+    """What `jobs` are answered without speculation."""
+    engine = make_engine(model)
+    engine.start()
+    try:
+        return run_all(engine, jobs(), speculate=False)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture
+def start(model: CausalLM) -> Iterator[Callable[..., Engine]]:
+    """Makes engines of a kind; in the end nothing may be left in them."""
+    made: list[Engine] = []
+
+    def begin(kind: str, **options: Any) -> Engine:
+        if kind == "torch":
+            engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
+        else:
+            engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
+        made.append(engine)
+        return engine
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+@pytest.fixture
+def dialled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(session, "REFUSED_SECONDS", 0.01)
