@@ -33,6 +33,7 @@ from verify_service.garbage import take_over
 from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
+from verify_service.observer import RoundFigures
 from verify_service.request import Request
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
@@ -191,13 +192,11 @@ class Notes:
         self.gaps: list[float] = []
         self.holds: list[float] = []
 
-    def round(
-        self, entries: object, updates: object, seconds: float, held: float, gap: float | None = None, *rest: object
-    ) -> None:
+    def round(self, entries: object, updates: object, figures: RoundFigures) -> None:
         """See Observer."""
-        if gap is not None:
-            self.gaps.append(gap)
-            self.holds.append(held)
+        if figures.gap is not None:
+            self.gaps.append(figures.gap)
+            self.holds.append(figures.held)
 
     def flush(self) -> None:
         """See Observer."""

@@ -6,7 +6,7 @@ from verify_service.budget import CostModel
 from verify_service.drafts import Drafts
 from verify_service.features import FeatureSender
 from verify_service.gaps import tell_long
-from verify_service.observer import Observer
+from verify_service.observer import Observer, RoundFigures
 from verify_service.outcome import Commit, RoundDone
 from verify_service.scheduler import Scheduler
 from verify_service.submission import Update
@@ -55,16 +55,15 @@ class Aftermath:
         updates = [self._tell(commit) for commit in done.commits]
         drafted = any(entry.samples and self._drafts.serves(entry.request) for entry in done.entries)
         self._scheduler.release_ended()
-        self._observer.round(
-            done.entries,
-            updates,
-            done.seconds,
-            done.held,
-            done.gap,
-            done.pending.gpu_seconds,
-            done.ready if drafted else None,
-            self._drafts.take_answers(),
+        figures = RoundFigures(
+            seconds=done.seconds,
+            held=done.held,
+            gap=done.gap,
+            gpu=done.pending.gpu_seconds,
+            ready=done.ready if drafted else None,
+            answers=self._drafts.take_answers(),
         )
+        self._observer.round(done.entries, updates, figures)
         self._observer.flush()
         tell_long(done.gap, done.phases)
         self._drafts.learn()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.tree.messages import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine import Engine
+from verify_service.observer import RoundFigures
 from verify_service.pipe import Pipe
 from verify_service.round import Entry
 from verify_service.submission import Update
@@ -57,19 +58,9 @@ class Reporter:
         """Messages of a draft were taken."""
         self._read[session] += weight
 
-    def round(
-        self,
-        entries: Sequence[Entry],
-        updates: Sequence[Update],
-        seconds: float,
-        held: float,
-        gap: float | None = None,
-        gpu: float | None = None,
-        ready: int | None = None,
-        answers: Sequence[float] = (),
-    ) -> None:
-        """A round took `seconds`, after holding for `held` seconds. `updates` are what it brought each request."""
-        self._rounds.append(report_round(entries, updates, seconds, held, gap, gpu, ready, answers))
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+        """See Observer."""
+        self._rounds.append(report_round(entries, updates, figures))
 
     def flush(self) -> None:
         """Send what has gathered, and now and then the engine's state."""
@@ -93,29 +84,15 @@ class Reporter:
         return self._snapshot if self._snapshot != last else None
 
 
-def report_round(
-    entries: Sequence[Entry],
-    updates: Sequence[Update],
-    seconds: float,
-    held: float,
-    gap: float | None = None,
-    gpu: float | None = None,
-    ready: int | None = None,
-    answers: Sequence[float] = (),
-) -> RoundReport:
-    """A round in figures."""
+def report_round(entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> RoundReport:
+    """A round as it travels."""
     return RoundReport(
         num_nodes=sum(len(entry.nodes) for entry in entries),
         num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
         committed=[len(update.token_ids) for update in updates if update.token_ids],
         accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
         num_failed=sum(update.error is not None for update in updates),
-        seconds=seconds,
-        held=held,
-        gap=gap,
-        gpu=gpu,
-        ready=ready,
-        answers=answers,
+        **figures._asdict(),
     )
 
 

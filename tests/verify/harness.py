@@ -49,7 +49,7 @@ class Answer:
 class Silence:
     """An observer that notes nothing."""
 
-    def round(self, entries: object, updates: object, seconds: float, held: float, *rest: object) -> None:
+    def round(self, entries: object, updates: object, figures: object) -> None:
         return
 
     def flush(self) -> None:

@@ -14,6 +14,7 @@ from outrider.errors import InternalError
 from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Commit, VerifyMessage
 from verify_service.engine import Engine
+from verify_service.observer import RoundFigures
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
 
@@ -74,18 +75,9 @@ class NotedRounds:
         self.gaps: list[float | None] = []
         self._events = events
 
-    def round(
-        self,
-        entries: Sequence[Entry],
-        updates: Sequence[Update],
-        seconds: float,
-        held: float,
-        gap: float | None = None,
-        gpu: float | None = None,
-        *rest: object,
-    ) -> None:
-        assert len(entries) == len(updates) and seconds >= 0 and held >= 0 and gpu == 0.5
-        self.gaps.append(gap)
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+        assert len(entries) == len(updates) and figures.seconds >= 0 and figures.held >= 0 and figures.gpu == 0.5
+        self.gaps.append(figures.gap)
         self._events.append("observed")
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from outrider.errors import ConfigError, InternalError
 from outrider.tree.messages import Close
 from verify_service.assembly import Built
 from verify_service.inbox import Inbox, ThreadInbox
-from verify_service.observer import Observer
+from verify_service.observer import Observer, RoundFigures
 from verify_service.pipe import MAX_BACKLOG_BYTES, Pipe
 from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
 from verify_service.submission import Update
@@ -101,7 +101,7 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
     reporter.ended(4)
     reporter.read(9, 16)
     reporter.read(9, 32)
-    reporter.round([], [], 0.5, 0.1, gap=0.001, gpu=0.4)
+    reporter.round([], [], RoundFigures(0.5, 0.1, gap=0.001, gpu=0.4))
     wire.door.setblocking(False)
     with pytest.raises(BlockingIOError):
         wire.read()
