@@ -49,11 +49,6 @@ class Request:
         return len(self.tokens)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Committed tokens past the prompt."""
-        return len(self.tokens) - self.prompt_len
-
-    @property
     def past_prompt(self) -> bool:
         """Whether decoding is what first computes the next token: it is the prompt's last one or lies behind it."""
         return self.cached_len >= self.prompt_len - 1

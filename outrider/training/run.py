@@ -25,8 +25,6 @@ from outrider.training.vocabulary import choose_vocabulary, coverage
 
 WORK_FOLDER = "work"
 RECORD_FILE = "training.json"
-# Questions kept for the evaluation where no file of them is given.
-HELD_OUT = 64
 
 
 @dataclass(frozen=True, slots=True)
