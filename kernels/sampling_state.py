@@ -19,6 +19,8 @@ MIN_TEMPERATURE = 1e-6
 """Temperatures between 0 and this count as this."""
 MAX_TOP_LOGPROBS = 20
 """The likeliest tokens that `logprobs` can list."""
+UNUSABLE_LOGITS, ILLEGAL_TOKEN = 1, 2
+"""What `WalkOutputs.error` says: NaN, +inf or nothing left to sample; a sampled token that is none."""
 CANDIDATES = 2048
 """Filters look at a list of a row's best tokens if so many are enough, and else at the whole row."""
 TILE = 1024
@@ -114,7 +116,7 @@ class WalkOutputs:
     accepted: Tensor
     """int32 [B, D], indices in the round of the accepted nodes (one less than there are tokens); -1 behind them."""
     error: Tensor
-    """int32 [B], 1 where the walk came to unusable logits, else 0."""
+    """int32 [B], UNUSABLE_LOGITS or ILLEGAL_TOKEN where the walk came to such, else 0."""
 
     @classmethod
     def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> WalkOutputs:

@@ -21,7 +21,7 @@ def walk(
 
     The token sampled where the walk stops is the bonus token. A walk that would commit more than D tokens (`out`) stops
     at D. Committed tokens of requests with the flag PENALIZED are added to `tables.counts`. A row whose walk
-    comes to unusable logits commits nothing and leaves the counts as they were.
+    comes to unusable logits, or to a token outside the vocabulary, commits nothing and leaves the counts as they were.
 
     Args:
         tokens: the round, B rows.

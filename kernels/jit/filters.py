@@ -112,14 +112,14 @@ def _border(
     key = found.to(tl.int32)
     # One token alone at the border, or a border behind all of its equals, needs no search among ids.
     tied = reached - beyond > 1.5 * tl.exp(_value_of_key(key).to(tl.float64) - top) if MASS else reached > need
-    last_id = border_id
+    last_id = border_id - border_id + _LARGEST
     if tied:
         lowest, _, _ = _search(
             values, ids, listed, size, top, border_key, border_id, key, need, zero - vocab_size, zero + 1,
             MASS, True, BLOCK,
         )  # fmt: skip
         last_id = (-lowest).to(tl.int32)
-    # At the old border's own key the old border may be the tighter one.
+    # The old border's id counts at the old border's own key alone, where it may be the tighter one.
     return key, tl.where(key == border_key, tl.minimum(last_id, border_id), last_id)
 
 
@@ -144,8 +144,9 @@ def shortlist(
         counts += above.to(tl.int32)
         masses += tl.where(above, tl.exp(logits - top.to(tl.float32))[None, :], 0.0)
     count, mass = tl.sum(counts, axis=1), tl.sum(masses, axis=1)
-    # These sums are float32, so they must reach somewhat more.
-    enough = (count >= wanted) | (mass.to(tl.float64) >= target * 1.0001) | (nats.to(tl.float64) * 0.9999 >= -floor)
+    # This mass is a float32 sum, so it must reach somewhat more.
+    deep = limits.to(tl.float64) - top <= floor
+    enough = (count >= wanted) | (mass.to(tl.float64) >= target * 1.0001) | deep
     limit = tl.max(tl.where(enough, limits, float("-inf")), axis=0)
     length = tl.minimum(tl.min(tl.where(enough, count, _LARGEST), axis=0), vocab_size)
     listed = tl.where(length <= CANDIDATES, length, 0)
@@ -154,7 +155,8 @@ def shortlist(
         for start in range(0, vocab_size, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             logits = tl.load(values + offsets, mask=offsets < vocab_size, other=float("-inf"))
-            near = logits >= limit
+            # Behind the row's end lies -inf, which the limit may be too.
+            near = (logits >= limit) & (offsets < vocab_size)
             places = written + tl.cumsum(near.to(tl.int32), axis=0) - 1
             tl.store(list_values + places, logits, mask=near)
             tl.store(list_ids + places, offsets, mask=near)
@@ -182,7 +184,8 @@ def borders(
         )  # fmt: skip
     if has_p:
         total = total_weight(values, ids, listed, size, top, border_key, border_id, float("-inf"), BLOCK)
-        need = tl.where(has_k, total * top_p, target)
+        # The likeliest token has weight 1 and is always kept.
+        need = tl.maximum(tl.where(has_k, total * top_p, target), 1.0)
         # Min-p may end above the border: then it alone decides.
         if total >= need:
             border_key, border_id = _border(

@@ -7,9 +7,10 @@ import triton.language as tl
 
 from kernels.jit.gumbel import load_key, noise_of_tile, philox
 from kernels.launch import supports_pdl
-from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
+from kernels.sampling_state import ILLEGAL_TOKEN, RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 _NONE: tl.constexpr = tl.constexpr(2147483647)
+_ILLEGAL: tl.constexpr = tl.constexpr(ILLEGAL_TOKEN)
 
 
 @triton.jit
@@ -93,6 +94,8 @@ def _walk(
                     token, children, ids, places, processed + wide * processed_stride, tl.load(totals + node),
                     floats, ints, position, vocab_size, TILE,
                 )  # fmt: skip
+        # No kernel before this one may do that. If one does, it harms its own request alone.
+        fails = tl.where((fails == 0) & ((token < 0) | (token >= vocab_size)), _ILLEGAL, fails)
         node = tl.min(tl.where(children & (ids == token), places, _NONE), axis=0)
         node = tl.where(node == _NONE, -1, node)
         path_tokens = tl.where(depths == count, token, path_tokens)
@@ -102,7 +105,7 @@ def _walk(
     committed = depths < count
     wide_row = row.to(tl.int64)
     tl.store(num_tokens + wide_row * num_tokens_stride, count)
-    tl.store(error + wide_row * error_stride, (fails != 0).to(tl.int32))
+    tl.store(error + wide_row * error_stride, fails)
     inside = depths < max_depth
     tl.store(tokens + wide_row * tokens_stride + depths, tl.where(committed, path_tokens, -1), mask=inside)
     tl.store(accepted + wide_row * accepted_stride + depths, tl.where(depths < count - 1, path, -1), mask=inside)

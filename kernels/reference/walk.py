@@ -30,7 +30,7 @@ def walk(
         table_row, end = int(tokens.table_rows[row]), int(tokens.first[row + 1])
         while node >= 0 and len(committed) < max_depth:
             if int(buffers.bad[node]):
-                out.error[row] = 1
+                out.error[row] = state.UNUSABLE_LOGITS
                 break
             children = {
                 int(tokens.token_ids[child]): child
@@ -40,6 +40,9 @@ def walk(
             token = int(buffers.sampled[node])
             if lossy and children and accepts_loosely(tables.float_params[table_row]):
                 token = _choose(list(children), token, node, table_row, tokens, tables, buffers, vocab_size)
+            if not 0 <= token < vocab_size:
+                out.error[row] = state.ILLEGAL_TOKEN
+                break
             committed.append(token)
             node = children.get(token, -1)
             if node >= 0:

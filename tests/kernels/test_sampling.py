@@ -8,7 +8,7 @@ import interpreter  # noqa: F401
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from sampling_cases import Case, Round, make_round, random_logits
 
@@ -64,9 +64,27 @@ def check(trial: Round, logits: torch.Tensor, candidates: int = 2048) -> None:
     assert torch.equal(buffers.sampled, expected)
 
 
+# The mask leaves 39 tokens, one less than top-k takes, so that top-k's border lies among those that are not allowed.
+MASKED_TO_FEWER_THAN_TOP_K = [
+    Case(SamplingParams(temperature=0.0), [40, 28, 31], [], [-1], [17], extend=2, masked=True),
+    Case(
+        SamplingParams(temperature=0.5, top_k=40, top_p=0.3125, min_p=0.0625, seed=1, choice_index=2,
+                       repetition_penalty=1.4),
+        [9, 38, 4], [3, 39, 39, 19], [-1, 0, -1, 2], [54, 63, 58, 38], extend=2, masked=True,
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("candidates", [16, 2048])
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# An interpreted round takes a second at worst: shrinking would run hundreds.
+@settings(
+    deadline=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 @given(cases=st.lists(cases(), min_size=1, max_size=3), seed=st.integers(0, 9))
+@example(cases=MASKED_TO_FEWER_THAN_TOP_K, seed=4)
 def test_tokens_equal_the_reference_sampler(device: str, candidates: int, cases: list[Case], seed: int) -> None:
     trial = make_round(cases, VOCAB, device, seed=seed)
     check(trial, random_logits(len(trial.tokens.rows), VOCAB + 3, seed, device), candidates)
@@ -121,6 +139,34 @@ def test_ties_go_to_the_lowest_id(device: str, candidates: int, params: Sampling
     trial = one_row_each(seeds, 100, device)
     # Two rows of each case are the root and the padding row's stand-in, so one logits row serves them all.
     check(trial, torch.from_numpy(row).to(device).expand(len(trial.tokens.rows), -1).contiguous(), candidates)
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+@pytest.mark.parametrize("top_p", [0.25, 0.9375])
+@pytest.mark.parametrize("min_p", [0.0, 0.0625])
+def test_what_top_p_keeps_does_not_follow_from_ids_tied_at_the_border_of_top_k(
+    device: str, candidates: int, top_p: float, min_p: float
+) -> None:
+    """Likely tokens with high ids, and a border of top-k among equals with low ones."""
+    row = torch.full((100,), -1.0)
+    row[90:] = 3.0 + torch.arange(10) / 8
+    params = [SamplingParams(top_k=k, top_p=top_p, min_p=min_p, seed=seed) for k in (11, 14, 40) for seed in range(3)]
+    trial = one_row_each(params, 100, device)
+    check(trial, row.to(device).expand(len(trial.tokens.rows), -1).contiguous(), candidates)
+
+
+@pytest.mark.parametrize("candidates", [16, 2048])
+@pytest.mark.parametrize("logit", [0.0, 20.0])
+def test_the_likeliest_token_stays_whatever_the_filters(device: str, candidates: int, logit: float) -> None:
+    """The smallest top_p there is, the largest min_p, and as few allowed tokens as can be."""
+    params = [
+        SamplingParams(top_k=k, top_p=top_p, min_p=min_p, seed=1)
+        for k in (0, 1, 2, 50) for top_p in (1.0, 0.5, 2.0**-126) for min_p in (0.0, 1.0)
+    ]  # fmt: skip
+    trial = one_row_each(params, 100, device)
+    logits = torch.full((len(trial.tokens.rows), 100), -torch.inf, device=device)
+    logits[::2, 99], logits[1::2, [7, 99]] = logit, logit
+    check(trial, logits, candidates)
 
 
 def test_a_row_of_equal_logits_ties_everywhere(device: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import interpreter  # noqa: F401  # loops to computed bounds
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_cases import Case, Round, make_round, random_logits
 
+from kernels.reference.walk import walk as reference_walk
 from kernels.sampling import sample_rows
-from kernels.sampling_state import SampleBuffers, WalkOutputs
+from kernels.sampling_state import ILLEGAL_TOKEN, SampleBuffers, WalkOutputs
 from kernels.walk import walk
 from outrider.sampling.history import TokenHistory
 from outrider.sampling.lossy import AcceptRule, choose, walk_tree
@@ -141,6 +143,27 @@ def test_unusable_logits_on_the_walk_fail_the_row_and_leave_its_counts(device: s
     walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size)
     assert out.error.tolist() == [0, 0]
     assert out.num_tokens.tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("token", [-1, 8, 2**31 - 1])
+@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_token_outside_the_vocabulary_fails_the_row_and_leaves_its_counts(
+    device: str, token: int, lossy: bool, reference: bool
+) -> None:
+    trial, buffers = chain_round("cpu" if reference else device, 3)
+    assert trial.vocab_size == 8
+    run = reference_walk if reference else partial(walk, max_row_tokens=4)
+    out, counts = WalkOutputs.new(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
+    for place, (error, num_tokens) in enumerate([(ILLEGAL_TOKEN, 0)] * 4 + [(0, 4)]):
+        buffers.sampled[:4] = torch.arange(1, 5, dtype=torch.int32)
+        # Off the walk, in a row of padding, it does not matter.
+        buffers.sampled[place] = token
+        run(trial.tokens, trial.tables, buffers, out, vocab_size=8, lossy=lossy)
+        assert out.error.tolist() == [error, 0]
+        assert out.num_tokens.tolist() == [num_tokens, 0]
+        if error:
+            assert (out.tokens == -1).all() and torch.equal(trial.tables.counts, counts)
 
 
 RULES = st.sampled_from([(1.0, 1.0), (1.0, 0.5), (0.25, 1.0), (0.375, 0.75), (1.0, 0.0625), (0.015625, 1.0)])
