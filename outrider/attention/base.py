@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.attention.lengths import HostLengths
 from outrider.cache.kv import KVCache
+from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 
@@ -72,6 +73,15 @@ class AttentionPlan(ABC):
         Returns:
             [M, num_heads * head_dim] in the dtype of `heads`.
         """
+
+    def attend_stream(
+        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None
+    ) -> Tensor | None:
+        """The same for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
+
+        None where there are no kernels for that: then nothing has happened.
+        """
+        return None
 
 
 class AttentionBackend(ABC):

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from kernels.attention import prefill_attention, tree_attention
 from kernels.rope import rope_write, rotary_angles
+from kernels.row_linear import norm_qkv, qkv_fits
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
+from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 
@@ -24,7 +26,8 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """One launch a layer for rotation and writing, one or two for attention."""
+    """One launch a layer for rotation and writing, with norm and product in it for small models; one or two for
+    attention."""
 
     def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         self.batch = batch
@@ -38,6 +41,32 @@ class TritonPlan(AttentionPlan):
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         norm_weight, eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
         q = rope_write(heads, self._cos, self._sin, self.batch.slots, k, v, self._num_heads, norm_weight, eps)
+        return self._attention(q, k, v)
+
+    def attend_stream(
+        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None
+    ) -> Tensor | None:
+        """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
+        k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
+        num_rows, size = stream.shape
+        if not qkv.takes_whole_rows(stream) or not qkv_fits(num_rows, size, k.shape[-1], qk_norm is not None):
+            return None
+        head_norm, head_eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
+        q = norm_qkv(
+            stream,
+            qkv.weight,
+            self._cos,
+            self._sin,
+            self.batch.slots,
+            k,
+            v,
+            self._num_heads,
+            norm=norm.weight,
+            eps=norm.eps,
+            bias=qkv.bias,
+            qk_norm=head_norm,
+            qk_eps=head_eps,
+        )
         return self._attention(q, k, v)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ from torch.nn import functional
 from kernels.activation import silu_mul
 from kernels.gemm import stream_linear
 from kernels.gemm_configs import worth_streaming
+from kernels.launch import use_triton
+from kernels.row_linear import fits, norm_linear
+from outrider.layers.norm import RMSNorm
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
 # 18 ms for 1 to 6 rows in float32 and 12, 13, 12, 11, 10, 10 ms in bfloat16. So fewer are padded with zeros to five.
@@ -71,6 +74,18 @@ class Linear:
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, 1)
         return functional.silu(gate) * up
+
+    def normed_gated(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        """`gated` of the normed residual stream [M, in], in one launch where rows are few and not wide."""
+        if not self.takes_whole_rows(stream):
+            return self.gated(norm(stream))
+        return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
+
+    def takes_whole_rows(self, rows: Tensor) -> bool:
+        """Whether products of `rows` [M, in] are made with the norm in front of them, as those of small models are."""
+        if self._packed is not None or not use_triton(rows) or not fits(*rows.shape):
+            return False
+        return not rows.is_cuda or rows.dtype != torch.float32
 
     def to_float32(self, rows: Tensor) -> Tensor:
         """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""

@@ -34,6 +34,13 @@ class Attention:
         heads = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
         return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm))
 
+    def of_stream(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
+        """The residual stream [M, hidden] plus the attention's output for it, normed."""
+        attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm)
+        if attended is None:
+            return self(norm(stream), stream, plan)
+        return self.output.add_to(stream, attended)
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """q, k and v as views of the fused matrix; Qwen3's head norms fill one row a head."""
         found: dict[str, Tensor] = {"o_proj.weight": self.output.weight}
@@ -67,9 +74,9 @@ class Mlp:
         self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device)
         self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device)
 
-    def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
-        """`residual` [M, hidden] plus the MLP's output for `rows` [M, hidden]."""
-        return self.down.add_to(residual, self.gate_up.gated(rows))
+    def __call__(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        """The residual stream [M, hidden] plus the MLP's output for it, normed."""
+        return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """gate and up as halves of one matrix."""
@@ -114,13 +121,14 @@ class DecoderLayer:
 
     def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] after the layer."""
-        rows = stream if self.attention_norm is None else self.attention_norm(stream)
-        return self.run(rows, stream, plan)
+        if self.attention_norm is None:
+            return self.run(stream, stream, plan)
+        return self.mlp(self.attention.of_stream(stream, self.attention_norm, plan), self.mlp_norm)
 
     def run(self, rows: Tensor, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The same where attention takes `rows` [M, input_size], which the caller has normed."""
         stream = self.attention(rows, stream, plan)
-        return self.mlp(self.mlp_norm(stream), stream)
+        return self.mlp(stream, self.mlp_norm)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the layer's own."""

@@ -1,0 +1,138 @@
+"""Products of a small model: whole rows at once, with the norm in front of them and what stands behind them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.launch import supports_pdl, use_triton
+from kernels.reference import row_linear as reference
+from kernels.row_configs import MAX_ROWS, TILE, RowConfig, fits, qkv_fits
+
+__all__ = ["RowConfig", "fits", "norm_linear", "norm_qkv", "qkv_fits"]
+
+
+def norm_linear(
+    rows: Tensor,
+    weight: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out: Tensor | None = None,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """rms_norm(rows) @ weight^T in one launch, for few rows that are not wide.
+
+    In order: RMS norm, rounded to the dtype of `rows` as kernels.norm does; the product, accumulated in float32; bias;
+    silu(gate) * up where gated; residual; one rounding. Weights are read before the launch in front has ended.
+    A row of the result depends on that row and on `config` alone.
+
+    Args:
+        rows: [M, K], contiguous, M and K as `fits` says; bfloat16, float16 or float32.
+        weight: [N, K], contiguous, of the same dtype; [2F, K] if gated (gate rows, then up rows).
+        norm: [K], the norm's weight; without it rows are taken as they are.
+        eps: added to the mean of the squares.
+        bias: [N] or None ([2F] if gated).
+        residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
+        gated: the result is silu(gate) * up, [M, F].
+        out: [M, N or F] of the dtype of `rows`, contiguous, written and returned; a new tensor if None. Not `rows`.
+        config: how to cut the work; the usual one if None.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    num_out = weight.shape[0] // (2 if gated else 1)
+    _check(rows, weight, norm, bias)
+    if out is None:
+        out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None and (tensor.shape != (rows.shape[0], num_out) or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not a contiguous {(rows.shape[0], num_out)}")
+    if not use_triton(rows):
+        return out.copy_(reference.norm_linear(rows, weight, norm, eps, bias, residual, gated))
+    from kernels.jit import row_linear as jit
+
+    jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config or RowConfig(), supports_pdl(rows))
+    return out
+
+
+def norm_qkv(
+    rows: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    qk_norm: Tensor | None = None,
+    qk_eps: float = 0.0,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """Query, key and value heads of rms_norm(rows), rotated; keys and values written to their slots. One launch.
+
+    What `norm_linear` and kernels.rope.rope_write do, but for the rounding between them.
+
+    Args:
+        rows: [M, K], as in `norm_linear`, with `norm`, `eps` and `bias` of H + 2 * KVH heads.
+        weight: [(H + 2 * KVH) * D, K], query, then key, then value heads; D a power of two, at least 64.
+        cos: float32 [M, D / 2], as sin.
+        slots: int32 [M]; k and v of a token whose slot is -1 are not written.
+        k_cache: [S, KVH, D] of the rows' dtype, contiguous, written; so is `v_cache`.
+        num_heads: H.
+        qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation, with `qk_eps`.
+        config: how to cut the work; the usual one if None.
+
+    Returns:
+        q [M, H, D] in the rows' dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    kv_heads, dim = k_cache.shape[1:]
+    _check(rows, weight, norm, bias)
+    if weight.shape[0] != (num_heads + 2 * kv_heads) * dim or v_cache.shape != k_cache.shape:
+        raise ValueError(
+            f"{weight.shape[0]} weight rows for {num_heads} query heads and a cache of {list(k_cache.shape)}"
+        )
+    if dim < TILE or dim & (dim - 1):
+        raise ValueError(f"head_dim must be a power of two from {TILE} on, got {dim}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != rows.dtype:
+        raise ValueError(f"caches must be contiguous and of {rows.dtype}")
+    angles = (rows.shape[0], dim // 2)
+    if cos.shape != angles or sin.shape != angles or slots.shape != rows.shape[:1]:
+        raise ValueError(f"angles of {list(cos.shape)} and {slots.numel()} slots for {rows.shape[0]} rows")
+    if qk_norm is not None and (qk_norm.shape != (num_heads + kv_heads, dim) or not qk_norm.is_contiguous()):
+        raise ValueError(f"norm weights must be contiguous [{num_heads + kv_heads}, {dim}], got {list(qk_norm.shape)}")
+    q = torch.empty(rows.shape[0], num_heads, dim, dtype=rows.dtype, device=rows.device)
+    where = (cos, sin, slots, k_cache, v_cache)
+    if not use_triton(rows):
+        reference.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q)
+        return q
+    from kernels.jit import row_linear as jit
+
+    config, pdl = config or RowConfig(), supports_pdl(rows)
+    jit.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q, config, pdl)
+    return q
+
+
+def _check(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor | None) -> None:
+    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
+        raise ValueError(
+            f"product of {rows.dtype} {tuple(rows.shape)} with weights {weight.dtype} {tuple(weight.shape)}"
+        )
+    if norm is not None and norm.shape != rows.shape[1:]:
+        raise ValueError(f"a norm of {tuple(norm.shape)} for rows of {rows.shape[1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} weight rows")
+    if not 1 <= rows.shape[0] <= MAX_ROWS or rows.shape[1] < 16:
+        raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of at least 16 columns can be taken whole")
+    if not (rows.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("rows and weights must be contiguous")
