@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
@@ -88,14 +90,14 @@ class Decoder:
         else:
             self._graph.replay()
 
-    def ended(self, rows: Sequence[int]) -> dict[int, list[int]]:
+    def ended(self, rows: Sequence[int]) -> dict[int, NDArray[np.int32]]:
         """Those of `rows` that are not active any more, with all their tokens."""
         active = self._active.tolist()
         over = [row for row in rows if not active[row]]
         if not over:
             return {}
         where = put(over, self._tokens.device).long()
-        tokens, lengths = self._tokens[where].tolist(), self._length[where].tolist()
+        tokens, lengths = self._tokens[where].cpu().numpy(), self._length[where].tolist()
         return {row: row_tokens[: length + 1] for row, row_tokens, length in zip(over, tokens, lengths, strict=True)}
 
     @torch.inference_mode()

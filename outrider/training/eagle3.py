@@ -21,11 +21,17 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Sizes of a head. Its attention and MLP have the target's own."""
+    """Sizes of a head. Its attention has the target's own; so has its MLP, unless `intermediate_size` is given."""
 
     target: ModelConfig
     draft_vocab_size: int
     feature_layers: tuple[int, ...]
+    intermediate_size: int = 0
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP."""
+        return self.intermediate_size or self.target.intermediate_size
 
 
 class _Norm(nn.Module):
@@ -77,11 +83,11 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
-        self.gate_proj = _matrix(config.hidden_size, config.intermediate_size)
-        self.up_proj = _matrix(config.hidden_size, config.intermediate_size)
-        self.down_proj = _matrix(config.intermediate_size, config.hidden_size)
+        self.gate_proj = _matrix(hidden_size, size)
+        self.up_proj = _matrix(hidden_size, size)
+        self.down_proj = _matrix(size, hidden_size)
 
     def forward(self, rows: Tensor) -> Tensor:
         output: Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
@@ -89,10 +95,10 @@ class _Mlp(nn.Module):
 
 
 class _MidLayer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mlp_size: int) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
+        self.mlp = _Mlp(config.hidden_size, mlp_size)
         self.hidden_norm = _Norm(config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
@@ -127,7 +133,7 @@ class Eagle3Head(nn.Module):
         config = shape.target
         self.shape = shape
         self.fc = _matrix(len(shape.feature_layers) * config.hidden_size, config.hidden_size)
-        self.midlayer = _MidLayer(config)
+        self.midlayer = _MidLayer(config, shape.mlp_size)
         self.norm = _Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = _matrix(config.hidden_size, shape.draft_vocab_size)
         known = torch.zeros(config.vocab_size, dtype=torch.bool)

@@ -1,138 +1,149 @@
-"""How well a head guesses, offline: on answers that the target gave at temperature 0."""
+"""How well a draft model guesses, offline: on the target's own answers, with the model as services load it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider.models.drafters.base import DraftModel
+from outrider.training.answers import Answers
 from outrider.training.dense import target_states
-from outrider.training.eagle3 import Eagle3Head
-from outrider.training.target import Target
-from outrider.training.texts import Texts, make_batch
-from outrider.training.tree import TreeShape, tree_accepts
+from outrider.training.figures import Counts, Evaluation, Figures, Flags, Tally
+from outrider.training.loops import loops
+from outrider.training.ranking import Ranking
+from outrider.training.rollout import Branches, TextDraft
+from outrider.training.tree import CHUNK_ROOTS, TreeShape, tree_accepts
 
-Flags = NDArray[np.bool_]
-Counts = NDArray[np.int64]
-
-BATCH_SEQUENCES = 16
+DEPTH = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Of a head over some answers.
-
-    Attributes:
-        rates: by depth from 1 on, the share of all places where the head's likeliest token is the target's when the
-            target's features end that many tokens before; the tokens between are the target's, the features the
-            head's own. Tokens outside the draft vocabulary count as missed.
-        chain: accept length (accepted + 1) of chains, over the rounds that decoding takes.
-        tree: the same of trees.
-        num_tokens: of the answers.
-    """
-
-    rates: list[float]
-    chain: float
-    tree: float
-    num_tokens: int
-
-
-@torch.no_grad()
+@torch.inference_mode()
 def evaluate(
-    target: Target,
-    head: Eagle3Head,
-    texts: Texts,
+    target: CausalLM,
+    model: DraftModel,
+    answers: Answers,
     *,
-    depth: int = 10,
+    depth: int = DEPTH,
     tree: TreeShape | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Measure a head on `texts`, whose answers must be the target's greedy ones.
+    """Measure `model` on answers that the target gave. `depth` limits the rates, `tree.depth` chains and trees.
 
-    `tree.depth` limits chains and trees, `depth` the rates. The features of the prompt are the target's.
+    At a temperature the drafter ranks with the noise that the answers were drawn by. `told(done, total)` answers.
+
+    Raises:
+        ConfigError: the draft model is of another vocabulary or hidden size.
     """
+    _check(target, model)
     tree = tree or TreeShape()
-    hits, possible = np.zeros(depth), np.zeros(depth)
-    chains, trees = _Rounds(), _Rounds()
-    for start in range(0, len(texts), BATCH_SEQUENCES):
-        numbers = np.arange(start, min(start + BATCH_SEQUENCES, len(texts)))
-        batch = make_batch(texts, numbers, 0)
-        token_ids = torch.from_numpy(batch.token_ids).to(target.device)
-        features, _ = target_states(target.model, token_ids, head.shape.feature_layers)
-        agree = teacher_forced(target, head, token_ids, features, depth)
-        for row, number in enumerate(numbers):
-            first, last = int(texts.prompt_lens[number]), int(texts.lengths[number])
-            own = agree[:, row, :last]
-            _count(own, first, hits, possible)
-            chains.walk(_run_lengths(own[: tree.depth]), first, last)
-            text = token_ids[row, :last]
-            accepts = tree_accepts(target, head, text, features[row, :last], tree, first_root=first - 1)
-            trees.walk(accepts.cpu().numpy(), first, last)
+    tallies: list[tuple[str, bool, Tally]] = []
+    for number, category in enumerate(answers.categories):
+        sequence = answers.texts.sequence(number)
+        token_ids = torch.from_numpy(sequence.astype(np.int64)).to(target.device)
+        first = int(answers.texts.prompt_lens[number])
+        agree, accepts = _measure(target, model, answers, number, token_ids, max(depth, tree.depth), tree)
+        tally = Tally(depth, tree.depth)
+        # Chains may be deeper than the rates.
+        tally.count(agree, accepts, first)
+        tallies.append((category, loops(answers.texts.answer(number).tolist()), tally))
         if told is not None:
-            told(int(numbers[-1]) + 1, len(texts))
+            told(number + 1, len(answers.categories))
+    names = dict.fromkeys(category for category, _, _ in tallies if category)
+    whole = _sum(tally for _, _, tally in tallies)
+    if whole is None:
+        raise ConfigError("there are no answers to evaluate with")
+    by_category = {name: _sum(tally for category, _, tally in tallies if category == name) for name in names}
     return Evaluation(
-        rates=(hits / np.maximum(possible, 1)).tolist(),
-        chain=chains.accept_length,
-        tree=trees.accept_length,
-        num_tokens=texts.num_answer_tokens,
+        temperature=answers.temperature,
+        all=whole,
+        without_loops=_sum(tally for _, looped, tally in tallies if not looped),
+        loops=_sum(tally for _, looped, tally in tallies if looped),
+        categories={name: found for name, found in by_category.items() if found is not None},
     )
 
 
-def teacher_forced(target: Target, head: Eagle3Head, token_ids: Tensor, features: Tensor, depth: int) -> Flags:
-    """Whether the head's likeliest token is the text's: bool [depth, B, T].
+def _measure(
+    target: CausalLM,
+    model: DraftModel,
+    answers: Answers,
+    number: int,
+    token_ids: Tensor,
+    depth: int,
+    tree: TreeShape,
+) -> tuple[Flags, Counts]:
+    """What `teacher_forced` gives for an answer, and the accepted nodes [T] of trees."""
+    features = None
+    if model.feature_layers:
+        features = target_states(target, token_ids[None], model.feature_layers)[0][0].to(model.dtype)
+    draft = TextDraft(model, token_ids, features)
+    seed = answers.seeds[number]
+    ranking = Ranking(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
+    agree = teacher_forced(draft, ranking, depth)
+    first_root = int(answers.texts.prompt_lens[number]) - 1
+    # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
+    accepts = tree_accepts(draft, ranking, tree, first_root, all_roots=target.device.type == "cuda")
+    return agree, accepts.cpu().numpy()
 
-    Entry [d, b, t] is of the guess d + 1 tokens past the root t, after features of the positions before t. What
-    would lie behind the sequence is False.
+
+@torch.inference_mode()
+def teacher_forced(draft: TextDraft, ranking: Ranking, depth: int) -> Flags:
+    """Whether the drafter's best token is the text's: bool [depth, T].
+
+    Entry [d, t] is of the guess d + 1 tokens past the root t, after features of the positions before t and the text's
+    own tokens up to t + d. What would lie behind the text is False.
     """
-    found = torch.zeros(depth, *token_ids.shape, dtype=torch.bool, device=token_ids.device)
-    with target.autocast():
-        for step, feature in enumerate(head.unroll(features, target.embed(token_ids), target.rotary, depth)):
-            guesses = head.target_ids[head.lm_head(head.norm(feature)).argmax(-1)]
-            # Base t - 1 has the root t as its first token.
-            width = token_ids.shape[1] - step - 2
-            if width > 0:
-                found[step, :, 1 : 1 + width] = guesses[:, :width] == token_ids[:, step + 2 :]
+    length = draft.token_ids.shape[0]
+    found = torch.zeros(depth, length, dtype=torch.bool, device=draft.token_ids.device)
+    if draft.features is None:
+        # Nothing but tokens goes in, and those are the text's: a guess is the same from whatever root.
+        hits = _hits(draft, ranking, draft.rows, torch.arange(length, device=found.device))
+        for step in range(min(depth, length)):
+            found[step, : length - step] = hits[step:]
+    else:
+        for start in range(1, length - 1, CHUNK_ROOTS):
+            roots = torch.arange(start, min(start + CHUNK_ROOTS, length - 1), device=found.device)
+            _force(draft, ranking, roots, found)
     flags: Flags = found.cpu().numpy()
     return flags
 
 
-def _count(agree: Flags, first: int, hits: NDArray[np.float64], possible: NDArray[np.float64]) -> None:
-    """Add what was guessed and what could be: guesses of answer tokens, `first` being the answer's first.
-
-    The first round begins at the prompt's last token.
-    """
-    length = agree.shape[1]
-    for step in range(agree.shape[0]):
-        roots = slice(max(1, first - 1 - step), length - step - 1)
-        hits[step] += agree[step, roots].sum()
-        possible[step] += max(0, roots.stop - roots.start)
-
-
-def _run_lengths(agree: Flags) -> Counts:
-    """How many guesses in a row are right from each root, int64 [T]."""
-    lengths: Counts = np.cumprod(agree, axis=0).sum(0).astype(np.int64)
-    return lengths
+def _force(draft: TextDraft, ranking: Ranking, roots: Tensor, found: Tensor) -> None:
+    branches = Branches(draft, roots)
+    features, owners = branches.root_features, torch.arange(roots.shape[0], device=roots.device)
+    for step in range(found.shape[0]):
+        places = roots + step
+        # Behind the text any token does: what follows is False.
+        tokens = draft.following(places).clamp(min=0)
+        rows, features = branches.run(tokens, owners, features, owners)
+        found[step, roots] = _hits(draft, ranking, rows, places)
 
 
-class _Rounds:
-    """Decoding in rounds, replayed over answers that are known."""
+def _hits(draft: TextDraft, ranking: Ranking, rows: Tensor, places: Tensor) -> Tensor:
+    """Whether the best token after each place [N] is the text's."""
+    guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
+    return torch.cat(guesses) == draft.following(places + 1)
 
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._rounds = 0
 
-    def walk(self, accepts: Counts, first: int, last: int) -> None:
-        """`accepts` [T]: draft tokens accepted after each root. The answer is tokens `first` to `last` - 1."""
-        root = first - 1
-        while root < last - 1:
-            root += min(int(accepts[root]) + 1, last - 1 - root)
-            self._rounds += 1
-        self._tokens += last - first
+def _sum(tallies: Iterable[Tally]) -> Figures | None:
+    whole: Tally | None = None
+    for tally in tallies:
+        if whole is None:
+            whole = Tally(tally.depth, tally.chain.depth)
+        whole.add(tally)
+    return None if whole is None else whole.figures()
 
-    @property
-    def accept_length(self) -> float:
-        return self._tokens / max(1, self._rounds)
+
+def _check(target: CausalLM, model: DraftModel) -> None:
+    config = target.config
+    if model.hidden_size and model.hidden_size != config.hidden_size:
+        raise ConfigError(f"the draft takes features of size {model.hidden_size}, the target's is {config.hidden_size}")
+    if model.target_vocab_size < config.vocab_size:
+        raise ConfigError(
+            f"the draft knows {model.target_vocab_size} tokens, and the target has {config.vocab_size}; "
+            "they need one tokenizer"
+        )

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
@@ -53,6 +55,18 @@ class Generator:
         seconds: float | None = None,
         told: Told | None = None,
     ) -> list[list[int]]:
+        """`arrays`, as lists."""
+        found = self.arrays(jobs, token_budget=token_budget, seconds=seconds, told=told)
+        return [answer.tolist() for answer in found]
+
+    def arrays(
+        self,
+        jobs: Sequence[Job],
+        *,
+        token_budget: int | None = None,
+        seconds: float | None = None,
+        told: Told | None = None,
+    ) -> list[NDArray[np.int32]]:
         """Answers in the order of the jobs, without their prompts.
 
         Once `token_budget` tokens are there, or `seconds` have passed, no more jobs begin: the list then ends early.
@@ -67,7 +81,7 @@ class Generator:
                     f"a prompt of {len(job.prompt)} tokens and {job.max_new_tokens} more do not fit "
                     f"{self._decoder.max_length}"
                 )
-        answers: dict[int, list[int]] = {}
+        answers: dict[int, NDArray[np.int32]] = {}
         running: dict[int, int] = {}
         begun = done = 0
         end = None if seconds is None else time.monotonic() + seconds
@@ -88,7 +102,7 @@ class Generator:
                 self._decoder.step()
             for row, tokens in self._decoder.ended(list(running)).items():
                 number = running.pop(row)
-                answers[number] = tokens[len(jobs[number].prompt) :]
+                answers[number] = tokens[len(jobs[number].prompt) :].copy()
                 done += len(answers[number])
             if told is not None:
                 told(done)

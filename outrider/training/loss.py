@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,7 @@ def wanted_at(model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Te
     `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
     tokens that the drafter does not have.
     """
-    chances, best = [], []
-    for rows in _chunks(hidden, draft_ids.shape[0]):
-        logits = model.logits(rows)
-        log_sum = logits.logsumexp(1, keepdim=True)
-        chances.append((logits.index_select(1, target_ids) - log_sum).exp().to(hidden.dtype))
-        best.append(draft_ids[logits.argmax(1)])
-    return Wanted(torch.cat(chances), torch.cat(best))
+    return Teaching(lambda piece: piece).wanted(model, hidden, target_ids, draft_ids)
 
 
 def soft_cross_entropy(rows: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
@@ -53,16 +47,72 @@ def soft_cross_entropy(rows: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Te
     Returns:
         the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
     """
-    loss, hits = _SoftCrossEntropy.apply(rows, weight, wanted.chances, wanted.best)  # type: ignore[no-untyped-call]
-    return loss, hits
+    return Teaching(lambda piece: piece).loss(rows, weight, wanted)
+
+
+class Teaching:
+    """What is wanted, and the loss against it; `wrap` is applied to what passes over logits: a compiler, or nothing."""
+
+    def __init__(self, wrap: Callable[[Any], Any]) -> None:
+        self._chances = wrap(_chances)
+        self._slopes = wrap(_slopes)
+
+    @torch.no_grad()
+    def wanted(
+        self,
+        model: CausalLM,
+        hidden: Tensor,
+        target_ids: Tensor,
+        draft_ids: Tensor,
+        counts: Tensor | None = None,
+    ) -> Wanted:
+        """See `wanted_at`. Rows where bool `counts` [R] is False want nothing."""
+        chances, best = [], []
+        if counts is None:
+            counts = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+        parts = zip(_chunks(hidden, draft_ids.shape[0]), _chunks(counts, draft_ids.shape[0]), strict=True)
+        for rows, counting in parts:
+            found = self._chances(model.logits(rows), target_ids, draft_ids, counting)
+            chances.append(found[0].to(hidden.dtype))
+            best.append(found[1])
+        return Wanted(torch.cat(chances), torch.cat(best))
+
+    def loss(self, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `soft_cross_entropy`; `count`, a float32 scalar, is what the sum is divided by in place of R."""
+        loss, hits = _SoftCrossEntropy.apply(rows, weight, wanted, count, self._slopes)  # type: ignore[no-untyped-call]
+        return loss, hits
+
+
+def _chances(logits: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    log_sum = logits.logsumexp(1, keepdim=True)
+    chances = (logits.index_select(1, target_ids) - log_sum).exp() * counts.unsqueeze(1)
+    # No draft id is -2, so that a row that wants nothing is no hit.
+    return chances, torch.where(counts, draft_ids[logits.argmax(1)], -2)
+
+
+def _slopes(logits: Tensor, chances: Tensor, best: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one chunk: each row's loss, whether it agrees, and the gradient of sum / count, in the dtype of the logits.
+
+    In float32 inside. Written so that a compiler makes two passes of it.
+    """
+    scores, wanted = logits.float(), chances.float()
+    mass = wanted.sum(1, keepdim=True)
+    log_sum = scores.logsumexp(1, keepdim=True)
+    loss = (mass * log_sum).squeeze(1) - (wanted * scores).sum(1)
+    grad = ((scores - log_sum).exp() * mass - wanted) / count
+    return loss, scores.argmax(1) == best, grad.to(logits.dtype)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     """Gradients are computed on the way forward, chunk by chunk, while the logits are there."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, chances: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor | None, slopes: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
         num_rows = rows.shape[0]
+        if count is None:
+            count = torch.full((), float(num_rows), device=rows.device)
         cast = weight.to(rows.dtype)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -72,25 +122,24 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for part in _chunks(rows, weight.shape[0]):
             place = slice(start, start + part.shape[0])
             start = place.stop
-            logits = (part @ cast.t()).float()
-            hits[place] = logits.argmax(1) == best[place]
-            wanted = chances[place].float()
-            mass = wanted.sum(1, keepdim=True)
-            log_chances = logits.log_softmax(1)
-            loss -= (wanted * log_chances).sum()
-            grad = ((log_chances.exp_() * mass - wanted) / num_rows).to(rows.dtype)
+            losses, hits[place], grad = slopes(part @ cast.t(), wanted.chances[place], wanted.best[place], count)
+            loss += losses.sum()
             grad_rows[place] = grad @ cast
             grad_weight += (grad.t() @ part).float()
         ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(hits)
-        return loss / num_rows, hits
+        return loss / count, hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_rows, grad_weight = ctx.saved_tensors
-        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad, None, None
+        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad, None, None, None
 
 
 def _chunks(rows: Tensor, num_columns: int) -> Iterator[Tensor]:
-    return iter(rows.split(max(1, CHUNK_LOGITS // num_columns)))
+    """Of equal size where the number of rows allows it, so that few shapes occur."""
+    num_rows = rows.shape[0]
+    count = max(1, -(-num_rows * num_columns // CHUNK_LOGITS))
+    count = next((more for more in range(count, 2 * count) if num_rows % more == 0), count)
+    return iter(rows.split(max(1, -(-num_rows // count))))

@@ -49,6 +49,10 @@ class ChatForm:
         """Token ids of a conversation that ends where the answer to `question` begins."""
         return self._encode(self._parts[0] + question + self._parts[1])
 
+    def words(self, text: str) -> list[int]:
+        """Token ids of the first words of a question."""
+        return self._encode(text)
+
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(token_ids))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+
+Tokens = Sequence[int] | NDArray[np.int32]
 
 # Sequences of like length share a batch: they are sorted within this many batches' worth of shuffled ones.
 SORTED_BATCHES = 32
@@ -32,14 +34,44 @@ class Texts:
     prompt_lens: NDArray[np.int32]
 
     @classmethod
-    def join(cls, prompts: list[list[int]], answers: list[list[int]]) -> Texts:
+    def join(cls, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> Texts:
         """Of prompts and their answers."""
-        sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        lengths = [len(sequence) for sequence in sequences]
+        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            parts += [np.asarray(prompt, np.int32), np.asarray(answer, np.int32)]
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
         return cls(
-            np.array([token for sequence in sequences for token in sequence], np.int32),
+            np.concatenate(parts),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             np.array([len(prompt) for prompt in prompts], np.int32),
+        )
+
+    @classmethod
+    def together(cls, parts: Sequence[Texts]) -> Texts:
+        """One after the other."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.concatenate([part.prompt_lens for part in parts]),
+        )
+
+    def without(self, prompts: Iterable[Tokens]) -> Texts:
+        """Those whose prompt is none of these."""
+        known = {np.asarray(prompt, np.int32).tobytes() for prompt in prompts}
+        kept = np.array(
+            [
+                self.tokens[start : start + size].tobytes() not in known
+                for start, size in zip(self.offsets[:-1].tolist(), self.prompt_lens.tolist(), strict=True)
+            ],
+            np.bool_,
+        )
+        if kept.all():
+            return self
+        return Texts(
+            self.tokens[np.repeat(kept, self.lengths)],
+            np.concatenate([[0], np.cumsum(self.lengths[kept])]).astype(np.int64),
+            self.prompt_lens[kept],
         )
 
     def __len__(self) -> int:
@@ -63,6 +95,10 @@ class Texts:
         """The answer alone."""
         return self.sequence(number)[self.prompt_lens[number] :]
 
+    def answer_tokens(self) -> NDArray[np.int32]:
+        """Of all answers, one after the other."""
+        return np.concatenate([np.empty(0, np.int32), *(self.answer(number) for number in range(len(self)))])
+
     def save(self, path: Path) -> None:
         """Write to a safetensors file, whole or not at all."""
         part = path.with_name(path.name + ".part")
@@ -77,16 +113,23 @@ class Texts:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """B sequences, padded on the right to T tokens. All in host memory.
+    """B sequences, padded on the right to T tokens; or, with `bounds`, any number one after the other. In host memory.
 
     Attributes:
-        token_ids: int64 [B, T].
+        token_ids: int64 [B, T]; B is 1 with `bounds`.
         targets: int64 [R], places in the flattened [B * T] whose next token the target chose and knew well enough
             about: the drafter is taught the target's distribution there.
+        num_targets: how many of `targets` count; those behind repeat a place so that all batches are of one shape.
+        bounds: int32 [S + 1], sequence s is tokens bounds[s] to bounds[s + 1] - 1. Padding is sequences of its own;
+            the last ones may be empty.
+        longest: with `bounds`, no sequence of any batch is longer.
     """
 
     token_ids: NDArray[np.int64]
     targets: NDArray[np.int64]
+    num_targets: int
+    bounds: NDArray[np.int32] | None = None
+    longest: int = 0
 
 
 def make_batch(texts: Texts, numbers: NDArray[np.int64], first_target: int) -> TextBatch:
@@ -100,15 +143,39 @@ def make_batch(texts: Texts, numbers: NDArray[np.int64], first_target: int) -> T
         token_ids[row, : len(sequence)] = sequence
         first = max(int(texts.prompt_lens[number]) - 1, first_target)
         targets.append(np.arange(first, len(sequence) - 1, dtype=np.int64) + row * width)
-    return TextBatch(token_ids, np.concatenate(targets))
+    places = np.concatenate(targets)
+    return TextBatch(token_ids, places, places.size)
+
+
+class Batches:
+    """Every sequence once an epoch, in an order that a seed decides, in padded rectangles of about `num_tokens`."""
+
+    def __init__(self, texts: Texts, num_tokens: int, first_target: int) -> None:
+        self._texts = texts
+        self._num_tokens = num_tokens
+        self._first_target = first_target
+        self._targets = count_targets(texts, first_target)
+
+    def groups(self, seed: int) -> list[NDArray[np.int64]]:
+        """An epoch: the numbers of each batch's sequences. A batch has targets."""
+        groups = _epoch(self._texts.lengths, self._num_tokens, seed)
+        return [group for group in groups if self._targets[group].any()]
+
+    def batch(self, numbers: NDArray[np.int64]) -> TextBatch:
+        """Of one group."""
+        return make_batch(self._texts, numbers, self._first_target)
 
 
 def batches(texts: Texts, num_tokens: int, first_target: int, seed: int) -> Iterator[TextBatch]:
-    """Every sequence once, in an order that `seed` decides, in batches of at most about `num_tokens` padded tokens."""
-    for numbers in _epoch(texts.lengths, num_tokens, seed):
-        batch = make_batch(texts, numbers, first_target)
-        if batch.targets.size:
-            yield batch
+    """One epoch of `Batches`."""
+    plan = Batches(texts, num_tokens, first_target)
+    return map(plan.batch, plan.groups(seed))
+
+
+def count_targets(texts: Texts, first_target: int) -> NDArray[np.int64]:
+    """How many places of each sequence are targets, int64 [S]."""
+    first = np.maximum(texts.prompt_lens.astype(np.int64) - 1, first_target)
+    return np.maximum(texts.lengths - 1 - first, 0)
 
 
 def _epoch(lengths: NDArray[np.int64], num_tokens: int, seed: int) -> list[NDArray[np.int64]]:

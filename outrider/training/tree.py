@@ -1,4 +1,4 @@
-"""How much of a known text trees hold that a head grows best-first, from every root of a sequence at once."""
+"""How much of a known text trees hold that a drafter grows best-first, from every root at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.training.eagle3 import Eagle3Head
-from outrider.training.target import Target
+from outrider.training.ranking import Ranking
+from outrider.training.rollout import Branches, TextDraft
 
 # Roots that are grown at a time.
 CHUNK_ROOTS = 128
@@ -31,133 +31,91 @@ class _Level:
     scores: Tensor
     on_text: Tensor
     parents: Tensor
-    """[R, W] place in the level above."""
+    """int64 [R, W], place of the parent among the nodes that were run last."""
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def tree_accepts(
-    target: Target, head: Eagle3Head, token_ids: Tensor, features: Tensor, shape: TreeShape, first_root: int = 1
+    draft: TextDraft, ranking: Ranking, shape: TreeShape, first_root: int = 1, all_roots: bool = True
 ) -> Tensor:
     """Accepted nodes after each root from `first_root` on, int64 [T]; 0 for those before.
 
+    Without `all_roots` only those count that decoding from `first_root` comes to, one after the other: less work, and
+    less of it at a time.
+
     The tree of a root is the `shape.nodes` nodes with the best path scores, found level by level: a node that is not
     among the best so far cannot be in the end, since scores only fall along a path, and is not run.
-
-    Args:
-        token_ids: int64 [T], the text; the tree's features are true up to the position before each root.
-        features: [T, layers * hidden] of the target.
     """
+    token_ids = draft.token_ids
     accepted = torch.zeros_like(token_ids)
-    with target.autocast():
-        context = _Context(target, head, token_ids, features)
-        for start in range(max(1, first_root), token_ids.shape[0], CHUNK_ROOTS):
-            roots = torch.arange(start, min(start + CHUNK_ROOTS, token_ids.shape[0]), device=token_ids.device)
-            accepted[roots] = _grow(context, roots, shape)
+    if not all_roots:
+        root = max(draft.offset, first_root)
+        while root < token_ids.shape[0] - 1:
+            accepted[root] = _grow(draft, ranking, torch.tensor([root], device=token_ids.device), shape)[0]
+            root += int(accepted[root]) + 1
+        return accepted
+    for start in range(max(draft.offset, first_root), token_ids.shape[0] - 1, CHUNK_ROOTS):
+        roots = torch.arange(start, min(start + CHUNK_ROOTS, token_ids.shape[0] - 1), device=token_ids.device)
+        accepted[roots] = _grow(draft, ranking, roots, shape)
     return accepted
 
 
-class _Context:
-    """The head's keys, values and features over the text with the target's features. Bases as in Eagle3Head."""
-
-    def __init__(self, target: Target, head: Eagle3Head, token_ids: Tensor, features: Tensor) -> None:
-        self.target = target
-        self.head = head
-        self.token_ids = token_ids
-        self.feature = head.project(features)
-        rows = head.midlayer.inputs(target.embed(token_ids[1:])[None], self.feature[None, :-1])
-        positions = torch.arange(rows.shape[1], device=rows.device)
-        angles = target.rotary.angles(positions, rows.dtype)
-        _, k, v = head.midlayer.self_attn.project(rows, angles)
-        self.k, self.v = k[0], v[0]
-
-    def following(self, places: Tensor) -> Tensor:
-        """Text tokens at places, -1 behind the end."""
-        last = self.token_ids.shape[0] - 1
-        return torch.where(places <= last, self.token_ids[places.clamp(max=last)], -1)
-
-
-def _grow(context: _Context, roots: Tensor, shape: TreeShape) -> Tensor:
+def _grow(draft: TextDraft, ranking: Ranking, roots: Tensor, shape: TreeShape) -> Tensor:
     """Accepted nodes [R] of the trees of some roots."""
     num_roots = roots.shape[0]
-    # The root itself is level 0: one node that is always there.
+    # The root itself is level 0: one node that is always there, run with the feature of its own row.
     level = _Level(
-        context.token_ids[roots].unsqueeze(1),
+        draft.token_ids[roots].unsqueeze(1),
         torch.zeros(num_roots, 1, device=roots.device),
         torch.ones(num_roots, 1, dtype=torch.bool, device=roots.device),
-        torch.zeros(num_roots, 1, dtype=torch.int64, device=roots.device),
+        torch.arange(num_roots, device=roots.device).unsqueeze(1),
     )
-    feature = context.feature[roots - 1].unsqueeze(1)
-    path = _Path(context, roots)
+    branches = Branches(draft, roots)
+    features = branches.root_features
     scores = torch.empty(num_roots, 0, device=roots.device)
     on_text = torch.empty(num_roots, 0, dtype=torch.bool, device=roots.device)
+    chosen = on_text
     for depth in range(shape.depth):
-        feature = path.run(level, feature, depth)
-        level = _children(context, level, feature, context.following(roots + depth + 1), shape)
+        places = level.scores.isfinite().flatten().nonzero()[:, 0]
+        if not places.numel():
+            break
+        owners, parents = places // level.scores.shape[1], level.parents.flatten()[places]
+        before = None if features is None else features[parents]
+        rows, features = branches.run(level.tokens.flatten()[places], owners, before, parents)
+        edges, ids = _candidates(draft, ranking, rows, roots[owners] + depth + 1, shape.branching)
+        level = _children(level, places, edges, ids, draft.following(roots + depth + 1), shape.nodes)
         scores, on_text = torch.cat([scores, level.scores], 1), torch.cat([on_text, level.on_text], 1)
         best = scores.topk(min(shape.nodes, scores.shape[1]), 1)
+        chosen = on_text.gather(1, best.indices) & best.values.isfinite()
         # What has fallen out of the best is not run.
         level.scores = torch.where(level.scores >= best.values[:, -1:], level.scores, float("-inf"))
-        feature = feature.gather(1, level.parents.unsqueeze(2).expand(-1, -1, feature.shape[2]))
-    chosen = on_text.gather(1, best.indices) & best.values.isfinite()
     return chosen.sum(1)
 
 
-def _children(context: _Context, level: _Level, feature: Tensor, following: Tensor, shape: TreeShape) -> _Level:
-    """The next level: the best `shape.nodes` children of all nodes of a level."""
-    head = context.head
-    chances = head.lm_head(head.norm(feature)).float().log_softmax(-1)
-    edges, draft_ids = chances.topk(min(shape.branching, chances.shape[2]), 2)
-    scores = (level.scores.unsqueeze(2) + edges).flatten(1)
-    best = scores.topk(min(shape.nodes, scores.shape[1]), 1)
-    parents = best.indices // edges.shape[2]
-    tokens = head.target_ids[draft_ids.flatten(1).gather(1, best.indices)]
+def _candidates(
+    draft: TextDraft, ranking: Ranking, rows: Tensor, positions: Tensor, branching: int
+) -> tuple[Tensor, Tensor]:
+    """Edge scores and target ids of the best children of N nodes, [N, branching] both."""
+    edges, ids = [], []
+    for place, logits in draft.logits(rows):
+        found = ranking.edges(logits, positions[place]).topk(min(branching, logits.shape[1]), 1)
+        edges.append(found.values)
+        ids.append(ranking.target_id(found.indices))
+    return torch.cat(edges), torch.cat(ids)
+
+
+def _children(level: _Level, places: Tensor, edges: Tensor, ids: Tensor, following: Tensor, most: int) -> _Level:
+    """The next level: the best `most` children of all nodes of a level, of which those at `places` were run."""
+    num_roots, width = level.scores.shape
+    count = edges.shape[1]
+    all_edges = torch.full((num_roots * width, count), float("-inf"), device=edges.device)
+    all_ids = torch.full((num_roots * width, count), -1, device=edges.device)
+    runs = torch.zeros(num_roots * width, dtype=torch.int64, device=edges.device)
+    all_edges[places], all_ids[places] = edges, ids
+    runs[places] = torch.arange(places.shape[0], device=edges.device)
+    scores = (level.scores.unsqueeze(2) + all_edges.view(num_roots, width, count)).flatten(1)
+    best = scores.topk(min(most, scores.shape[1]), 1)
+    parents = best.indices // count
+    tokens = all_ids.view(num_roots, -1).gather(1, best.indices)
     on_text = level.on_text.gather(1, parents) & (tokens == following.unsqueeze(1)) & best.values.isfinite()
-    return _Level(tokens, best.values, on_text, parents)
-
-
-class _Path:
-    """Keys and values along the path of each node: what attention sees besides the text."""
-
-    def __init__(self, context: _Context, roots: Tensor) -> None:
-        self._context = context
-        self._roots = roots
-        # Keys of the text that a root's nodes see: bases before the root's own.
-        places = torch.arange(context.k.shape[1], device=roots.device)
-        self._hidden = places >= (roots - 1).unsqueeze(1)
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
-
-    def run(self, level: _Level, feature: Tensor, depth: int) -> Tensor:
-        """The head over a level's nodes [R, W]; `feature` [R, W, hidden] is of each node's parent."""
-        context = self._context
-        layer = context.head.midlayer
-        rows = layer.inputs(context.target.embed(level.tokens), feature)
-        positions = (self._roots - 1 + depth).unsqueeze(1).expand(rows.shape[:2]).reshape(-1)
-        # One node a row: angles differ between roots.
-        angles = context.target.rotary.angles(positions, rows.dtype)
-        q, k, v = layer.self_attn.project(rows.flatten(0, 1).unsqueeze(0), angles)
-        own_k, own_v = self._extend(level, k, v)
-        size = (*rows.shape[:2], *own_k.shape[2:3], own_k.shape[4])
-        q = q[0].transpose(0, 1).view(size)
-        scale = q.shape[-1] ** -0.5
-        text = torch.einsum("rwhd,htd->rwht", q, context.k).float() * scale
-        text = text.masked_fill(self._hidden[:, None, None], float("-inf"))
-        own = torch.einsum("rwhd,rwhjd->rwhj", q, own_k).float() * scale
-        weights = torch.cat([text, own], -1).softmax(-1).to(own_v.dtype)
-        text, own = weights.split((text.shape[-1], own.shape[-1]), -1)
-        found = torch.einsum("rwht,htd->rwhd", text, context.v) + torch.einsum("rwhj,rwhjd->rwhd", own, own_v)
-        return layer.finish(feature, found.transpose(1, 2))
-
-    def _extend(self, level: _Level, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes' own keys and values behind those of their parents: [R, W, H, depth + 1, D]."""
-        num_roots, width = level.tokens.shape
-
-        def join(before: Tensor | None, new: Tensor) -> Tensor:
-            new = new[0].transpose(0, 1).reshape(num_roots, width, new.shape[1], 1, new.shape[3])
-            if before is None:
-                return new
-            where = level.parents.view(num_roots, width, 1, 1, 1).expand(-1, -1, *before.shape[2:])
-            return torch.cat([before.gather(1, where), new], 3)
-
-        self._k, self._v = join(self._k, k), join(self._v, v)
-        return self._k, self._v
+    return _Level(tokens, best.values, on_text, runs.view(num_roots, width).gather(1, parents))

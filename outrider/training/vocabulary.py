@@ -23,9 +23,7 @@ def choose_vocabulary(
     """
     if not len(set(always)) <= draft_vocab_size <= vocab_size:
         raise ConfigError(f"a draft vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens is impossible")
-    counts = np.zeros(vocab_size, np.int64)
-    for number in range(len(texts)):
-        np.add.at(counts, texts.answer(number), 1)
+    counts = np.bincount(texts.answer_tokens(), minlength=vocab_size)
     counts[list(always)] = np.iinfo(np.int64).max
     chosen = np.argsort(-counts, kind="stable")[:draft_vocab_size]
     return np.sort(chosen)
@@ -35,5 +33,4 @@ def coverage(texts: Texts, chosen: NDArray[np.int64], vocab_size: int) -> float:
     """Share of the answers' tokens that a vocabulary holds."""
     known = np.zeros(vocab_size, np.bool_)
     known[chosen] = True
-    hits = sum(int(known[texts.answer(number)].sum()) for number in range(len(texts)))
-    return hits / max(1, texts.num_answer_tokens)
+    return int(known[texts.answer_tokens()].sum()) / max(1, texts.num_answer_tokens)

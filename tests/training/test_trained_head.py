@@ -15,7 +15,7 @@ from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
 from outrider.training.dense import target_states
 from outrider.training.eagle3 import Eagle3Head
-from outrider.training.export import export_head, head_config
+from outrider.training.export import export_drafter, head_config
 from outrider.training.target import Target
 
 STEPS = 5
@@ -45,7 +45,7 @@ def test_draft_ids_and_target_ids_are_inverse(head: Eagle3Head) -> None:
 def test_exported_head_has_public_names_and_gives_the_same_logits(
     target: Target, head: Eagle3Head, tmp_path: Path
 ) -> None:
-    export_head(head, target.folder, tmp_path, torch.float32)
+    export_drafter(head, target.folder, tmp_path, torch.float32)
     assert set(load_file(tmp_path / "model.safetensors")) == {
         "d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight",
         *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),

@@ -2,18 +2,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from training_world import make_head, random_texts
+from training_world import make_head, make_trainer, random_texts
 
 from outrider.errors import ConfigError
 from outrider.training import trainer as trainer_module
 from outrider.training.corpus import greedy_texts
+from outrider.training.options import TrainerOptions
 from outrider.training.prompts import ChatForm, Question
 from outrider.training.target import Target
 from outrider.training.texts import Texts, batches
-from outrider.training.trainer import Trainer, TrainerOptions
 
 OPTIONS = TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3)
 
@@ -26,31 +27,55 @@ def test_loss_falls_and_deep_guesses_get_better(target: Target) -> None:
     questions = [Question(word * 3) for word in ("abc", "x", "why? ", "1 + 2 = ", "zz", "Q")]
     texts = greedy_texts(target.model, ChatForm(target.folder), questions, 60, 4)
     head = make_head(target, 259)
-    points = Trainer(target, head, texts, replace(OPTIONS, steps=120, warmup_share=0.1)).run().points
+    points = make_trainer(target, head, texts, replace(OPTIONS, steps=120, warmup_share=0.1)).run().points
     # What is left is the entropy of a random target.
     assert points[-1].loss < points[0].loss - 0.3
     assert all(last > first + 0.2 for first, last in zip(points[0].rates, points[-1].rates, strict=True))
 
 
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "average": 0.7}])
 def test_a_resumed_training_equals_an_uninterrupted_one(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 4)
     texts = some_texts(target)
-    whole = Trainer(target, make_head(target), texts, OPTIONS)
+    options = replace(OPTIONS, **changes)
+    whole = make_trainer(target, make_head(target), texts, options)
     whole.run()
     path = tmp_path / "state.safetensors"
-    Trainer(target, make_head(target), texts, OPTIONS, path).run(stop_after=8)
-    resumed = Trainer(target, make_head(target), texts, OPTIONS, path)
+    make_trainer(target, make_head(target), texts, options, path).run(stop_after=8)
+    resumed = make_trainer(target, make_head(target), texts, options, path)
     resumed.run()
-    for name, tensor in whole.head.state_dict().items():
-        assert torch.equal(tensor, resumed.head.state_dict()[name]), name
+    for name, tensor in whole.learner.module.state_dict().items():
+        assert torch.equal(tensor, resumed.learner.module.state_dict()[name]), name
     assert resumed.history.points == whole.history.points
     with pytest.raises(ConfigError, match=r"another unroll \(3, not 4\)"):
-        Trainer(target, make_head(target), texts, replace(OPTIONS, unroll=4), path)
+        make_trainer(target, make_head(target), texts, replace(options, unroll=4), path)
     path.write_bytes(b"PK\x03\x04 a zip of pickles")
     with pytest.raises(ConfigError, match="is no state of a training"):
-        Trainer(target, make_head(target), texts, OPTIONS, path)
+        make_trainer(target, make_head(target), texts, options, path)
+
+
+def test_what_is_exported_is_the_average_of_the_steps(target: Target, tmp_path: Path) -> None:
+    texts = some_texts(target)
+    seen = []
+    for steps in (1, 2, 3):
+        head = make_head(target)
+        make_trainer(target, head, texts, replace(OPTIONS, steps=3)).run(stop_after=steps)
+        seen.append(head.fc.weight.detach().clone())
+    head = make_head(target)
+    # Kept shares of at least 0.9 make the plain mean of so few steps.
+    make_trainer(target, head, texts, replace(OPTIONS, steps=3, average=0.9)).run()
+    torch.testing.assert_close(head.fc.weight, torch.stack(seen).mean(0))
+
+
+def test_muon_learns_and_an_unknown_optimizer_is_named(target: Target) -> None:
+    texts = random_texts(target, 2, 6, 30)
+    options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2)
+    points = make_trainer(target, make_head(target), texts, options).run().points
+    assert points[-1].loss < points[0].loss - 0.1
+    with pytest.raises(ConfigError, match="optimizer 'sgd' is unknown"):
+        make_trainer(target, make_head(target), texts, replace(OPTIONS, optimizer="sgd"))
 
 
 def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +83,7 @@ def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, mon
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: float(next(seconds)))
     texts = random_texts(target, 2, 6, 12)
     options = replace(OPTIONS, steps=0, minutes=1.0, unroll=1)
-    history = Trainer(target, make_head(target), texts, options).run()
+    history = make_trainer(target, make_head(target), texts, options).run()
     # The clock goes on by one at each look, and is looked at once or twice a step.
     assert 31 <= history.total_steps <= 60
     assert history.points[-1].step == history.total_steps

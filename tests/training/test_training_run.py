@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import torch
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
+from outrider.models.drafters.kind import algorithm_of
+from outrider.training import plots
 from outrider.training.corpus import CorpusOptions
+from outrider.training.options import TrainerOptions
 from outrider.training.prompts import ChatForm, read_questions
 from outrider.training.report import Report
-from outrider.training.run import RunOptions, train_eagle3
+from outrider.training.run import train
+from outrider.training.run_options import RunOptions
 from outrider.training.texts import Texts
-from outrider.training.trainer import TrainerOptions
 from outrider.training.vocabulary import choose_vocabulary, coverage
 
 OPTIONS = RunOptions(
@@ -37,11 +41,92 @@ def test_smoke_run_from_the_command_line(tiny_folder: Path, tmp_path: Path, caps
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path / "head"), "--smoke", "--device", "cpu"]
     words += ["--prompts", str(prompts), "--eval-prompts", str(held_out), "--draft-vocab-size", "150"]
     assert main([*words, "--feature-layers", "1,2,3", "--steps", "3"]) == 0
-    assert "accept length, tree" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "greedy, all" in told and "t1, writing" in told
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert record["training"]["total_steps"] == 3
-    assert len(record["evaluation"]["rates"]) == 10
+    assert [len(found["all"]["rates"]) for found in record["evaluation"]] == [10, 10]
     assert (tmp_path / "head" / "model.safetensors").stat().st_size == record["weight_bytes"]
+
+
+@pytest.fixture(scope="module")
+def earlier(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder."""
+    out = tmp_path_factory.mktemp("earlier")
+    prompts, asked = out / "prompts.jsonl", out / "asked.jsonl"
+    prompts.write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n{"prompt": "Three?"}\n')
+    asked.write_text('{"prompt": "Four?"}\n')
+    options = replace(OPTIONS, prompts=prompts, eval_prompts=asked, eval_temperatures=(0.0,))
+    train(tiny_folder, out, torch.device("cpu"), options, Report(StringIO()))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "nextn", "Standalone"])
+def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
+    earlier: Path, tiny_folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path), "--smoke", "--device", "cpu"]
+    words += [
+        "--algorithm",
+        kind,
+        "--text",
+        str(earlier),
+        "--eval-prompts",
+        str(earlier / "asked.jsonl"),
+        "--steps",
+        "2",
+        "--layers",
+        "2",
+    ]
+    assert main(words) == 0
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["algorithm"] == kind.upper()
+    assert record["answers"] == json.loads((earlier / "training.json").read_text())["answers"]
+    assert algorithm_of(tmp_path) == kind.upper()
+    assert not (tmp_path / "work" / "texts.safetensors").exists()
+    capsys.readouterr()
+    other = "EAGLE3" if kind == "EAGLE" else "EAGLE"
+    assert main([*words, "--algorithm", other]) == 2
+    assert f"another --algorithm ({kind.upper()}, not {other})" in capsys.readouterr().err
+
+
+def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
+    card, record = (earlier / "README.md").read_text(), json.loads((earlier / "training.json").read_text())
+    found = record["evaluation"][0]["all"]
+    rates = " | ".join(f"{rate:.2f}" for rate in found["rates"])
+    chain, tree = found["chain"]["accept_length"], found["tree"]["accept_length"]
+    for text in (
+        "--speculative-algorithm EAGLE3,NGRAM",
+        f"| tokens of answers | {record['answer_tokens']} |",
+        f"| steps | {record['training']['total_steps']} |",
+        f"| device | {record['device']} |",
+        f"| last loss | {record['training']['points'][-1]['loss']:.3f} |",
+        f"| greedy, accept rate | {rates} |",
+        f"| {chain:.2f} | {tree:.2f} |",
+        f"was written by {record['target']} itself",
+    ):
+        assert text in card
+
+
+def test_plots_are_drawn_beside_the_card(earlier: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("training.png", "accept_rate.png"):
+        assert (earlier / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in (earlier / "README.md").read_text()
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    told = StringIO()
+    assert plots.write_plots({}, tmp_path, Report(told)) == []
+    assert "matplotlib is not installed" in told.getvalue()
+
+
+def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    device, report = torch.device("cpu"), Report(StringIO())
+    options = replace(OPTIONS, text=tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no texts\.safetensors"):
+        train(tiny_folder, tmp_path / "a", device, options, report)
+    Texts.join([[1]], [[5000]]).save(tmp_path / "texts.safetensors")
+    (tmp_path / "texts.json").write_text('{"held_out": [[5]]}')
+    with pytest.raises(ConfigError, match="holds token 5000, and the target has 259"):
+        train(tiny_folder, tmp_path / "b", device, options, report)
 
 
 def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Path) -> None:
@@ -52,7 +137,7 @@ def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Pa
 
     def run(out: str) -> tuple[str, str]:
         told = StringIO()
-        train_eagle3(tiny_folder, tmp_path / out, device, options, Report(told))
+        train(tiny_folder, tmp_path / out, device, options, Report(told))
         return told.getvalue(), (tmp_path / out / "model.safetensors").read_bytes().hex()
 
     told, weights = run("a")
@@ -67,7 +152,7 @@ def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path,
         (tmp_path / name).write_text('{"prompt": "Both?"}\n')
     options = RunOptions(prompts=tmp_path / "a", eval_prompts=tmp_path / "b")
     with pytest.raises(ConfigError, match="1 prompts are both trained on and evaluated with"):
-        train_eagle3(tiny_folder, tmp_path / "head", torch.device("cpu"), options, Report(StringIO()))
+        train(tiny_folder, tmp_path / "head", torch.device("cpu"), options, Report(StringIO()))
 
 
 def test_a_chat_is_cut_where_the_users_words_stand(tiny_folder: Path) -> None:

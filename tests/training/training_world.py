@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from outrider.training.eagle3 import Eagle3Head, HeadShape
+from outrider.training.eagle3_learner import Eagle3Learner
+from outrider.training.options import TrainerOptions
 from outrider.training.target import Target
 from outrider.training.texts import Texts
+from outrider.training.trainer import Trainer
 
 
 def make_head(target: Target, draft_vocab_size: int = 200) -> Eagle3Head:
@@ -30,3 +35,10 @@ def random_texts(target: Target, count: int, prompt_len: int, answer_len: int, s
     return Texts.join(
         [tokens(prompt_len + i % 3) for i in range(count)], [tokens(answer_len - i % 5) for i in range(count)]
     )
+
+
+def make_trainer(
+    target: Target, head: Eagle3Head, texts: Texts, options: TrainerOptions, state_path: Path | None = None
+) -> Trainer:
+    """Of an EAGLE-3 head."""
+    return Trainer(Eagle3Learner(target, head, options), texts, options, state_path)

@@ -99,15 +99,19 @@ def eagle_config(
     )
 
 
-def mtp_config(target: ModelConfig) -> HeadConfig:
-    """The head in a MiMo checkpoint.
+def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
+    """The head in a checkpoint with tensors of these `names`, as `mtp_name` gives them.
+
+    It is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint may
+    hold the head alone, beside the target's config.json.
 
     Raises:
-        ConfigError: the checkpoint is of another architecture.
+        ConfigError: the checkpoint holds no head.
     """
-    if target.architecture != "MiMoForCausalLM":
+    if target.architecture != "MiMoForCausalLM" and "input_proj.weight" not in names:
         raise ConfigError(
-            f"config.json: NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is {target.architecture}"
+            f"config.json: NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is {target.architecture} "
+            "without model.mtp_layers.0"
         )
     return HeadConfig(
         decoder=replace(target, num_layers=1),

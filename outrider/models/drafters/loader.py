@@ -67,11 +67,12 @@ def load_draft_model(
     if algorithm == "STANDALONE":
         return _load_standalone(options, folder, place)
     head = (
-        _load_mtp(options, folder, place)
+        _load_mtp(options, folder, target, place)
         if algorithm == "NEXTN"
         else _load_eagle(options, algorithm, folder, target, place)
     )
-    head.tokenizer_hash = _tokenizer_hash(folder)
+    # A head without a tokenizer has its target's.
+    head.tokenizer_hash = _tokenizer_hash(folder) or (_tokenizer_hash(target) if target is not None else "")
     return head
 
 
@@ -108,11 +109,11 @@ def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> Draft
     return StandaloneDraft(model, _tokenizer_hash(folder), _on(allowed, place.device))
 
 
-def _load_mtp(options: DraftOptions, folder: Path, place: Place) -> DraftHead:
-    config = mtp_config(ModelConfig.from_folder(folder))
+def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: Place) -> DraftHead:
+    of_target = ModelConfig.from_folder(folder)
     stored = stored_tensors(folder, mtp_name)
-    if config.decoder.tie_embeddings and EMBEDDING in stored:
-        stored[OUTPUT] = stored[EMBEDDING]
+    config = mtp_config(of_target, stored)
+    stored = _with_shared(stored, config, target, folder)
     return _load_head(MtpHead, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
 
 

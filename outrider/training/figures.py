@@ -1,0 +1,154 @@
+"""What an evaluation counts, and the figures that come of it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Flags = NDArray[np.bool_]
+Counts = NDArray[np.int64]
+
+# The depths whose accept rates are compared: how well a drafter keeps up on its own features.
+DEEP = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Decoding in rounds, replayed over answers that are known.
+
+    Attributes:
+        accept_length: tokens a round, accepted ones + 1.
+        rounds: of all answers.
+        reached: by depth from 1 on, the share of the rounds that accepted so many tokens or more.
+    """
+
+    accept_length: float
+    rounds: int
+    reached: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a drafter over some answers.
+
+    Attributes:
+        answers: how many.
+        tokens: of the answers.
+        rates: by depth from 1 on, the share of all places where the drafter's best token is the target's when the
+            target's features end that many tokens before; the tokens between are the target's, the features the
+            drafter's own. Tokens outside the draft vocabulary count as missed.
+        deep_over_first: the rate at depth 6 over that at depth 1; 0 where there is none.
+        chain: rounds with chains of the tree's depth.
+        tree: rounds with trees.
+    """
+
+    answers: int
+    tokens: int
+    rates: list[float]
+    deep_over_first: float
+    chain: Rounds
+    tree: Rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures at one temperature: of all answers, of those that do not and do fall into loops, and by category.
+
+    `without_loops` and `loops` are None where there are no such answers.
+    """
+
+    temperature: float
+    all: Figures
+    without_loops: Figures | None
+    loops: Figures | None
+    categories: dict[str, Figures]
+
+
+@dataclass(slots=True)
+class Replay:
+    """Rounds being counted."""
+
+    depth: int
+    tokens: int = 0
+    rounds: int = 0
+    reached: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reached = np.zeros(self.depth, np.int64)
+
+    def walk(self, accepts: Counts, first: int, last: int) -> None:
+        """`accepts` [T]: draft tokens accepted after each root. The answer is tokens `first` to `last` - 1.
+
+        The first round's root is the prompt's last token. The last round ends with the answer.
+        """
+        root = first - 1
+        while root < last - 1:
+            accepted = int(accepts[root])
+            self.reached[:accepted] += 1
+            self.rounds += 1
+            root += accepted + 1
+        self.tokens += last - first
+
+    def add(self, other: Replay) -> None:
+        """Count what another one has counted."""
+        self.tokens += other.tokens
+        self.rounds += other.rounds
+        self.reached += other.reached
+
+    def figures(self) -> Rounds:
+        """What came of it."""
+        rounds = max(1, self.rounds)
+        return Rounds(self.tokens / rounds, self.rounds, (self.reached / rounds).tolist())
+
+
+@dataclass(slots=True)
+class Tally:
+    """Everything that is counted of some answers. `depth` is of the rates, `rounds_depth` of chains and trees."""
+
+    depth: int
+    rounds_depth: int
+    answers: int = 0
+    hits: NDArray[np.int64] = field(init=False)
+    possible: NDArray[np.int64] = field(init=False)
+    chain: Replay = field(init=False)
+    tree: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hits, self.possible = np.zeros(self.depth, np.int64), np.zeros(self.depth, np.int64)
+        self.chain, self.tree = Replay(self.rounds_depth), Replay(self.rounds_depth)
+
+    def count(self, agree: Flags, tree_accepts: Counts, first: int) -> None:
+        """An answer: `agree` bool [depth, T] as teacher_forced gives it, accepted nodes [T], the answer's first place.
+
+        Only guesses of the answer's own tokens count. The first round begins at the prompt's last token.
+        """
+        length = agree.shape[1]
+        for step in range(self.depth):
+            roots = slice(max(1, first - 1 - step), length - step - 1)
+            self.hits[step] += int(agree[step, roots].sum())
+            self.possible[step] += max(0, roots.stop - roots.start)
+        self.chain.walk(run_lengths(agree[: self.rounds_depth]), first, length)
+        self.tree.walk(tree_accepts, first, length)
+        self.answers += 1
+
+    def add(self, other: Tally) -> None:
+        """Count what another one has counted."""
+        self.answers += other.answers
+        self.hits += other.hits
+        self.possible += other.possible
+        self.chain.add(other.chain)
+        self.tree.add(other.tree)
+
+    def figures(self) -> Figures:
+        """What came of it."""
+        rates: list[float] = (self.hits / np.maximum(self.possible, 1)).tolist()
+        deep = rates[DEEP - 1] / rates[0] if len(rates) >= DEEP and rates[0] > 0 else 0.0
+        return Figures(self.answers, self.tree.tokens, rates, deep, self.chain.figures(), self.tree.figures())
+
+
+def run_lengths(agree: Flags) -> Counts:
+    """How many guesses in a row are right from each root, int64 [T]."""
+    lengths: Counts = np.cumprod(agree, axis=0).sum(0).astype(np.int64)
+    return lengths

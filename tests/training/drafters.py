@@ -1,0 +1,43 @@
+"""Small trained drafters of every kind, in folders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from outrider.models.drafters.base import DraftModel
+from outrider.training.corpus import CorpusOptions
+from outrider.training.evaluation_stage import load_drafter
+from outrider.training.export import export_drafter
+from outrider.training.options import TrainerOptions
+from outrider.training.run_options import RunOptions
+from outrider.training.target import Target
+from outrider.training.texts import Texts
+from outrider.training.trainee import Trainee, make_trainee
+from outrider.training.trainer import Trainer
+
+KINDS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
+OPTIONS = RunOptions(
+    draft_vocab_size=200,
+    feature_layers=(1, 2, 3),
+    layers=2,
+    corpus=CorpusOptions(),
+    trainer=TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3),
+)
+
+
+@torch.enable_grad()
+def train_drafter(target: Target, texts: Texts, algorithm: str, steps: int = 12) -> Trainee:
+    """Of a few steps."""
+    options = replace(OPTIONS, algorithm=algorithm, trainer=replace(OPTIONS.trainer, steps=steps))
+    trainee = make_trainee(target, texts, options)
+    Trainer(trainee.learner, texts, options.trainer).run()
+    return trainee
+
+
+def loaded_drafter(target: Target, trainee: Trainee, algorithm: str, folder: Path) -> DraftModel:
+    """Written and read again, in float32."""
+    export_drafter(trainee.module, target.folder, folder, torch.float32)
+    return load_drafter(algorithm, folder, target.folder, target.model)

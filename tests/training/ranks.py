@@ -1,0 +1,84 @@
+"""What processes of a parallel training run in tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from training_world import make_head, random_texts
+
+from outrider.errors import ConfigError
+from outrider.training.corpus import Corpus, CorpusOptions
+from outrider.training.eagle3_learner import Eagle3Learner
+from outrider.training.options import TrainerOptions
+from outrider.training.parallel import Peers
+from outrider.training.prompts import ChatForm, Question
+from outrider.training.report import Report
+from outrider.training.target import Target
+from outrider.training.texts import TextBatch, Texts
+from outrider.training.trainer import Trainer
+
+OPTIONS = TrainerOptions(steps=4, batch_tokens=130, unroll=2, learning_rate=1e-2, packed=True)
+
+
+class Calibrated(Eagle3Learner):
+    """Leaves a head's scale of features as it is."""
+
+    def prepare(self, batch: TextBatch) -> None:
+        pass
+
+
+def texts_and_options(target: Target, together: bool) -> tuple[Texts, TrainerOptions]:
+    """Texts that make two batches of unequal numbers of targets; one batch `together`."""
+    texts = random_texts(target, 6, 6, 30)
+    return texts, replace(OPTIONS, batch_tokens=2 * OPTIONS.batch_tokens) if together else OPTIONS
+
+
+def train_two(folder: Path, out: Path, device: torch.device, peers: Peers) -> None:
+    """Each rank saves the weights that it ends with."""
+    target = Target(folder, device)
+    texts, options = texts_and_options(target, False)
+    # Only the first rank's beginning counts.
+    head = make_head(target)
+    if not peers.first:
+        with torch.no_grad():
+            head.fc.weight += 1.0
+    learner = Calibrated(target, head, options)
+    Trainer(learner, texts, options, out / "state.safetensors", peers).run()
+    save_file(head.state_dict(), out / f"{peers.rank}.safetensors")
+
+
+def make_texts(folder: Path, out: Path, device: torch.device, peers: Peers) -> None:
+    """Each rank saves all that it was given, twice: made, and found."""
+    options = CorpusOptions(
+        tokens=200, invented=48, question_tokens=60, answer_tokens=20, held_out=1, num_rows=24, question_temperature=3.0
+    )
+    target, form = Target(folder, device), ChatForm(folder)
+    for turn in range(2):
+        corpus = Corpus(target.model, form, options, out, Report(StringIO()), peers)
+        texts = corpus.texts([Question(f"What is {number}?") for number in range(5)])
+        texts.save(out / f"made-{turn}-{peers.rank}.safetensors")
+        (out / f"held-{turn}-{peers.rank}.json").write_text(json.dumps(corpus.held_out))
+
+
+def fail_on_one(out: Path, device: torch.device, peers: Peers) -> None:
+    """Rank 1 fails while the other waits for it."""
+    (out / f"pid-{peers.rank}").write_text(str(os.getpid()))
+    peers.wait()
+    if peers.rank == 1:
+        raise ConfigError("rank 1 has had enough")
+    peers.wait()
+
+
+def die_on_one(out: Path, device: torch.device, peers: Peers) -> None:
+    """Rank 1 is killed."""
+    peers.wait()
+    if peers.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    peers.wait()

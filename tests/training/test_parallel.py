@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from safetensors.torch import load_file
+from training_world import make_head
+
+from outrider.errors import ConfigError
+from outrider.training.openings import all_openings
+from outrider.training.parallel import run_ranks
+from outrider.training.prompts import ChatForm
+from outrider.training.target import Target
+from outrider.training.texts import Texts
+from outrider.training.trainer import Trainer
+
+
+def test_two_ranks_learn_what_one_process_learns_from_both_batches(
+    target: Target, tiny_folder: Path, tmp_path: Path
+) -> None:
+    run_ranks(2, "cpu", "ranks:train_two", tiny_folder, tmp_path)
+    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    texts, options = ranks.texts_and_options(target, together=True)
+    head = make_head(target)
+    Trainer(ranks.Calibrated(target, head, options), texts, options).run()
+    start = make_head(target).state_dict()
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(first[name], tensor, rtol=1e-3, atol=2e-4)
+        if name == "fc.weight":
+            # The comparison means something: training has moved it further than the tolerance.
+            assert (tensor - start[name]).abs().mean() > 2e-3
+    assert (tmp_path / "state.safetensors").exists()
+
+
+def test_ranks_share_the_making_of_text_and_all_get_all_of_it(tiny_folder: Path, tmp_path: Path) -> None:
+    run_ranks(2, "cpu", "ranks:make_texts", tiny_folder, tmp_path)
+    names = [f"{turn}-{rank}" for turn in range(2) for rank in range(2)]
+    assert len({(tmp_path / f"made-{name}.safetensors").read_bytes() for name in names}) == 1
+    assert len({(tmp_path / f"held-{name}.json").read_bytes() for name in names}) == 1
+    held_out = json.loads((tmp_path / "held-0-1.json").read_text())
+    texts, form = Texts.load(tmp_path / "made-0-0.safetensors"), ChatForm(tiny_folder)
+    prompts = [texts.sequence(number)[: texts.prompt_lens[number]].tolist() for number in range(len(texts))]
+    assert held_out and not any(form.before + question + form.after in prompts for question in held_out)
+    # Given ones are asked once each, whichever rank had them.
+    assert all(prompts.count(form.ask(f"What is {number}?")) == 1 for number in range(5))
+    openings = [form.before + form.words(text) for text in all_openings()]
+    assert any(prompt[: len(opening)] == opening for prompt in prompts for opening in openings)
+    assert not list(tmp_path.glob("texts.?.safetensors"))
+
+
+def test_a_failing_rank_ends_all_and_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rank 1 has had enough"):
+        run_ranks(2, "cpu", "ranks:fail_on_one", tmp_path)
+    assert not multiprocessing.active_children()
+    for path in tmp_path.glob("pid-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+    assert len(list(tmp_path.glob("pid-*"))) == 2
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="process 1 of 2 was ended by SIGKILL"):
+        run_ranks(2, "cpu", "ranks:die_on_one", tmp_path)
+    assert not multiprocessing.active_children()
