@@ -1,7 +1,8 @@
 """Host time of a draft service that grows trees in bursts, phase by phase, on a runner that answers at once.
 
 The gap is what lies between the end of a burst and the launch of the next: reading the result, following commits,
-choosing seeds, filling the pinned memory. What the device's driver takes to queue the work is not in it. Trees, commits
+choosing seeds, filling the pinned memory. What the device's driver takes to queue the work is not in it. Where a burst
+goes on there is no gap: further steps are queued before those before them have ended. Trees, commits
 and credits are as in service: the target commits what the scripted model says by its chances, of all requests at once,
 every few bursts. Times are those of the thread, so that other work on the machine counts little.
 
@@ -45,6 +46,8 @@ _DRAWN = 4099
 PHASES = (
     ("gap", "gap between bursts"),
     ("gap_commit", "gap after commits"),
+    ("go_on", "have a burst go on (no gap)"),
+    ("take", "  read and merge a part"),
     ("land", "  read and merge"),
     ("apply", "  follow commits"),
     ("launch", "  choose and lay out"),
@@ -90,10 +93,33 @@ class Pending:
     burst: Burst
     bucket: Bucket
     copy: int
+    first_step: int = 0
+    further: int = 0
+    """Steps, if it is a further part of a burst."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Pool and free slots, from part to part."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this part."""
+        return self.further or self.burst.num_steps
 
     def done(self) -> bool:
         """See PendingBurst."""
         return True
+
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+        """See PendingBurst."""
+        return True
+
+    def go_on(self, num_steps: int) -> Pending | None:
+        """See PendingBurst."""
+        done = self.first_step + self.num_steps
+        if done + num_steps > self.runner.shape.max_steps:
+            return None
+        more = Pending(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
+        self.runner.queued.append(more)
+        return more
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
         """See PendingBurst."""
@@ -101,7 +127,7 @@ class Pending:
 
     def wait(self) -> BurstResult:
         """See PendingBurst."""
-        return self.runner.output.read(self.copy, self.bucket, self.burst.num_steps)
+        return self.runner.output.read(self.copy, self.bucket, self.num_steps, self.first_step)
 
 
 class ScriptedRunner:
@@ -109,7 +135,7 @@ class ScriptedRunner:
 
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
-        self.pending: Pending | None = None
+        self.queued: list[Pending] = []
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
         self.buckets = Buckets(shape.max_width, shape.num_rows)
@@ -149,15 +175,30 @@ class ScriptedRunner:
         self._copy = 1 - self._copy
         self._fill(self._copy, burst)
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        self.pending = Pending(self, burst, bucket, self._copy)
-        return self.pending
+        self.queued.append(Pending(self, burst, bucket, self._copy))
+        return self.queued[-1]
 
     def finish(self) -> None:
         """What a device would do meanwhile."""
-        pending, self.pending = self.pending, None
-        if pending is None:
+        if not self.queued:
             return
-        burst, seeds, branching, width = pending.burst, pending.burst.seeds, self.shape.branching, pending.bucket.width
+        pending = self.queued.pop(0)
+        if not pending.state:
+            self._begin(pending)
+        burst, branching, width = pending.burst, self.shape.branching, pending.bucket.width
+        results = self.output.host_steps(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
+        for step in range(pending.num_steps):
+            line = results[step]
+            line[: 2 * width] = -1
+            tokens = line[2 * width : (2 + branching) * width].reshape(width, branching)
+            edges = line[(2 + branching) * width :].view(np.float32).reshape(width, branching)
+            tokens[:], edges[:] = -1, -np.inf
+            first = self.shape.max_seeds + (pending.first_step + step) * width * branching
+            self._step(burst, line, tokens, edges, pending.state["pool"], pending.state["free"], first)
+
+    def _begin(self, pending: Pending) -> None:
+        """Fill the pool with the seeds."""
+        burst, seeds = pending.burst, pending.burst.seeds
         free = [list(row.free) for row in burst.rows]
         rows, slots, scores = seeds.rows.tolist(), seeds.slots.tolist(), seeds.scores.tolist()
         pool: list[tuple[float, int, int, int, float]] = []
@@ -167,14 +208,7 @@ class ScriptedRunner:
             base = (0.0 if last else -math.inf) if forced else score
             pool.append((-score, seed, row, slot, base))
         heapq.heapify(pool)
-        results = self.output.host_steps(pending.copy, pending.bucket, burst.num_steps)
-        for step in range(burst.num_steps):
-            line = results[step]
-            line[: 2 * width] = -1
-            tokens = line[2 * width : (2 + branching) * width].reshape(width, branching)
-            edges = line[(2 + branching) * width :].view(np.float32).reshape(width, branching)
-            tokens[:], edges[:] = -1, -np.inf
-            self._step(burst, line, tokens, edges, pool, free, self.shape.max_seeds + step * width * branching)
+        pending.state |= {"pool": pool, "free": free}
 
     def _step(self, burst: Burst, line: Any, tokens: Any, edges: Any, pool: Any, free: Any, first: int) -> None:
         width, branching = edges.shape
@@ -236,6 +270,8 @@ class Service:
         self._growth = growth
         for phase, owner, name in (
             ("land", growth, "_land"),
+            ("go_on", growth, "_go_on"),
+            ("take", growth, "_take"),
             ("apply", growth, "_apply"),
             ("launch", growth, "_launch"),
             ("prepare", growth._announcer, "prepare"),
@@ -256,9 +292,13 @@ class Service:
         received, self.peer.received = self.peer.received, []
         self.clock.time("encode", encode_draft)(received)
         before["launch"] -= before["fill"]
-        gap = before["land"] + before["apply"] + before["launch"] + before["fill"]
-        before["gap_commit" if commit else "gap"] = gap
-        before["bursts"] = float(self.runner.pending is not None)
+        if "take" in before:
+            del before["launch"]
+        else:
+            before.pop("go_on", None)
+            gap = before["land"] + before["apply"] + before["launch"] + before["fill"]
+            before["gap_commit" if commit else "gap"] = gap
+        before["bursts"] = float(bool(self.runner.queued))
         before["entries"] = float(self._growth._forest.entries.count)
         before["nodes"] = float(sum(len(one.token_ids) for one in received if isinstance(one, Grow)))
         self.clock.end_turn()

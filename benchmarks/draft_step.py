@@ -27,6 +27,7 @@ from draft_service.burst.torch_runner import TorchRunner
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
+from outrider.layers.linear import Linear
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import eagle3_config
 from outrider.models.drafters.eagle3 import Eagle3Head
@@ -226,10 +227,13 @@ def main() -> None:
     parser.add_argument("--branching", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--launch-by-launch", action="store_true", help="layers of small models as those of large ones")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.launch_by_launch:
+        Linear.takes_whole_rows = lambda *_: False  # type: ignore[method-assign]
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     grid = [

@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 
 from draft_service.burst.context import DraftContext
-from draft_service.burst.entries import DEAD, Ints
+from draft_service.burst.entries import DEAD, REFUSED, Ints
 from draft_service.burst.forest import DraftForest, places_within
 from draft_service.tree import Ledger
 from draft_service.tree_growth import Limits
@@ -45,7 +45,7 @@ class Announcer:
         if not self._ledger.has_memory or not rooms.any():
             return
         count = entries.count
-        found = ((entries.nodes[:count] < 0) & (entries.scores[:count] >= forest.floor)).nonzero()[0]
+        found = ((entries.nodes[:count] == -1) & (entries.scores[:count] >= forest.floor)).nonzero()[0]
         rows = entries.rows[found]
         last = np.where(rooms > 0, forest.root_positions + self._limits.depth, -1)
         found = found[entries.positions[found] <= last[rows]]
@@ -101,10 +101,20 @@ class Announcer:
                     added = -1 if known is None else known
                     self._again |= known is not None
                 nodes[entry] = added
+                if added < 0 and author.forbids(above, token):
+                    self._refuse(entry)
+            elif above == REFUSED:
+                self._refuse(entry)
             count += 1
             if count % _LOOK_EVERY == 0 and (perf_counter() >= deadline or interrupted()):
                 return
         self._queue = []
+
+    def _refuse(self, entry: int) -> None:
+        """A grammar forbids the entry: neither is it sent nor are drafts made below it."""
+        self._forest.entries.nodes[entry] = REFUSED
+        self._forest.entries.ranks[entry] = DEAD
+        self._again = True
 
     def _rooms(self) -> tuple[Ints, Ints]:
         """[R] twice, see `_room`: for ripe nodes, and for others."""

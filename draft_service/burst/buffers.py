@@ -139,23 +139,24 @@ class BurstOutput:
         line = width * (2 + 2 * self._shape.branching)
         return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
 
-    def to_host(self, copy: int, bucket: Bucket, num_steps: int) -> None:
-        """Queue the copy of what the first steps brought."""
-        size = num_steps * bucket.width * (2 + 2 * self._shape.branching)
-        self._pinned[copy][:size].copy_(self._device[:size], non_blocking=True)
+    def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
+        """Queue the copy of what some steps brought."""
+        line = bucket.width * (2 + 2 * self._shape.branching)
+        where = slice(first_step * line, (first_step + num_steps) * line)
+        self._pinned[copy][where].copy_(self._device[where], non_blocking=True)
 
-    def host_steps(self, copy: int, bucket: Bucket, num_steps: int) -> Words:
+    def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
         line = bucket.width * (2 + 2 * self._shape.branching)
-        return self._words[copy][: num_steps * line].reshape(num_steps, line)
+        return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
-    def read(self, copy: int, bucket: Bucket, num_steps: int) -> BurstResult:
-        """What a copy holds, in memory of its own."""
+    def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:
+        """What a copy holds of some steps, in memory of its own."""
         width, branching = bucket.width, self._shape.branching
-        steps = self.host_steps(copy, bucket, num_steps).copy()
+        steps = self.host_steps(copy, bucket, num_steps, first_step).copy()
         shape = (num_steps, width, branching)
         return BurstResult(
-            first=self._shape.max_seeds,
+            first=self._shape.max_seeds + first_step * width * branching,
             picked=steps[:, :width],
             slots=steps[:, width : 2 * width],
             tokens=steps[:, 2 * width : (2 + branching) * width].reshape(shape),

@@ -78,8 +78,27 @@ class CudaRunner(Runner):
             options.tau,
         )
 
+    @on_device
+    def go_on(self, pending: Pending, num_steps: int) -> Pending | None:
+        """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
+        done = pending.first_step + pending.num_steps
+        if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
+            return None
+        more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
+        more.ran = True
+        for _ in range(num_steps):
+            self._run_step(more.bucket)
+        self._output.to_host(more.copy, more.bucket, num_steps, done)
+        self._mark(more)
+        self._launched.append(more)
+        return more
+
     def _queue(self, pending: Pending) -> None:
         self._run(pending)
+        self._mark(pending)
+
+    def _mark(self, pending: Pending) -> None:
+        """Note where a part of a burst ends."""
         if self._on_gpu:
             pending.event = torch.cuda.Event()
             pending.event.record()

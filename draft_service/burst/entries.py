@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.intp]
 
+REFUSED = -2
+"""In place of a node's id: the grammar of its request forbids it, and all below it."""
 DEAD = -np.inf
 """Path score of an entry that is in no tree any more."""
 
@@ -29,7 +31,7 @@ class Entries:
         scores: float64, that of the path from the root, at most 0; DEAD.
         ranks: float64, the same where the entry may be run next: its parent was, and it was not. -inf elsewhere.
         slots: int32, tree slot of its KV; -1 if it was not run.
-        nodes: int64, id in the author's tree; -1 if it is not there.
+        nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if a grammar keeps it out.
         parental: bool, whether entries may hang below it.
     """
 

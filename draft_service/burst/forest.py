@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.burst.entries import DEAD, Entries, Ints
+from draft_service.burst.entries import DEAD, REFUSED, Entries, Ints
+from draft_service.burst.harvest import Harvest
 from draft_service.burst.plan import BurstResult, BurstShape
 from draft_service.burst.slots import TreeSlots
 
@@ -105,24 +106,19 @@ class DraftForest:
         np.maximum.at(best, rows[allowed], entries.ranks[found[allowed]])
         return best
 
-    def merge(self, seeds: Ints, result: BurstResult) -> None:
-        """Take in what a burst brought; there must be room for all of it.
-
-        `seeds` [N] are the entries of its seeds; -1 for one that is no entry, whose candidates are dropped.
-        """
+    def merge(self, harvest: Harvest, result: BurstResult) -> None:
+        """Take in what a burst brought, or the next part of it; there must be room for all of it."""
         entries, first, start = self.entries, result.first, self.entries.count
         num_steps, width, branching = result.tokens.shape
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
         tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
         # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
         keep = edges >= self.floor
-        places = np.empty(first + len(tokens) + 1, np.intp)  # entry of each pool index; the last is nobody's
-        places.fill(-1)
-        places[: len(seeds)] = seeds
-        nobody = seeds < 0
+        places = harvest.places(first + len(tokens))
+        nobody = harvest.seeds < 0
         if np.count_nonzero(nobody):
             blank = np.zeros(len(places), np.bool_)
-            blank[: len(seeds)] = nobody
+            blank[: len(nobody)] = nobody
             keep &= ~blank[picked].repeat(branching)
         if self.may_know:
             self._find_known(result, picked, tokens, keep, places)
@@ -253,6 +249,7 @@ class DraftForest:
             if entries.positions[entry] != entries.positions[parent] + 1:
                 raise RuntimeError(f"entry {entry} is not one further than entry {parent}")
             ready = slot < 0 <= entries.slots[parent]
+            ready = ready and entries.nodes[entry] != REFUSED
             if (entries.ranks[entry] > DEAD) != ready or (slot >= 0 > entries.slots[parent]):
                 raise RuntimeError(f"entry {entry} has rank {entries.ranks[entry]} and slot {slot}")
             if entries.nodes[entry] >= 0 > entries.nodes[parent]:

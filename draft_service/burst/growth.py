@@ -29,13 +29,20 @@ _RUN_PER_CREDIT = 2
 _FAILED = Refusal(DeclineReason.UNSPECIFIED, "the draft model failed")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A burst that is under way."""
 
     plan: Plan
     pending: PendingBurst
+    """The part of it that lands next."""
     began: float
+    more: PendingBurst | None = None
+    """The part behind that one, if it is queued."""
+
+
+def _at_once() -> bool:
+    return True
 
 
 class BurstGrowth(Grower):
@@ -136,22 +143,31 @@ class BurstGrowth(Grower):
         flight = self._flight
         if flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
+                may_wait = wait or flight.pending.done()
+                if not flight.pending.nearly(interrupted if may_wait else _at_once):
+                    return
+                if flight.more is None:
+                    flight.more = self._go_on(flight)
                 if (not wait and not flight.pending.done()) or not flight.pending.over(interrupted):
                     return
-                self._land()
-                if interrupted():  # what the next burst runs may depend on it
-                    return
-            self._apply()
-            self._launch()
+                if flight.more is not None:
+                    self._take(flight, flight.more)
+                else:
+                    self._land()
+                    if interrupted():  # what the next burst runs may depend on it
+                        return
+            if self._flight is None:
+                self._apply()
+                self._launch()
             self._announcer.prepare()
-        if self._options.lockstep_steps:  # the whole tree in one message
+        if self._options.withholds:  # the whole tree in one message
             self._announcer.run(inf, lambda: False)
             self._release()
         else:
             self._announcer.run(deadline, interrupted)
 
     def _withhold(self, tree: Tree) -> None:
-        if self._options.lockstep_steps:
+        if self._options.withholds:
             self.ledger.withheld.add(tree.handle)
 
     def _release(self) -> None:
@@ -176,6 +192,38 @@ class BurstGrowth(Grower):
             count(name, value)
         self.counts.clear()
 
+    def _go_on(self, flight: _Flight) -> PendingBurst | None:
+        """Have the device go on with the burst under way; None where something waits for its end."""
+        if self._changed or self._opening or self._closing or self._unsettled:
+            return None
+        plan = flight.plan
+        steps = self._planner.more_steps(plan)
+        if not steps:
+            return None
+        try:
+            more = flight.pending.go_on(steps)
+        except Exception as error:
+            _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
+            more = None
+        if more is None:  # it is not asked again: its end says what became of it
+            plan.most_steps = plan.queued_steps
+        else:
+            plan.queued_steps += steps
+        return more
+
+    def _take(self, flight: _Flight, more: PendingBurst) -> None:
+        """Take what a part of the burst under way brought, while the next one runs. Entries keep their numbers."""
+        try:
+            self._planner.take(flight.plan, flight.pending.wait())
+        except Exception as error:
+            self._flight = None
+            self._announcer.forget()
+            with suppress(Exception):
+                more.wait()
+            self._fail_burst(flight.plan, error)
+            return
+        flight.pending, flight.more = more, None
+
     def _land(self) -> None:
         """Wait for the burst under way, and take what it brought into the forest."""
         flight, self._flight = self._flight, None
@@ -183,20 +231,22 @@ class BurstGrowth(Grower):
             return
         self._announcer.forget()
         try:
-            num_nodes = self._planner.land(flight.plan, flight.pending.wait())
+            result = flight.pending.wait()
+            self._planner.land(flight.plan, result)
         except Exception as error:
             self._fail_burst(flight.plan, error)
             return
-        burst = flight.plan.burst
+        plan, burst = flight.plan, flight.plan.burst
         self.counts["bursts"] += 1
-        self.counts["burst_steps"] += burst.num_steps
-        self.counts["burst_nodes"] += num_nodes
-        self.counts["burst_places"] += burst.num_steps * burst.width
+        self.counts["burst_steps"] += plan.queued_steps
+        self.counts["burst_nodes"] += plan.num_nodes
+        self.counts["burst_places"] += plan.queued_steps * burst.width
         self.counts["burst_seconds"] += perf_counter() - flight.began
         if self._options.lockstep_steps:
             for row in flight.plan.rows:
                 context = self._rows[row]
-                context.steps_left = max(0, context.steps_left - burst.num_steps)
+                num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else burst.num_steps
+                context.steps_left = max(0, context.steps_left - num_steps)
                 self._set_bounds(context)
         for one in flight.plan.forced:
             if one.context.between or one.context.lag or not one.context.root_run:
@@ -299,9 +349,10 @@ class BurstGrowth(Grower):
         wanted = _RUN_PER_CREDIT * min(context.tree.author.credit, limits.num_nodes)
         quota = min(wanted, region - region // 4 - 8)
         is_done = options.lockstep_steps > 0 and not context.steps_left
-        at_end = context.root + options.fresh_steps >= options.max_positions
+        reach = max(options.fresh_steps, options.most_steps)
+        at_end = context.root + reach >= options.max_positions
         forest.quotas[row] = 0 if context.tree.paused or is_done or at_end or quota <= 0 else quota + 1
-        forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - options.fresh_steps) - 1
+        forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - reach) - 1
 
     def _launch(self) -> None:
         """Compute a chunk of a prompt, and start the next burst."""

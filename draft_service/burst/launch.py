@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from draft_service.burst.context import Between, DraftContext
 from draft_service.burst.entries import Ints
 from draft_service.burst.forest import DraftForest
+from draft_service.burst.harvest import Harvest
 from draft_service.burst.keeper import ContextKeeper
 from draft_service.burst.options import GrowthOptions
 from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, RowStates, Seeds
@@ -18,6 +19,10 @@ from draft_service.burst.slots import Int32s, Lent
 _LEVELS = 2
 """Nodes of a step for each request, as a multiple of a node's candidates."""
 _FRESH_LEVELS = 4
+_WIDE = 64
+"""Nodes of a step at most, but for many requests: one of 128 takes much longer, and depth is worth more than width."""
+_ROW_WIDTH = 4
+"""Nodes of a step for each of many requests."""
 _FAIR = 4
 """Nodes of a burst that a request may have, as a multiple of its even share."""
 
@@ -44,9 +49,19 @@ class Plan:
     rows: list[int]
     """Of the runner, those of `burst.rows`."""
     forced: list[Forced]
-    seeds: Ints
-    """Entry of each seed; -1 for a committed token."""
+    harvest: Harvest
+    """Of its seeds, committed tokens are no entries."""
     lent: Lent
+    most_steps: int
+    """Steps at most, with those of further parts."""
+    queued_steps: int
+    landed_steps: int = 0
+    num_nodes: int = 0
+    """Nodes that landed parts ran."""
+    is_full: bool = True
+    """Whether the last step that landed found as many nodes as it may run."""
+    ran: list[bool] = field(default_factory=list)
+    """Of each forced seed, once the first part has landed."""
 
 
 class Planner:
@@ -88,7 +103,7 @@ class Planner:
         forced, num_forced = self._force(contexts)
         reruns = any(one.context.root_run for one in forced)
         forest.may_know |= reruns
-        max_nodes = self._shape.max_width * options.fresh_steps
+        max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
         chosen = forest.choose(min(self._shape.max_seeds - num_forced, max_nodes))
         if not forced and not len(chosen):
             return None
@@ -102,9 +117,11 @@ class Planner:
         rows = there.nonzero()[0].astype(np.int32)
         num_steps = self._num_steps(forced, rows, reruns)
         left = np.maximum(left[rows], 0)
+        # What a burst brings of roots that are run again may be there, so the host has a look before there is more.
+        most_steps = num_steps if reruns else max(num_steps, options.most_steps)
         width = self._width(num_forced, len(forced), len(chosen), len(rows), int(left.sum()))
-        fair = max(self._shape.branching, _FAIR * width * num_steps // len(rows))
-        lent = forest.slots.lend(rows, np.minimum(left, min(fair, width * num_steps)))
+        fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
+        lent = forest.slots.lend(rows, np.minimum(left, min(fair, width * most_steps)))
         self._index[rows] = np.arange(len(rows))
         fields = np.empty((NUM_SEED_FIELDS, num_forced + len(chosen)), np.int32)
         entries = np.empty(num_forced + len(chosen), np.intp)
@@ -117,17 +134,32 @@ class Planner:
         slots = forest.slots
         lens = self._keeper.context_lens[rows]
         states = RowStates(rows, lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
-        burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts)
-        return Plan(burst, rows.tolist(), forced, entries, lent)
+        burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
+        return Plan(burst, rows.tolist(), forced, Harvest(entries), lent, most_steps, num_steps)
 
-    def land(self, plan: Plan, result: BurstResult) -> int:
-        """Take a burst's result into the forest; returns the nodes that were run."""
-        forest = self._forest
-        forest.merge(plan.seeds, result)
+    def more_steps(self, plan: Plan) -> int:
+        """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do."""
+        steps = min(self._options.part_steps(len(plan.rows)), plan.most_steps - plan.queued_steps)
+        running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
+        num_lent = int((plan.lent.ends - plan.lent.starts).sum())
+        return steps if plan.is_full and num_lent > plan.num_nodes + running else 0
+
+    def take(self, plan: Plan, result: BurstResult) -> None:
+        """Take a part of a burst's result into the forest. Until all parts have landed no slot may be freed."""
+        self._forest.merge(plan.harvest, result)
+        ran = result.picked >= 0
+        plan.num_nodes += int(np.count_nonzero(ran))
+        plan.is_full = int(np.count_nonzero(ran[-1])) >= plan.burst.width
+        if plan.forced and not plan.landed_steps:
+            plan.ran = self._forced_ran(plan.forced, result)
+        plan.landed_steps += len(ran)
+
+    def land(self, plan: Plan, result: BurstResult) -> None:
+        """The same for the last part, and for what waited for it."""
+        self.take(plan, result)
         # Before any slot is freed: those that were lent lie where the next free one is put.
-        forest.slots.settle(plan.lent)
-        self._land_forced(plan.forced, result)
-        return int(np.count_nonzero(result.picked >= 0))
+        self._forest.slots.settle(plan.lent)
+        self._land_forced(plan)
 
     def _force(self, contexts: Sequence[DraftContext]) -> tuple[list[Forced], int]:
         forced: list[Forced] = []
@@ -159,7 +191,9 @@ class Planner:
             return min(options.fresh_steps, *(max(1, self._contexts[row].steps_left) for row in rows.tolist()))
         if reruns:  # its candidates are mostly known, which the device cannot see: it would run them again
             return 1
-        return options.fresh_steps if 2 * len(forced) >= len(rows) else options.steady_steps
+        if 2 * len(forced) >= len(rows):
+            return options.fresh_steps
+        return options.part_steps(len(rows)) if options.most_steps else options.steady_steps
 
     def _width(self, num_forced: int, num_fresh: int, num_chosen: int, num_rows: int, left: int) -> int:
         """Nodes of a step: as many as are worth it by now, and room for their children."""
@@ -167,7 +201,7 @@ class Planner:
             want = self._options.lockstep_width * num_rows
         else:
             roomy = self._shape.branching * (_FRESH_LEVELS * num_fresh + _LEVELS * (num_rows - num_fresh))
-            want = min(max(num_chosen, roomy), left)
+            want = min(max(num_chosen, roomy), left, max(_WIDE, _ROW_WIDTH * num_rows))
         return max(num_forced, min(want, self._shape.max_width), 1)
 
     def _lay_out(self, forced: list[Forced], fields: Int32s, entries: Ints) -> list[object]:
@@ -209,19 +243,20 @@ class Planner:
         fields[0, :end] = self._index[fields[0, :end]]
         return parts
 
-    def _land_forced(self, forced: list[Forced], result: BurstResult) -> None:
-        slots = self._forest.slots
-        if not forced:
-            return
+    def _forced_ran(self, forced: list[Forced], result: BurstResult) -> list[bool]:
         num_forced = sum(len(one.slots) for one in forced)
         ran = np.zeros(num_forced, np.bool_)
         picked = result.picked.reshape(-1)
         ran[picked[(picked >= 0) & (picked < num_forced)]] = True
-        got = ran.tolist()
+        got: list[bool] = ran.tolist()
+        return got
+
+    def _land_forced(self, plan: Plan) -> None:
+        slots, got = self._forest.slots, plan.ran
         unused_rows: list[int] = []
         unused_slots: list[int] = []
         at = 0
-        for one in forced:
+        for one in plan.forced:
             context, last = one.context, len(one.slots) - 1
             for index, (slot, taken) in enumerate(zip(one.slots, one.taken, strict=True)):
                 if not got[at + index]:

@@ -11,8 +11,16 @@ _STEADY_STEPS = 2
 """Steps of a burst while trees survive: a commit waits for the burst that runs."""
 _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
+_MOST_STEPS = 8
+"""Steps of a burst with those by which it goes on: about as many as there are in a round of a large target."""
+_FEW_ROWS = 4
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
+_TURN_STEPS = 8
+_TURN_WIDTH = 4
+_TURN_LEAST = 0.2
+"""Of the nodes of a step, the sum of the chances that they are committed, below which verify has waited long enough: a
+step takes about a twentieth of a round on a CPU, and brings about half of that sum."""
 _GPU_REGION = 256
 """Regions from here on are a GPU's: prompt chunks are larger there."""
 
@@ -31,20 +39,37 @@ class GrowthOptions:
     """Whether the context takes tokens that were run with the draft's own features."""
     lockstep_steps: int = 0
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
+    withholds: bool = False
+    """Whether verify is told nothing until such a tree is complete."""
+    least_chance: float = 0.0
+    """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH
     """Nodes of such a step, of each request."""
     max_entries: int = 0
     """Entries of all trees; 0 chooses."""
+    most_steps: int = 0
+    """Steps of a burst at most with those by which it goes on while nothing waits for its end; 0: it never does."""
+
+    def part_steps(self, num_rows: int) -> int:
+        """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them."""
+        return 1 if num_rows <= _FEW_ROWS else self.steady_steps
 
     @classmethod
     def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:
         """What the options and the runner make of it."""
+        on_gpu = shape.region >= _GPU_REGION
+        alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
+        in_turns = alone and not options.lockstep
+        steps = _LOCKSTEP_STEPS if options.lockstep else _TURN_STEPS if in_turns else 0
         return cls(
             max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
             steady_steps=min(_STEADY_STEPS, shape.max_steps),
-            fresh_steps=min(_FRESH_STEPS, shape.max_steps),
+            fresh_steps=min(_TURN_STEPS if in_turns else _FRESH_STEPS, shape.max_steps),
             own_features=options.own_features,
-            prompt_chunk=512 if shape.region >= _GPU_REGION else 128,
-            lockstep_steps=(options.speculative_num_steps or _LOCKSTEP_STEPS) if options.lockstep else 0,
-            lockstep_width=options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
+            prompt_chunk=512 if on_gpu else 128,
+            lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
+            lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
+            withholds=options.lockstep,
+            least_chance=_TURN_LEAST if in_turns else 0.0,
+            most_steps=min(_MOST_STEPS, shape.max_steps) if on_gpu and not steps else 0,
         )

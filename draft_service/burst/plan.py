@@ -141,17 +141,19 @@ class Burst:
     features: Sequence[object] = ()
     """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
     those, which joined in this order are [F, feature_size]."""
+    least_chance: float = 0.0
+    """The burst may end before a step whose nodes' chances, exp of their path scores, add up to less."""
 
 
 @dataclass(slots=True)
 class BurstResult:
-    """What a burst brought. S steps of M nodes, k candidates each. Not to be changed.
+    """What a burst brought, or a part of one. S steps of M nodes, k candidates each. Not to be changed.
 
     Candidate j of node m of step s has pool index first + (s * M + m) * k + j; seed i has index i.
     """
 
     first: int
-    """Pool index of the first candidate, at least the number of seeds."""
+    """Pool index of the first candidate, at least the number of seeds; those of the parts before come in between."""
     picked: NDArray[np.int32]
     """[S, M] pool index of each node that was run, the best first within no particular order of rows; -1 for none."""
     slots: NDArray[np.int32]
@@ -160,6 +162,8 @@ class BurstResult:
     """[S, M, k] candidate children, of the target's vocabulary, best first; -1 for none."""
     scores: NDArray[np.float32]
     """[S, M, k] their edge scores: natural-log chances, at most 0; -inf for none."""
+    cut: bool = False
+    """Whether the burst was ended early because something else came; what was not run has no nodes."""
 
 
 class PendingBurst(Protocol):
@@ -167,6 +171,15 @@ class PendingBurst(Protocol):
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
+
+    def go_on(self, num_steps: int) -> PendingBurst | None:
+        """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
+
+        To be asked of the part queued last, before anything else is launched. None where that cannot be done.
+        """
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.

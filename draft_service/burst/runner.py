@@ -76,38 +76,65 @@ class RunnerOptions:
 
 
 class Pending:
-    """A burst that was launched; `copy` is its part of the host's buffers."""
+    """A burst that was launched, or a part of one; `copy` is its part of the host's buffers."""
 
-    def __init__(self, runner: Runner, burst: Burst, bucket: Bucket, copy: int) -> None:
+    def __init__(
+        self, runner: Runner, burst: Burst, bucket: Bucket, copy: int, first_step: int = 0, num_steps: int = 0
+    ) -> None:
+        """`num_steps` 0 for those that the burst names."""
         self._runner = runner
         self.burst = burst
         self.bucket = bucket
         self.copy = copy
+        self.first_step = first_step
+        self._num_steps = num_steps
+        self._next: Pending | None = None
         self.ran = False
+        self.cut = False
+        """Whether it was ended before its last step because something else came."""
         self.error: Exception | None = None
         self.event: torch.cuda.Event | None = None
         self.began = perf_counter()
         self._result: BurstResult | None = None
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of this part."""
+        return self._num_steps or self.burst.num_steps
+
     def done(self) -> bool:
         """See PendingBurst. Where there is no device that works meanwhile, `wait` is what there is to do."""
         return self.event is None or self.event.query()
 
-    def over(self, interrupted: Callable[[], bool]) -> bool:
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
         """See PendingBurst."""
         event = self.event
         if event is None:
+            self._runner.run_until(interrupted)
             return True
         calm = self.began + _CALM * self._runner.expected_seconds(self)
-        while not event.query():
-            if perf_counter() >= calm:
-                event.synchronize()
-                break
+        while perf_counter() < calm and not event.query():
             if interrupted():
                 return False
             sleep(_NAP_SECONDS)
-        self._runner.note_seconds(self, perf_counter() - self.began)
         return True
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        """See PendingBurst."""
+        if not self.nearly(interrupted):
+            return False
+        if self.event is not None:
+            self.event.synchronize()
+            ended = perf_counter()
+            self._runner.note_seconds(self, ended - self.began)
+            if self._next is not None:
+                self._next.began = ended
+        return True
+
+    def go_on(self, num_steps: int) -> Pending | None:
+        """See PendingBurst."""
+        self._next = self._runner.go_on(self, num_steps)
+        return self._next
 
     def wait(self) -> BurstResult:
         """See PendingBurst."""
@@ -238,15 +265,19 @@ class Runner(ABC):
             raise pending.error
         if pending.event is not None:
             pending.event.synchronize()
-        return self._output.read(pending.copy, pending.bucket, pending.burst.num_steps)
+        return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
+
+    def go_on(self, pending: Pending, num_steps: int) -> Pending | None:
+        """See PendingBurst.go_on."""
+        return None
 
     def expected_seconds(self, pending: Pending) -> float:
         """How long such a burst takes, as far as that is known."""
-        return self._step_seconds.get(pending.bucket, 0.0) * pending.burst.num_steps
+        return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
 
     def note_seconds(self, pending: Pending, seconds: float) -> None:
         """A burst took so long. One that had to wait for prompts counts little."""
-        last, taken = self._step_seconds.get(pending.bucket), seconds / pending.burst.num_steps
+        last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
         self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
 
     def _run(self, pending: Pending) -> None:
@@ -304,6 +335,9 @@ class Runner(ABC):
 
     def _put(self, values: Sequence[int]) -> Tensor:
         return put(values, self._model.device)
+
+    def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
+        """Where nothing works in the background: run what was launched, and end early if `interrupted()`."""
 
     def _settle(self) -> None:  # noqa: B027
         """Run what was launched, before anything changes that it depends on."""

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_service.burst.buckets import Bucket
-from draft_service.burst.runner import Pending, Runner, on_device
-from outrider.attention.base import ForwardBatch, Segment
+from draft_service.burst.host_frontier import HostFrontier, Node
+from draft_service.burst.plan import Burst, BurstResult, BurstShape
+from draft_service.burst.region_attention import RegionAttention, RowSteps, StepBatch
+from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
+from outrider.attention.base import AttentionBackend, ForwardBatch, Segment
 from outrider.attention.frontier import StepTokens
+from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
 
 
 class TorchRunner(Runner):
-    """See BurstRunner. Nothing works in the background: a burst runs when it is waited for or has to be over."""
+    """See BurstRunner. Nothing works in the background: a burst runs when it is waited for or has to be over.
+
+    Steps have few nodes, so that the host's work counts as much as the model's: the choice of nodes is made in plain
+    Python, and what they attend to is laid side by side once a burst.
+    """
+
+    def __init__(
+        self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
+    ) -> None:
+        super().__init__(model, shape, attention, options)
+        self._masks = [[0] * shape.region for _ in range(shape.num_rows)]
+        self._interrupted: Callable[[], bool] = _never
+
+    def run_until(self, interrupted: Callable[[], bool]) -> None:
+        """See Runner."""
+        self._interrupted = interrupted
+        try:
+            self._settle()
+        finally:
+            self._interrupted = _never
+
+    def finish(self, pending: Pending) -> BurstResult:
+        """See Runner."""
+        result = super().finish(pending)
+        result.cut = pending.cut
+        return result
 
     @on_device
     def _settle(self) -> None:
@@ -37,36 +65,107 @@ class TorchRunner(Runner):
     def _queue(self, pending: Pending) -> None:
         """Left to `_settle`: the host may first pass on what the burst before brought."""
 
-    def _run_step(self, bucket: Bucket) -> None:
-        self._step(bucket)
+    def _run(self, pending: Pending) -> None:
+        """Run a burst's steps, and write what they bring where `finish` reads it."""
+        pending.ran = True
+        burst, width, branching = pending.burst, pending.bucket.width, self.shape.branching
+        self.memory.flush()
+        self.memory.take_features(burst.features)
+        lines = self._output.host_steps(pending.copy, pending.bucket, burst.num_steps)
+        lines[:, : (2 + branching) * width] = -1
+        lines[:, (2 + branching) * width :].view(np.float32)[:] = -np.inf
+        frontier = HostFrontier(burst, width, self._masks, (self.shape.max_seeds, branching), self.shape.lag)
+        attention = self._region_attention(burst)
+        ends = burst.rows.live.shape[1] - burst.rows.live[:, ::-1].argmax(1)
+        used = np.where(burst.rows.live.any(1), ends, 0).tolist()
+        for number, line in enumerate(lines):
+            if number and burst.least_chance and frontier.chance < burst.least_chance:
+                break
+            pending.cut = number > 0 and self._interrupted()
+            nodes = [] if pending.cut else frontier.take()
+            if not nodes:
+                break
+            tokens, scores = self._propose_for(burst, frontier, nodes, used, attention)
+            count, found = len(nodes), tokens.numpy()
+            frontier.add(nodes, number * width, found.tolist(), scores.tolist())
+            line[:count] = [node.place for node in nodes]
+            line[width : width + count] = [node.slot for node in nodes]
+            size = count * branching
+            line[2 * width : 2 * width + size] = found.reshape(-1)
+            line[(2 + branching) * width :].view(np.float32)[:size] = scores.numpy().reshape(-1)
 
-    def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
-        if int(step.first[-1]):
-            super()._propose(bucket, step, tokens, scores)
+    def _propose_for(
+        self, burst: Burst, frontier: HostFrontier, nodes: list[Node], used: list[int], attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """Run nodes; their candidates int32 [M, k] and edge scores float32 [M, k]."""
+        region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
+        for node in nodes:
+            used[node.row] = max(used[node.row], node.slot + 1)
+        table_rows = [int(rows[node.row]) for node in nodes]
+        batch = StepBatch(
+            token_ids=torch.tensor([node.token for node in nodes]),
+            positions=torch.tensor([max(node.position - lag, 0) for node in nodes]),
+            kv_slots=torch.tensor(
+                [self.memory.region_start(row) + node.slot for row, node in zip(table_rows, nodes, strict=True)]
+            ),
+            rows=self._row_steps(burst, frontier, nodes, used),
+        )
+        store, given = self.memory.features, None
+        zero_row = (self.shape.num_rows + 1) * region
+        if store is not None:
+            sources = [
+                zero_row + 1 + node.feature
+                if node.feature >= 0
+                else row * region + node.parent
+                if node.parent >= 0
+                else zero_row
+                for row, node in zip(table_rows, nodes, strict=True)
+            ]
+            given = store.index_select(0, torch.tensor(sources))
+        hidden, features = self._model.forward(batch, given, self.memory.kv, attention)
+        if store is not None and features is not None:
+            targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
+            store.index_copy_(0, torch.tensor(targets), features)
+        tokens = torch.empty(len(nodes), self.shape.branching, dtype=torch.int32)
+        scores = torch.empty(len(nodes), self.shape.branching)
+        where = (torch.tensor(table_rows), torch.tensor([node.position for node in nodes]))
+        self._proposer(self._model.logits(hidden), *where, tokens, scores)
+        return tokens, scores.masked_fill_(scores > 0, -torch.inf)
+
+    def _row_steps(self, burst: Burst, frontier: HostFrontier, nodes: list[Node], used: list[int]) -> list[RowSteps]:
+        seen = torch.from_numpy(frontier.sees(nodes, self.shape.region))
+        bounds = [index for index, node in enumerate(nodes) if not index or nodes[index - 1].row != node.row]
+        steps = []
+        for first, end in zip(bounds, [*bounds[1:], len(nodes)], strict=True):
+            row = nodes[first].row
+            length, count = int(burst.rows.context_lens[row]), end - first
+            mask = torch.zeros(count, length + used[row], dtype=self._model.dtype)
+            mask[:, length:].masked_fill_(~seen[first:end, : used[row]], -torch.inf)
+            steps.append(RowSteps(row, count, torch.tensor([node.slot for node in nodes[first:end]]), mask))
+        return steps
+
+    def _region_attention(self, burst: Burst) -> RegionAttention:
+        rows, memory = burst.rows.rows.tolist(), self.memory
+        lengths = burst.rows.context_lens.tolist()
+        contexts = [
+            torch.from_numpy(memory.context_slots(row, 0, length).astype(np.int64))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        starts = [memory.region_start(row) for row in rows]
+        return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
+
+    def _run_step(self, bucket: Bucket) -> None:
+        raise NotImplementedError("a burst on a CPU is run as a whole")
 
     def _step_batch(self, bucket: Bucket, step: StepTokens) -> ForwardBatch:
-        """A segment for each row that has nodes. Padding is left out."""
-        rows, first = self._input.rows, step.first.tolist()
-        seen = np.unpackbits(step.mask.numpy().view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
-        segments = []
-        for row in range(bucket.rows):
-            begin, end = first[row], first[row + 1]
-            if begin < end:
-                table_row, length = int(rows.table_rows[row]), int(rows.context_len[row])
-                segments.append(self._segment(table_row, length, step.slots[begin:end].numpy(), seen[begin:end]))
-        count = first[-1]
-        return ForwardBatch(step.token_ids[:count].long(), step.rotary[:count].long(), segments)
-
-    def _segment(self, row: int, context_len: int, own: NDArray[np.int32], seen: NDArray[np.bool_]) -> Segment:
-        """Context, then the tree slots that any node sees, the nodes' own last."""
-        others = np.flatnonzero(seen.any(0))
-        tree = np.concatenate([np.setdiff1d(others, own), own])
-        context = self.memory.context_slots(row, 0, context_len)
-        slots = np.concatenate([context, tree + self.memory.region_start(row)])
-        return Segment(len(own), torch.from_numpy(slots.astype(np.int64)), torch.from_numpy(seen[:, tree]))
+        raise NotImplementedError("a burst on a CPU is run as a whole")
 
     def _prompt_batch(self, row: int, tokens: Sequence[int], position: int) -> ForwardBatch:
         count = len(tokens)
         slots = self.memory.context_slots(row, 0, position + count)
         segment = Segment(count, torch.from_numpy(slots.astype(np.int64)))
         return ForwardBatch(torch.tensor(tokens), torch.arange(position, position + count), [segment])
+
+
+def _never() -> bool:
+    return False

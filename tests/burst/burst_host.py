@@ -9,7 +9,16 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstRunner, RowState, RowStates, Seeds
+from draft_service.burst.plan import (
+    FORCED,
+    Burst,
+    BurstResult,
+    BurstRunner,
+    PendingBurst,
+    RowState,
+    RowStates,
+    Seeds,
+)
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import DEFAULT_TAU, gumbel
 from outrider.sampling.params import SamplingParams
@@ -55,6 +64,14 @@ class Request:
     forced: list[Node] = field(default_factory=list)
     truth: dict[int, Tensor] = field(default_factory=dict)
     """The target's features by position."""
+
+
+RESULT_FIELDS = ("picked", "slots", "tokens", "scores")
+
+
+def burst_line(result: BurstResult) -> int:
+    """Candidates of a step."""
+    return int(result.tokens.shape[1] * result.tokens.shape[2])
 
 
 class Host:
@@ -173,6 +190,20 @@ class Host:
             request = self.requests[state.row]
             request.waiting = [node for node in left if node.row == state.row and node not in request.forced]
         return ran
+
+    def in_parts(self, burst: Burst, steps: list[int]) -> BurstResult:
+        """A burst of `steps[0]` that goes on by the others; the results of all, as if it were one."""
+        parts: list[PendingBurst] = [self.runner.launch(burst)]
+        for count in steps[1:]:
+            more = parts[-1].go_on(count)
+            assert more is not None
+            parts.append(more)
+        results = [part.wait() for part in parts]
+        line = burst_line(results[0])
+        for result, done in zip(results, np.cumsum([0, *steps]).tolist(), strict=False):
+            assert result.first == results[0].first + done * line
+        joined = [np.concatenate([getattr(result, name) for result in results]) for name in RESULT_FIELDS]
+        return BurstResult(results[0].first, *joined)
 
     def step(self, num_steps: int, width: int, check: bool = True, **options: object) -> list[Node]:
         """Launch, wait, merge."""

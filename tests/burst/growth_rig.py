@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scripted_runner import Guesses, ScriptedRunner, features_message
@@ -50,6 +51,10 @@ def continuation(tokens: Sequence[int], length: int, pick: random.Random | None 
         place = 0 if pick is None else pick.choices((0, 1, 2, 3), (6, 2, 1, 1))[0]
         path.append(guesses[place][0] if place < 3 else (guesses[0][0] + 7) % VOCAB)
     return path[len(tokens) :]
+
+
+GOES_ON = {"region": 256, "max_steps": 8}
+"""Of a shape: the runner is a GPU's, so that bursts go on while nothing waits for their end."""
 
 
 class Peer:
@@ -105,7 +110,9 @@ class Rig:
 
     def __init__(self, options: DraftOptions | None = None, partner: AnyDrafter | None = None, **changes: int) -> None:
         self.runner = ScriptedRunner(scripted, shape(**changes), first_token=1)
-        self.options = options or DraftOptions(max_positions=300)
+        options = options or DraftOptions(max_positions=300)
+        # A small region stands for a GPU's: trees grow ahead.
+        self.options = replace(options, draft_ahead="always") if options.draft_ahead == "auto" else options
         drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs())
         if partner is not None:
             drafter = SeveralDrafters([drafter, partner])

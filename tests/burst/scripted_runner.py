@@ -68,12 +68,21 @@ class Row:
 class Pending:
     """A burst whose result is handed out when the test says so."""
 
-    def __init__(self, result: BurstResult | Exception) -> None:
+    def __init__(self, result: BurstResult | Exception, run: _Run | None = None) -> None:
         self._result = result
+        self._run = run
         self.ready = True
 
     def done(self) -> bool:
         return self.ready
+
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+        return self.over(interrupted)
+
+    def go_on(self, num_steps: int) -> Pending | None:
+        if self._run is None:
+            return None
+        return self._run.runner.go_on(self, self._run, num_steps)
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
         return self.ready or not interrupted()
@@ -95,6 +104,8 @@ class ScriptedRunner:
         self.ran: list[tuple[int, ...]] = []
         """Paths of all nodes that were run, roots and committed tokens included."""
         self.extended: list[tuple[int, int]] = []
+        self.parts: list[int] = []
+        """Steps of further parts of bursts."""
         self.page_owner: dict[int, int] = {}
         self.launch_fault: Exception | None = None
         self.wait_fault: Callable[[Burst], Exception | None] = lambda burst: None
@@ -158,7 +169,19 @@ class ScriptedRunner:
             raise self.launch_fault
         fault = self.wait_fault(burst)
         self.bursts.append(burst)
-        self.pending = Pending(fault or _Run(self, burst).result())
+        run = None if fault else _Run(self, burst)
+        self.pending = Pending(fault or run.result(), run)
+        self.pending.ready = self.auto_ready
+        return self.pending
+
+    def go_on(self, pending: Pending, run: _Run, num_steps: int) -> Pending:
+        if self.launch_fault:
+            raise self.launch_fault
+        check(pending is self.pending, "only the part queued last goes on")
+        check(run.first_step + num_steps <= self.shape.max_steps, f"{run.first_step + num_steps} steps")
+        self.parts.append(num_steps)
+        fault = self.wait_fault(run.burst)
+        self.pending = Pending(fault or run.result(num_steps), run)
         self.pending.ready = self.auto_ready
         return self.pending
 
@@ -196,6 +219,7 @@ class _Run:
             self._begin(state)
         self.features = [float(value) for part in burst.features for value in np.asarray(part)[:, 0]]
         self.pool: list[_Candidate | None] = list(self._seeds())
+        self.first_step = 0
         check(np.isfinite(burst.floor), "nothing is below the floor")
         check(0 < burst.num_steps <= self.shape.max_steps, f"{burst.num_steps} steps")
         check(0 < burst.width <= self.shape.max_width, f"width {burst.width}")
@@ -238,13 +262,17 @@ class _Run:
             )  # fmt: skip
         return made
 
-    def result(self) -> BurstResult:
+    def result(self, num_steps: int = 0) -> BurstResult:
+        """What so many more steps bring; the burst's own if 0."""
         burst, branching = self.burst, self.shape.branching
-        size = (burst.num_steps, burst.width)
+        num_steps = num_steps or burst.num_steps
+        self.first_step += num_steps
+        first = len(self.pool)
+        size = (num_steps, burst.width)
         picked, slots = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         tokens = np.full((*size, branching), -1, np.int32)
         scores = np.full((*size, branching), NONE, np.float32)
-        for step in range(burst.num_steps):
+        for step in range(num_steps):
             found: list[_Candidate | None] = []
             placed: set[tuple[int, int]] = set()
             for place, index in enumerate(self._choose()):
@@ -265,7 +293,7 @@ class _Run:
                 if index >= 0:
                     self.pool[index] = None
             self.pool += found
-        return BurstResult(len(self.burst.seeds), picked, slots, tokens, scores)
+        return BurstResult(first, picked, slots, tokens, scores)
 
     def _choose(self) -> list[int]:
         ranked = [

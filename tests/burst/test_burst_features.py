@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from growth_rig import Rig, continuation
+import pytest
+from growth_rig import GOES_ON, Rig, continuation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
 
 
-def rig_of(*, own: bool = False) -> Rig:
-    return Rig(DraftOptions(max_positions=300, own_features=own), feature_size=1)
+def rig_of(*, own: bool = False, **shape: int) -> Rig:
+    return Rig(DraftOptions(max_positions=300, own_features=own), feature_size=1, **shape)
 
 
 def opened(rig: Rig, tokens: list[int]) -> None:
@@ -136,10 +137,13 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 30), st.booleans(), st.lists(steps, max_size=40))
-def test_features_may_come_in_any_order_or_not_at_all(length: int, own: bool, trace: list[tuple]) -> None:
-    rig = rig_of(own=own)
+@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+@settings(max_examples=100, deadline=None)
+@given(length=st.integers(1, 30), own=st.booleans(), trace=st.lists(steps, max_size=40))
+def test_features_may_come_in_any_order_or_not_at_all(
+    shape: dict[str, int], length: int, own: bool, trace: list[tuple]
+) -> None:
+    rig = rig_of(own=own, **shape)
     request = rig.open(1, [1, *range(2, length + 1)])
     sent = 0
     for step in trace:

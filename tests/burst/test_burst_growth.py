@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from growth_rig import Rig, continuation, scripted
+from growth_rig import GOES_ON, Rig, continuation, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +61,106 @@ def test_the_next_burst_is_under_way_before_nodes_are_announced() -> None:
     rig.turn()
     assert launched == [0]
     assert rig.requests.growth.num_live > 8
+
+
+def test_a_burst_goes_on_from_its_own_pool_while_nothing_waits_for_its_end() -> None:
+    """The device has its next steps before the host has looked at those before."""
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
+    request = rig.open(1, [1, 2, 3], credit=60)
+    rig.turn()
+    assert rig.runner.parts == []
+    held = []
+    for _ in range(4):
+        rig.turn()
+        held.append(len(request.held()))
+    assert len(rig.runner.bursts) == 1 and rig.runner.parts == [1, 1, 1, 1]
+    assert 0 < held[0] < held[-1], "each part is announced when it has landed"
+    request.check()
+    rig.turn()
+    assert len(rig.runner.bursts) == 2, "a burst has eight steps at most"
+    rig.growth._forest.check_integrity()
+
+
+def test_parts_run_what_bursts_would_run() -> None:
+    """Best first over all that is known, whether the host looks or not."""
+    grown = []
+    for shape in ({}, GOES_ON):
+        rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.05), **({"region": 256} | shape))
+        request = rig.open(1, [1, 2, 3], credit=40)
+        rig.settle()
+        rig.commit(1, continuation(request.tokens, 2), credit=40)
+        rig.settle()
+        request.check()
+        assert len(set(rig.runner.ran)) == len(rig.runner.ran)
+        grown.append(path_scores(request.held()))
+    assert grown[0][:12] == pytest.approx(grown[1][:12], rel=1e-6)
+
+
+@pytest.mark.parametrize("what", ["commit", "open", "close", "pause"])
+def test_a_burst_does_not_go_on_when_something_waits_for_its_end(what: str) -> None:
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
+    request = rig.open(1, [1, 2, 3], credit=60)
+    rig.open(2, [4, 5], credit=60)
+    for _ in range(2):
+        rig.turn()
+    parts, bursts = len(rig.runner.parts), len(rig.runner.bursts)
+    assert parts
+    if what == "commit":
+        rig.commit(1, continuation(request.tokens, 2), credit=60)
+    elif what == "open":
+        rig.open(3, [6], credit=60)
+    elif what == "close":
+        rig.close(2)
+    else:
+        rig.pause(2)
+    rig.turn()
+    assert (len(rig.runner.parts), len(rig.runner.bursts)) == (parts, bursts + 1)
+    request.check()
+
+
+def test_a_part_that_fails_takes_its_requests_along_and_no_other() -> None:
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
+    rig.open(1, [1, 2, 3], credit=60)
+    rig.turn()
+    rig.runner.wait_fault = lambda burst: RuntimeError("no memory")
+    rig.turn()
+    rig.runner.wait_fault = lambda burst: None
+    rig.settle()
+    assert rig.gone[1].declined is DeclineReason.UNSPECIFIED
+    request = rig.open(2, [5, 6])
+    rig.settle()
+    assert request.held()
+    rig.close(2)
+    rig.settle()
+    rig.check_nothing_left()
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 64), (16, 64), (20, 80), (32, 128)])
+def test_steps_are_wide_for_many_requests_alone(num_rows: int, width: int) -> None:
+    rig = Rig(
+        DraftOptions(max_positions=300, min_path_probability=0.0, speculative_algorithm=("STANDALONE",)),
+        num_rows=num_rows, num_pages=1024, max_seeds=512, max_width=128, **GOES_ON,
+    )  # fmt: skip
+    for number in range(num_rows):
+        rig.open(number, [number + 1, 2, 3], credit=200)
+    for _ in range(8):
+        rig.turn()
+    assert max(burst.width for burst in rig.runner.bursts) == width
+
+
+def test_a_burst_that_cannot_go_on_lands_and_others_follow() -> None:
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
+    request = rig.open(1, [1, 2, 3], credit=60)
+    rig.turn()
+    growth = rig.requests.growth
+    rig.runner.launch_fault = RuntimeError("no memory")
+    growth.grow(math.inf, lambda: True)
+    assert growth.pressed and not rig.runner.parts
+    rig.runner.launch_fault = None
+    rig.settle()
+    request.check()
+    assert request.held() and not rig.gone
+    assert len(rig.runner.bursts) > 1 and rig.runner.parts
 
 
 def test_a_hit_keeps_the_tree_below_the_new_root_and_runs_nothing_twice() -> None:
@@ -364,10 +464,13 @@ def act(rig: Rig, number: int, step: tuple) -> None:
         request.check()
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(steps, max_size=50))
-def test_whatever_verify_does_the_runner_has_no_complaint_and_nothing_leaks(trace: list[tuple]) -> None:
-    rig = Rig()
+@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+@settings(max_examples=100, deadline=None)
+@given(trace=st.lists(steps, max_size=50))
+def test_whatever_verify_does_the_runner_has_no_complaint_and_nothing_leaks(
+    shape: dict[str, int], trace: list[tuple]
+) -> None:
+    rig = Rig(**shape)
     for number, step in enumerate([("open", 3), *trace]):
         act(rig, number, step)
     rig.runner.auto_ready = True

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.burst.forest import DraftForest
+from draft_service.burst.harvest import Harvest
 from draft_service.burst.plan import BurstResult
 from draft_service.burst.reroot import Step, reroot
 
@@ -82,7 +83,7 @@ class Both:
                 self.trees[row].edges[(*path, token)] = edge
             self.trees[row].slots[path] = slots[index]
         taken = np.array([[slots[index] for index in order]], np.int32)
-        self.forest.merge(seeds, BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
+        self.forest.merge(Harvest(seeds), BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
 
     def follow(self, steps: dict[int, Path]) -> None:
         made = [Step(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]

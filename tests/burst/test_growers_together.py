@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from growth_rig import VOCAB, Rig, continuation, scripted
+from growth_rig import GOES_ON, VOCAB, Rig, continuation, scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_burst_growth import act, steps
@@ -128,10 +128,11 @@ def test_a_burst_that_fails_leaves_the_n_grams() -> None:
     rig.check_nothing_left()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(steps, max_size=40))
-def test_whatever_verify_does_both_follow_and_nothing_leaks(trace: list[tuple]) -> None:
-    rig = together()
+@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+@settings(max_examples=40, deadline=None)
+@given(trace=st.lists(steps, max_size=40))
+def test_whatever_verify_does_both_follow_and_nothing_leaks(shape: dict[str, int], trace: list[tuple]) -> None:
+    rig = together(**shape)
     for number, step in enumerate([("open", 3), *trace]):
         act(rig, number, step)
         if number % 3 == 0:

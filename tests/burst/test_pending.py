@@ -29,7 +29,10 @@ class Event:
 def pending(event: Event | None, expected: float) -> tuple[Pending, list[float]]:
     noted: list[float] = []
     runner: Any = SimpleNamespace(
-        expected_seconds=lambda pending: expected, note_seconds=lambda pending, seconds: noted.append(seconds)
+        expected_seconds=lambda pending: expected,
+        note_seconds=lambda pending, seconds: noted.append(seconds),
+        run_until=lambda interrupted: None,
+        go_on=lambda pending, num_steps: Pending(runner, pending.burst, pending.bucket, 0, 2, num_steps),
     )
     burst: Any = None
     made = Pending(runner, burst, Bucket(8, 1), 0)
@@ -59,6 +62,16 @@ def test_near_the_end_nothing_interrupts(expected: float) -> None:
     assert one.over(lambda: True)
     assert event.waited
     assert len(noted) == 1
+
+
+def test_a_part_is_timed_from_the_end_of_the_part_before() -> None:
+    one, _ = pending(Event(looks=3), expected=3600.0)
+    more = one.go_on(3)
+    assert more is not None and (more.first_step, more.num_steps) == (2, 3)
+    queued = more.began
+    assert one.nearly(lambda: False) and more.began == queued
+    assert one.over(lambda: False)
+    assert more.began > queued
 
 
 def test_without_a_device_there_is_nothing_to_wait_for() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from burst_host import Host, Node
+from burst_host import RESULT_FIELDS, Host, Node
 
 from draft_service.burst.cuda_runner import CudaRunner
 from draft_service.burst.plan import BurstShape
@@ -226,6 +226,35 @@ def test_both_runners_agree(model: DraftModel) -> None:
         for name in ("picked", "slots", "tokens"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [[2, 1, 2], [1, 1, 1, 1], [4, 4]])
+def test_a_burst_that_goes_on_is_one_of_all_its_steps(model: DraftModel, steps: list[int]) -> None:
+    results = []
+    for in_parts in (False, True):
+        host = Host(make_runner("cuda", model, max_steps=8), model)
+        for row in range(2):
+            host.open(row, prompt(7 + row, row), SamplingParams(temperature=0.4 * row, seed=row))
+        for _ in range(2):
+            burst, seeds = host.burst(steps[0] if in_parts else sum(steps), 8, floor=-9.0)
+            result = host.in_parts(burst, steps) if in_parts else host.runner.launch(burst).wait()
+            host.merge(burst, seeds, result)
+            results.append(result)
+            host.commit(0, list(host.requests[0].waiting[0].tokens[len(host.requests[0].tokens) :]))
+    for ours, theirs in zip(results[:2], results[2:], strict=True):
+        assert ours.first == theirs.first
+        for name in RESULT_FIELDS:
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+
+
+def test_what_cannot_go_on_says_so(make: Make, model: DraftModel) -> None:
+    host = make(model)
+    host.open(0, prompt(7))
+    burst, seeds = host.burst(3, 8)
+    pending = host.runner.launch(burst)
+    assert pending.go_on(host.runner.shape.max_steps) is None
+    host.merge(burst, seeds, pending.wait())
+    assert pending.go_on(1) is None
 
 
 def test_two_bursts_may_be_pending(make: Make, plain_model: DraftModel) -> None:

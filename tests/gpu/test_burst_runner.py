@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from burst_host import Host
+from burst_host import RESULT_FIELDS, Host
 from tiny_drafts import FeatureDraft, chain_draft
 from tiny_models import save_tiny
 
@@ -123,6 +123,23 @@ def test_two_bursts_are_pending_at_once(folder: Path) -> None:
         host.merge(burst, seeds, launched.wait())
         assert launched.done()
     assert host.num_checked > 100
+
+
+@pytest.mark.parametrize("kind", ["plain", "features"])
+def test_a_burst_goes_on_while_nothing_waits_for_its_end(folder: Path, kind: str) -> None:
+    steps, results = [2, 1, 1, 2], []
+    for in_parts in (False, True):
+        host = Host(make_runner(draft(folder, kind, torch.bfloat16, "cuda")), draft(folder, kind, torch.float32, "cpu"))
+        for row in range(3):
+            host.open(row, prompt(9 + row))
+        for _ in range(3):
+            burst, seeds = host.burst(steps[0] if in_parts else sum(steps), 16, floor=-9.0)
+            results.append(host.in_parts(burst, steps) if in_parts else host.runner.launch(burst).wait())
+            host.merge(burst, seeds, results[-1], check=False)
+            host.commit(0, list(host.requests[0].waiting[0].tokens[len(host.requests[0].tokens) :]))
+    for ours, theirs in zip(results[:3], results[3:], strict=True):
+        for name in RESULT_FIELDS:
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
 
 
 def test_built_from_options(folder: Path) -> None:
