@@ -31,8 +31,8 @@ class CostModel:
         """`width_of`: tokens that a round of so many is padded to, and costs the time of."""
         self._widths = np.array(widths, np.float64)
         self._width_of = width_of
-        # More tokens never cost less; a dip is noise that would draw rounds to it.
-        self._seconds = np.maximum.accumulate(np.array(seconds, np.float64))
+        # More tokens never cost less, and noise only ever adds: what a wider round took is enough for a narrower one.
+        self._seconds = np.minimum.accumulate(np.array(seconds, np.float64)[::-1])[::-1].copy()
         self._padded: NDArray[np.int64] = np.empty(0, np.int64)
         self._curve: NDArray[np.float64] = np.empty(0)
 
@@ -43,8 +43,9 @@ class CostModel:
         widths: Sequence[int] = WIDTHS,
         width_of: Callable[[int], int] = _as_it_is,
     ) -> CostModel:
-        """Times every width once with `measure`."""
-        return cls([measure(width) for width in widths], widths, width_of)
+        """Times every width with `measure`, all of them twice, so that a moment's noise spoils none."""
+        sweeps = [[measure(width) for width in widths] for _ in range(2)]
+        return cls([min(times) for times in zip(*sweeps, strict=True)], widths, width_of)
 
     def width(self, tokens: int) -> int:
         """Tokens that a round of so many is padded to."""

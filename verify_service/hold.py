@@ -20,11 +20,16 @@ class HoldPolicy:
     hold is needed for that, since answers come during rounds, too.
     """
 
-    def __init__(self, budget: Budget, max_seconds: float, lockstep: bool = False) -> None:
-        """`lockstep`: wait for every answer that a healthy peer owes, whatever it brings."""
+    def __init__(self, budget: Budget, max_seconds: float, lockstep: bool = False, turns: bool = False) -> None:
+        """`lockstep`: wait for every answer that a healthy peer owes, whatever it brings.
+
+        `turns`: a draft that is not waited for has no cores to answer on, so that a wait, once begun, lasts as long as
+        it pays.
+        """
         self._budget = budget
         self._max_seconds = max_seconds
         self._lockstep = lockstep
+        self._turns = turns
 
     def seconds(self, awaited: Sequence[Link], num_tokens: int, choice: Choice, beside: float = 0.0) -> float:
         """How long to wait at most, from now; 0 means not at all.
@@ -54,4 +59,5 @@ class HoldPolicy:
         pays = (choice.expected + gain) * choice.seconds / (choice.expected * MIN_GAIN) - then
         if pays <= max(wait.typical for wait in real):
             return 0.0
-        return min(pays, max(wait.late for wait in real), self._max_seconds)
+        longest = self._max_seconds if self._turns else max(wait.late for wait in real)
+        return min(pays, longest, self._max_seconds)

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.config.base import option
-from outrider.config.service import ServiceOptions
+from outrider.config.service import PeerServiceOptions
 from outrider.errors import ConfigError
+
+AUTO = ("AUTO",)
+"""In the place of drafters: those that `outrider.models.shipped.choose_drafters` finds for the target."""
 
 
 @dataclass(frozen=True)
-class DraftOptions(ServiceOptions):
+class DraftOptions(PeerServiceOptions):
     """Guesses ahead of a verify service."""
 
     knows_foreign_flags: ClassVar[bool] = True
@@ -21,8 +24,9 @@ class DraftOptions(ServiceOptions):
     )
     metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
     speculative_algorithm: tuple[str, ...] = option(
-        ("NGRAM",),
-        "Which drafters guess, comma separated: EAGLE, EAGLE3, NEXTN or STANDALONE, or NGRAM, or both together.",
+        AUTO,
+        "Which drafters guess, comma separated: EAGLE, EAGLE3, NEXTN or STANDALONE, or NGRAM, or both together; AUTO "
+        "takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
     )
     speculative_draft_model_path: str = option(
         "", "Draft model or head: a local folder or a hub id; for NEXTN empty takes the target's own."
@@ -40,7 +44,11 @@ class DraftOptions(ServiceOptions):
     speculative_token_map: str = option(
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
     )
-    target_model_path: str = option("", "Target's folder, for heads that share its embedding or output matrix.")
+    target_model_path: str = option(
+        "",
+        "Target's folder, for heads that share its embedding or output matrix, and for grammars, which need its "
+        "tokenizer.",
+    )
     device: str = option("auto", 'Where a draft model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if any.')
     dtype: str = option(
         "auto",
@@ -64,6 +72,12 @@ class DraftOptions(ServiceOptions):
     )
     lockstep: bool = option(
         False, "Grow one tree after each commit and stop, as co-located engines do: the baseline of benchmarks."
+    )
+    draft_ahead: str = option(
+        "auto",
+        "Grow while verify computes: always, never (a draft model grows one tree after each commit and then leaves the "
+        "cores to verify), or auto, which grows ahead on a GPU alone.",
+        choices=("auto", "always", "never"),
     )
     own_features: bool = option(
         False,

@@ -105,6 +105,43 @@ def test_a_round_waits_for_the_burst_that_follows_an_empty_answer(peer: Peer) ->
     assert peer.wait() == 0, "nothing more is expected"
 
 
+def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_hope() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    port = Recorder()
+    drafts.connected(port)
+    asked = request([1, 2])
+    drafts.admit(asked)
+    link = drafts.link(asked)
+    assert link is not None and link.peer is not None
+    answers = link.peer.health.misses
+    answers.more_gain = 0.2
+    gain, typical = link.gain, answers.answer.typical
+    drafts.launched(clock.now)
+    for epoch in (1, 2):
+        clock.now += 0.03
+        drafts.receive(port, [tree(link.number, epoch, asked.committed_len, [3])], clock.now)
+    assert not link.expects and link.gain == gain, "a round had the cores"
+    asked.tokens += [3]
+    follow(drafts, asked, 1)
+    assert answers.more_gain > 0.2 and answers.answer.typical < typical
+    assert link.expects, "the answer to every commit may be worth a wait"
+    clock.now += 0.001
+    drafts.receive(port, [tree(link.number, 3, asked.committed_len, [4, 5])], clock.now)
+    assert link.gain != gain and link.answered_at == clock.now
+
+
+def test_where_drafts_take_turns_a_wait_lasts_as_long_as_it_pays() -> None:
+    clock = Clock()
+    peer = Peer(clock)
+    peer.miss()
+    link = peer.link
+    budget = Budget(CostModel([10 * ROUND] * len(WIDTHS)), 63)
+    choice = budget.choose(1, 1, np.empty(0))
+    short = HoldPolicy(budget, 0.02).seconds([link], 1, choice)
+    assert 0 < short < HoldPolicy(budget, 0.02, turns=True).seconds([link], 1, choice) <= 0.02
+
+
 def test_a_round_does_not_wait_again_for_a_draft_that_says_all_at_once(peer: Peer) -> None:
     for _ in range(60):
         peer.miss()

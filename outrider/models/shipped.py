@@ -1,0 +1,85 @@
+"""The heads that ship with Outrider, and which drafters guess where nothing is said about it. Torch-free.
+
+A head lies in `models/<target>-EAGLE3`: at the top of a source checkout, or below share/outrider of an installation.
+$OUTRIDER_HEADS names another folder in the place of `models/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.config.draft import AUTO, DraftOptions
+from outrider.errors import ConfigError
+from outrider.logs import get_logger
+from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
+from outrider.models.store_folder import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+
+HEADS_VARIABLE = "OUTRIDER_HEADS"
+_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+
+_logger = get_logger(__name__)
+
+
+def head_folders() -> list[Path]:
+    """Folders that may hold heads, the first one first."""
+    if os.environ.get(HEADS_VARIABLE):
+        return [Path(os.environ[HEADS_VARIABLE]).expanduser()]
+    checkout = Path(__file__).resolve().parents[2] / "models"
+    return [checkout, Path(sys.prefix) / "share" / "outrider" / "models"]
+
+
+def shipped_head(target: str) -> Path | None:
+    """The head that was trained for the target of this name or folder and is here in full; None if there is none."""
+    if not is_default_target(target):
+        return None
+    folders = [folder / f"{DEFAULT_MODEL}-EAGLE3" for folder in head_folders()]
+    return next((folder for folder in folders if all((folder / name).is_file() for name in _FILES)), None)
+
+
+def is_default_target(target: str) -> bool:
+    """Whether a target is the default one: by its name, or because its folder was converted from the same file."""
+    if target.lower() in DEFAULT_ALIASES:
+        return True
+    folder = Path(target).expanduser()
+    if not target or not folder.is_dir():
+        return False
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("source") == DEFAULT_WHEEL.requirement
+
+
+def choose_drafters(
+    options: DraftOptions, target: str = "", say: Callable[[str], object] = _logger.info
+) -> DraftOptions:
+    """The options with drafters for a target in the place of AUTO: its head and n-grams, or n-grams alone.
+
+    `target` is what verify was told; empty takes --target-model-path, or else the default. `say` is told why where
+    n-grams are alone.
+    """
+    if options.speculative_algorithm != AUTO:
+        return options
+    target = target or options.target_model_path or DEFAULT_MODEL
+    if options.speculative_draft_model_path:
+        raise ConfigError(
+            "--speculative-draft-model-path: nothing says what it holds; give --speculative-algorithm EAGLE3, EAGLE, "
+            "NEXTN or STANDALONE"
+        )
+    head = shipped_head(target)
+    if head is None:
+        where = ", ".join(map(str, head_folders()))
+        why = f"its head is not in {where}" if is_default_target(target) else f"no head ships for {target}"
+        say(f"n-grams alone draft: {why}")
+        return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
+    return replace(
+        options,
+        speculative_algorithm=("EAGLE3", "NGRAM"),
+        speculative_draft_model_path=str(head),
+        target_model_path=options.target_model_path or target,
+    )

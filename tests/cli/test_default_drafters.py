@@ -1,0 +1,83 @@
+"""What guesses where nothing is said about it: the head that ships for the default target, beside n-grams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.demo import drafters_text
+from outrider.cli.services import draft_for
+from outrider.cli.wiring import link
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.models.shipped import choose_drafters, is_default_target, shipped_head
+from outrider.models.store import DEFAULT_MODEL, DEFAULT_WHEEL
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like the head that ships."""
+    folder = tmp_path / "heads" / f"{DEFAULT_MODEL}-EAGLE3"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    monkeypatch.setenv("OUTRIDER_HEADS", str(folder.parent))
+    return folder
+
+
+def converted(folder: Path, source: str) -> str:
+    folder.mkdir()
+    (folder / "outrider.json").write_text(json.dumps({"source": source}))
+    return str(folder)
+
+
+def test_the_default_target_is_drafted_for_by_its_head_and_n_grams(head: Path) -> None:
+    said: list[str] = []
+    chosen = choose_drafters(DraftOptions(), say=said.append)
+    assert chosen.speculative_algorithm == ("EAGLE3", "NGRAM") and not said
+    assert chosen.speculative_draft_model_path == str(head) and chosen.target_model_path == DEFAULT_MODEL
+
+
+def test_a_folder_counts_as_the_default_target_by_what_it_was_converted_from(head: Path, tmp_path: Path) -> None:
+    same, other = converted(tmp_path / "a", DEFAULT_WHEEL.requirement), converted(tmp_path / "b", "another==1")
+    assert is_default_target("smollm2") and is_default_target(same)
+    assert shipped_head(same) == head and shipped_head(other) is None
+    (head / "model.safetensors").unlink()
+    assert shipped_head(same) is None
+
+
+def test_without_a_head_n_grams_draft_alone_and_the_reason_is_said(head: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    chosen = choose_drafters(DraftOptions(), str(tmp_path), said.append)
+    (head / "config.json").unlink()
+    again = choose_drafters(DraftOptions(), DEFAULT_MODEL, said.append)
+    assert chosen.speculative_algorithm == again.speculative_algorithm == ("NGRAM",)
+    assert str(tmp_path) in said[0] and str(head.parent) in said[1]
+
+
+def test_what_is_said_about_drafting_holds(head: Path) -> None:
+    given = DraftOptions(speculative_algorithm=("NGRAM",))
+    assert choose_drafters(given) == given
+    with pytest.raises(ConfigError, match="--speculative-algorithm"):
+        choose_drafters(DraftOptions(speculative_draft_model_path="X"))
+
+
+def test_the_only_gpu_is_left_to_verify(head: Path) -> None:
+    said: list[str] = []
+    assert draft_for(DraftOptions(), VerifyOptions(), 1, said.append).speculative_algorithm == ("NGRAM",) and said
+    assert draft_for(DraftOptions(), VerifyOptions(), 2, said.append).speculative_algorithm == ("EAGLE3", "NGRAM")
+    assert draft_for(DraftOptions(), VerifyOptions(device="cpu"), 1, said.append).speculative_draft_model_path
+
+
+def test_a_draft_that_chooses_knows_verify_s_target() -> None:
+    linked = link({"draft": DraftOptions(), "verify": VerifyOptions(model="there")})
+    assert isinstance(linked["draft"], DraftOptions) and linked["draft"].target_model_path == "there"
+    named = link({"draft": DraftOptions(target_model_path="here"), "verify": VerifyOptions(model="there")})
+    assert isinstance(named["draft"], DraftOptions) and named["draft"].target_model_path == "here"
+
+
+def test_the_demo_names_the_drafters() -> None:
+    assert drafters_text(("EAGLE3", "NGRAM")) == "a trained head (EAGLE3) and n-grams of prompt and answers (NGRAM)"
