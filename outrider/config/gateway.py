@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.config.base import option
+from outrider.config.secrets import read_secrets
 from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
+
+_ORIGIN = re.compile(r"https?://[^/?#\s]+")
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,38 @@ class GatewayOptions(ServiceOptions):
         ("127.0.0.1:50052",), "Addresses of the verify replicas, host:port or unix:/path, comma separated."
     )
     verify_auth_token: str = option("", "Bearer token for the verify replicas.", secret=True)
+    verify_auth_token_file: str = option("", "File that holds it, instead of --verify-auth-token.")
+    verify_tls_ca: str = option(
+        "", "PEM file with the certificates that replicas' must be signed with; empty talks to them without TLS."
+    )
+    verify_tls_cert: str = option("", "PEM file with the certificate shown to replicas that ask for one.")
+    verify_tls_key: str = option("", "PEM file with its private key.")
+    verify_tls_name: str = option("", "Name that replicas' certificates are made out to, if not their address.")
     tokenizer: Path | None = option(
         None, "Folder with tokenizer.json and tokenizer_config.json. Unset: the folder that verify names."
     )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
-    api_key_file: Path | None = option(None, "File that holds the bearer token, instead of --api-key.")
+    api_key_file: Path | None = option(
+        None, "File with bearer tokens, one a line, instead of --api-key; each is a client with a share of its own."
+    )
+    max_connection_age_seconds: float = option(
+        3600.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
+    )
+    max_request_seconds: float = option(
+        3600.0, "Longest that a request may take, whatever deadline its client sets.", minimum=0.1, maximum=86400
+    )
 
     max_answers: int = option(256, "Answers in the making at once, over both doors; more get 429.", minimum=1)
     max_prompts: int = option(128, "Prompts in one request.", minimum=1, maximum=4096)
     max_body_bytes: int = option(8388608, "Longest request body or message.", minimum=1024, maximum=1073741824)
     body_seconds: float = option(30.0, "Seconds that a client gets to send its body.", minimum=0.1, maximum=3600)
     stall_seconds: float = option(60.0, "Seconds that a client may leave its stream unread.", minimum=0.1, maximum=3600)
+    keep_alive_seconds: float = option(
+        15.0, "Seconds without a token after which a REST stream gets a comment.", minimum=0.05, maximum=3600
+    )
+    cors_origins: tuple[str, ...] = option(
+        (), "Origins, like https://example.org, whose pages may call the REST door, comma separated; * for all."
+    )
     affinity_tokens: int = option(
         64, "First tokens of a prompt that choose the replica, so that equal beginnings meet its cache.", minimum=1
     )
@@ -51,17 +76,16 @@ class GatewayOptions(ServiceOptions):
             raise ConfigError("--verify: no address; name at least one verify replica, like 127.0.0.1:50052")
         if len(set(self.verify)) < len(self.verify):
             raise ConfigError("--verify: an address is named twice; name each replica once")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--cors-origins: {origin!r} is no origin; write it like https://example.org:8443")
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 
+    def read_api_keys(self) -> tuple[str, ...]:
+        """The bearer tokens of clients, none when everybody may come in. Raises ConfigError."""
+        return read_secrets(self.api_key, self.api_key_file, "--api-key")
+
     def read_api_key(self) -> str:
-        """Return the bearer token of clients, empty when everybody may come in. Raises ConfigError."""
-        if self.api_key_file is None:
-            return self.api_key
-        try:
-            key = self.api_key_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file: {self.api_key_file} cannot be read: {error}") from None
-        if not key:
-            raise ConfigError(f"--api-key-file: {self.api_key_file} is empty; write the bearer token into it")
-        return key
+        """A bearer token that opens the doors, empty when everybody may come in. Raises ConfigError."""
+        return next(iter(self.read_api_keys()), "")

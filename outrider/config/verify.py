@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.config.base import option
-from outrider.config.service import ServiceOptions
+from outrider.config.service import PeerServiceOptions
 
 
 @dataclass(frozen=True)
-class VerifyOptions(ServiceOptions):
+class VerifyOptions(PeerServiceOptions):
     """Holds the target model and its KV cache, and owns the truth."""
 
     knows_foreign_flags: ClassVar[bool] = True
@@ -41,6 +41,14 @@ class VerifyOptions(ServiceOptions):
     )
     max_running_requests: int = option(32, "Requests in one round.", minimum=1, maximum=1024)
     max_queued_requests: int = option(256, "Requests that wait for a place; more are refused.", minimum=0)
+    max_queued_tokens: int = option(
+        262144,
+        "Prompt tokens of requests that wait for their first token; more are refused unless nobody else waits.",
+        minimum=1,
+    )
+    unread_seconds: float = option(
+        120.0, "Seconds that a gateway may leave an answer unread.", minimum=0.1, maximum=3600
+    )
     chunked_prefill_size: int = option(
         0,
         "Prompt tokens computed in one round; 0 takes 256 on a CPU, 2048 on a GPU (512 if deterministic).",
@@ -51,6 +59,14 @@ class VerifyOptions(ServiceOptions):
     draft: tuple[str, ...] = option(
         ("127.0.0.1:50053",), "Addresses of draft services, comma separated; empty means plain decoding."
     )
+    draft_auth_token: str = option("", "Bearer token for the draft services.", secret=True)
+    draft_auth_token_file: str = option("", "File that holds it, instead of --draft-auth-token.")
+    draft_tls_ca: str = option(
+        "", "PEM file with the certificates that drafts' must be signed with; empty talks to them without TLS."
+    )
+    draft_tls_cert: str = option("", "PEM file with the certificate shown to drafts that ask for one.")
+    draft_tls_key: str = option("", "PEM file with its private key.")
+    draft_tls_name: str = option("", "Name that drafts' certificates are made out to, if not their address.")
     no_speculation: bool = option(False, "Plain decoding whatever requests say.")
     max_draft_tokens: int = option(
         63,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import grpc
 
 from outrider import logs
+from outrider.rpc.call import CLIENT_KEY, client, seconds_left
 from outrider.rpc.interceptors import AUTHORIZATION_KEY, REQUEST_ID_KEY
+from outrider.rpc.tls import TlsSource, channel_credentials
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_address, check_token
 
 
@@ -17,28 +21,83 @@ def open_channel(
     *,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     auth_token: str = "",
+    tls: TlsSource | None = None,
     option: str = "address",
 ) -> grpc.aio.Channel:
     """Return a channel to "host:port", "unix:/path" or "dns:..."; it connects at the first call and again by itself.
 
     Called inside the event loop. ConfigError, naming `option`, if the address is malformed. Each call carries the
-    bearer token, if one is given, and the current request id.
+    bearer token, if one is given, the current request id, client and deadline.
+    When files of `tls` are replaced, new calls use the new ones, and those under way go on.
     """
     if not address.startswith("dns:"):
         check_address(address, option)
     check_token(auth_token, "auth token")
     logs.hide_secret(auth_token)
-    inner = grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
-    return _TaggedChannel(inner, auth_token)
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return _TaggedChannel(_Inner(lambda: grpc.aio.insecure_channel(address, options=options), None), auth_token)
+    if tls.files.name:
+        options.append(("grpc.ssl_target_name_override", tls.files.name))
+
+    def dial() -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, channel_credentials(tls.current()[1]), options=options)
+
+    return _TaggedChannel(_Inner(dial, tls), auth_token)
+
+
+class _Inner:
+    """The channel that new calls use; another one once the files of its TLS have changed."""
+
+    def __init__(self, dial: Callable[[], grpc.aio.Channel], source: TlsSource | None) -> None:
+        self._dial = dial
+        self._source = source
+        self._version = 0 if source is None else source.current()[0]
+        self._former: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {}
+        """Channels that were in use before, with the calls that are left on each."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self.channel = dial()
+
+    def renewed(self, calls: Callable[[], set[grpc.aio.Call]]) -> bool:
+        """Look at the files; whether the channel is another one now. `calls`: those under way on the present one."""
+        if self._source is None:
+            return False
+        version, _ = self._source.current()
+        if version == self._version:
+            return False
+        former, self._version, self.channel = self.channel, version, self._dial()
+        self._former[former] = left = calls()
+        for call in tuple(left):
+            call.add_done_callback(lambda done: self._ended(former, done))
+        self._close_if_idle(former)
+        return True
+
+    async def close(self, grace: float | None) -> None:
+        for channel in (self.channel, *self._former):
+            await channel.close(grace)
+        self._former.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _ended(self, former: grpc.aio.Channel, call: Any) -> None:
+        if former in self._former:
+            self._former[former].discard(call)
+            self._close_if_idle(former)
+
+    def _close_if_idle(self, former: grpc.aio.Channel) -> None:
+        if not self._former[former]:
+            del self._former[former]
+            task = asyncio.get_running_loop().create_task(former.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
 
 class _TaggedChannel(grpc.aio.Channel):
-    """Adds metadata to each call, and cancels the calls that are left when it is closed.
+    """Adds metadata and deadline to each call, and cancels the calls that are left when it is closed.
 
     grpc.aio's interceptors would put a task and a queue between a stream and its messages; this costs a tuple a call.
     """
 
-    def __init__(self, inner: grpc.aio.Channel, auth_token: str) -> None:
+    def __init__(self, inner: _Inner, auth_token: str) -> None:
         self._inner = inner
         self._auth_token = auth_token
         self._calls: WeakSet[grpc.aio.Call] = WeakSet()
@@ -61,41 +120,55 @@ class _TaggedChannel(grpc.aio.Channel):
             call.cancel()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
+        return self._inner.channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
+        await self._inner.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._inner.channel_ready()
+        await self._inner.channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tagged(self._inner.unary_unary(*args, **kwargs))
+        return self._tagged(lambda channel: channel.unary_unary(*args, **kwargs))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tagged(self._inner.unary_stream(*args, **kwargs))
+        return self._tagged(lambda channel: channel.unary_stream(*args, **kwargs))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tagged(self._inner.stream_unary(*args, **kwargs))
+        return self._tagged(lambda channel: channel.stream_unary(*args, **kwargs))
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tagged(self._inner.stream_stream(*args, **kwargs))
+        return self._tagged(lambda channel: channel.stream_stream(*args, **kwargs))
 
-    def _tagged(self, callable_: Any) -> Any:
-        def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-            made = callable_(*args, metadata=self._tags(metadata), **kwargs)
+    def _tagged(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        made_on = self._inner.channel
+        callable_ = make(made_on)
+
+        def call(*args: Any, metadata: Any = None, timeout: float | None = None, **kwargs: Any) -> Any:
+            nonlocal made_on, callable_
+            self._inner.renewed(self._under_way)
+            if self._inner.channel is not made_on:
+                made_on = self._inner.channel
+                callable_ = make(made_on)
+            left = seconds_left()
+            if left is not None:
+                timeout = left if timeout is None else min(timeout, left)
+            made = callable_(*args, metadata=self._tags(metadata), timeout=timeout, **kwargs)
             self._calls.add(made)
             return made
 
         return call
 
+    def _under_way(self) -> set[grpc.aio.Call]:
+        return {call for call in self._calls if not call.done()}
+
     def _tags(self, metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
         """The caller's metadata, with what it left out."""
         pairs = tuple(metadata or ())
         given = {key for key, _ in pairs}
-        request_id = logs.request_id.get()
-        if self._auth_token and AUTHORIZATION_KEY not in given:
-            pairs += ((AUTHORIZATION_KEY, f"Bearer {self._auth_token}"),)
-        if request_id and REQUEST_ID_KEY not in given:
-            pairs += ((REQUEST_ID_KEY, request_id),)
-        return pairs
+        wanted = (
+            (AUTHORIZATION_KEY, f"Bearer {self._auth_token}" if self._auth_token else ""),
+            (REQUEST_ID_KEY, logs.request_id.get()),
+            (CLIENT_KEY, client.get()),
+        )
+        return pairs + tuple((key, value) for key, value in wanted if value and key not in given)

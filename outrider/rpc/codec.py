@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequestError
+from outrider.rpc.grammar_codec import decode_grammar, encode_grammar
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import (
     Close,
@@ -121,6 +124,7 @@ def _encode_verify_event(message: VerifyMessage) -> draft_pb2.VerifyEvent:
                 choice_index=message.sampling.choice_index,
                 prompt_len=message.prompt_len,
                 credit=message.credit,
+                grammar=encode_grammar(message.sampling.grammar),
             )
             return draft_pb2.VerifyEvent(open=opened)
         case Pause():
@@ -206,9 +210,18 @@ def _decode_open(event: draft_pb2.VerifyEvent) -> Open:
         request=opened.request,
         token_ids=tokens,
         prompt_len=opened.prompt_len,
-        sampling=decode_sampling(opened.sampling, choice_index=opened.choice_index, fresh_seed=0),
+        sampling=_decode_target_sampling(opened),
         credit=opened.credit,
     )
+
+
+def _decode_target_sampling(opened: draft_pb2.Open) -> SamplingParams:
+    sampling = decode_sampling(opened.sampling, choice_index=opened.choice_index, fresh_seed=0)
+    if opened.HasField("grammar"):
+        # One that this version does not know only makes for worse guesses.
+        with suppress(InvalidRequestError):
+            return replace(sampling, grammar=decode_grammar(opened.grammar))
+    return sampling
 
 
 def _decode_commit(event: draft_pb2.VerifyEvent) -> Commit:

@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ import grpc
 
 from outrider import logs
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.rpc.call import CLIENT_KEY, USER_KEY, clean_client, client, name_client
 from outrider.rpc.decoding import strict
 from outrider.rpc.status import status_from_error
 
@@ -43,9 +44,13 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     own `async for` or `context.read()`; a handler that reads in a task of its own lets it through to its caller.
     """
 
-    def __init__(self, *, auth_token: str = "", allow_unknown_fields: Collection[str] = ()) -> None:
-        self._auth_token = auth_token.encode()
+    def __init__(
+        self, *, auth_tokens: Collection[str] = (), allow_unknown_fields: Collection[str] = (), for_peers: bool = False
+    ) -> None:
+        """`for_peers`: callers are services of ours, whose word on whose behalf they call is taken."""
+        self._auth_tokens = tuple(token.encode() for token in auth_tokens)
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
+        self._for_peers = for_peers
 
     async def intercept_service(
         self,
@@ -58,19 +63,33 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         metadata = dict(handler_call_details.invocation_metadata or ())
-        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), self._authorized(method, metadata))
+        token = self._token(metadata)
+        authorized = token is not None or not self._auth_tokens or method.startswith(_HEALTH_PREFIX)
+        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized)
+        if self._for_peers:
+            call.client = clean_client(metadata.get(CLIENT_KEY))
+        else:
+            # A door with one token knows nothing of its clients by it.
+            call.token = (token or b"").decode() if len(self._auth_tokens) > 1 else ""
+            call.user = str(metadata.get(USER_KEY, ""))
         lenient = method in self._allow_unknown_fields or not method.startswith(_OWN_PREFIX)
         return _wrap(handler, call, lenient)
 
-    def _authorized(self, method: str, metadata: dict[str, Any]) -> bool:
-        if not self._auth_token or method.startswith(_HEALTH_PREFIX):
-            return True
+    def _token(self, metadata: dict[str, Any]) -> bytes | None:
         given = metadata.get(AUTHORIZATION_KEY, "")
         data = given if isinstance(given, bytes) else given.encode()
-        scheme, _, token = data.partition(b" ")
-        # Both sides are always compared, in a time that does not depend on where they differ.
-        matches = hmac.compare_digest(token.strip(), self._auth_token)
-        return matches and scheme.lower() == b"bearer"
+        return matching_token(data, self._auth_tokens)
+
+
+def matching_token(authorization: bytes, tokens: Sequence[bytes]) -> bytes | None:
+    """Which of `tokens` "Bearer TOKEN" carries; None for any other text.
+
+    All are always compared, each in a time that does not depend on where the two differ.
+    """
+    scheme, _, given = authorization.partition(b" ")
+    given = given.strip()
+    found = [token for token in tokens if hmac.compare_digest(given, token)]
+    return found[0] if found and scheme.lower() == b"bearer" else None
 
 
 def clean_request_id(given: str | bytes | None) -> str:
@@ -86,10 +105,18 @@ class _Call:
         self.method = method
         self.request_id = request_id
         self.authorized = authorized
+        self.client: str | None = None
+        """As a peer has said it; None where token and user tell."""
+        self.token = ""
+        self.user = ""
 
     async def enter(self, request: Any, context: Any) -> None:
         """Begin the call in its own task; refuse it if it must not run."""
         logs.request_id.set(self.request_id)
+        if self.client is None:
+            name_client(self.token, self.user)
+        else:
+            client.set(self.client)
         if not self.authorized:
             _logger.warning("%s refused: missing or wrong bearer token", self.method)
             await context.abort(

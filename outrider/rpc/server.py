@@ -16,10 +16,12 @@ from outrider.errors import ConfigError
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.health import HealthServicer
 from outrider.rpc.interceptors import BoundaryInterceptor
+from outrider.rpc.tls import TlsSource, server_credentials
 from outrider.rpc.transport import (
     DEFAULT_MAX_MESSAGE_BYTES,
     check_address,
     check_token,
+    is_local,
     server_options,
     split_host_port,
     unix_path,
@@ -35,8 +37,11 @@ class GrpcServer:
 
     `address` is "host:port" (port 0 takes a free one) or "unix:/path". `service_names` are the full names that health
     answers for. `max_message_bytes` bounds a message either way. With `auth_token` every method but health needs that
-    bearer token. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer
-    peers; elsewhere an unknown field is refused. `option` is what error messages call the address.
+    bearer token, or one of several. With `tls` clients must speak TLS, and show a certificate if it has a `ca`.
+    Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers; elsewhere an
+    unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
+    connection older than `max_connection_age` seconds takes no new calls; 0 for any age. `option` is what error
+    messages call the address.
     """
 
     def __init__(
@@ -45,19 +50,30 @@ class GrpcServer:
         address: str,
         service_names: Sequence[str],
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        auth_token: str = "",
+        auth_token: str | Collection[str] = "",
+        tls: TlsSource | None = None,
         allow_unknown_fields: Collection[str] = (),
         reflection: bool = False,
+        for_peers: bool = False,
+        max_connection_age: float = 0.0,
         option: str = "--address",
     ) -> None:
         check_address(address, option)
-        check_token(auth_token, "--auth-token")
-        hide_secret(auth_token)
+        tokens = tuple(filter(None, (auth_token,) if isinstance(auth_token, str) else auth_token))
+        for token in tokens:
+            check_token(token, "--auth-token")
+            hide_secret(token)
         self.address = address
+        self._tls = tls
+        self._guarded = bool(tokens) or (tls is not None and bool(tls.files.ca))
         self._option = option
         self._health = HealthServicer(service_names)
-        boundary = BoundaryInterceptor(auth_token=auth_token, allow_unknown_fields=allow_unknown_fields)
-        self.grpc: grpc.aio.Server = grpc.aio.server(interceptors=[boundary], options=server_options(max_message_bytes))
+        boundary = BoundaryInterceptor(
+            auth_tokens=tokens, allow_unknown_fields=allow_unknown_fields, for_peers=for_peers
+        )
+        self.grpc: grpc.aio.Server = grpc.aio.server(
+            interceptors=[boundary], options=server_options(max_message_bytes, max_connection_age)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if reflection:
             from grpc_reflection.v1alpha import reflection as service
@@ -75,7 +91,10 @@ class GrpcServer:
         else:
             check_free(self.address, self._option)
         try:
-            port = self.grpc.add_insecure_port(self.address)
+            if self._tls is None:
+                port = self.grpc.add_insecure_port(self.address)
+            else:
+                port = self.grpc.add_secure_port(self.address, server_credentials(self._tls))
         except RuntimeError:
             port = 0
         if port == 0:
@@ -86,7 +105,9 @@ class GrpcServer:
         if path is None:
             host, _ = split_host_port(self.address, self._option)
             self.address = f"{host}:{port}"
-        _logger.info("bound to %s", self.address)
+        _logger.info("bound to %s%s", self.address, " with TLS" if self._tls is not None else "")
+        if not self._guarded and not is_local(self.address):
+            _logger.warning("%s: whoever reaches %s may use it; set a token", self._option, self.address)
         return self.address
 
     def set_serving(self, serving: bool) -> None:

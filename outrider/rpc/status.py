@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from outrider.errors import (
     ContextLengthError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -87,6 +88,8 @@ def _decode_own(code: grpc.StatusCode, status: status_pb2.Status, info: error_de
         return OverloadedError(status.message, retry_after=retry_after, code=word)
     if code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(status.message, retry_after=retry_after, code=word)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(status.message, code=word)
     return InternalError(status.message, code=word)
 
 

@@ -36,9 +36,11 @@ def size_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def server_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of a server."""
+def server_options(max_message_bytes: int, max_connection_age: float = 0.0) -> ChannelOptions:
+    """Options of a server; a connection older than `max_connection_age` seconds takes no new calls, 0 for any age."""
+    age = [("grpc.max_connection_age_ms", max(1, round(max_connection_age * 1000)))] if max_connection_age else []
     return [
+        *age,
         *keepalive_options(),
         *size_options(max_message_bytes),
         # Half of what clients are set to: jitter never makes an honest client look like a flood (too_many_pings).
@@ -91,6 +93,12 @@ def check_address(address: str, option: str) -> None:
         raise ConfigError(
             f"{option}: the path {text} has {length} bytes, the kernel allows {MAX_UNIX_PATH_BYTES}; use a shorter one"
         )
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach an address: a unix socket, or one of loopback."""
+    host = address.rpartition(":")[0].strip("[]")
+    return unix_path(address) is not None or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def split_host_port(address: str, option: str) -> tuple[str, int]:

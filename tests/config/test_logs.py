@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider import logs
 from outrider.logs import (
     LineFormatter,
     configure_logging,
@@ -21,6 +22,11 @@ from outrider.logs import (
     redact,
     request_id,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_registered_secrets", set())
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""Both doors over TLS, the way to verify too, and files that are replaced while they are in use."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from certificates import Authority, replace
+from gateway_world import http_trust, open_world
+from scripted_verify import ScriptedVerify
+
+from gateway.main import serve
+from outrider.config.gateway import GatewayOptions
+from outrider.config.tls import TlsFiles
+from outrider.errors import ConfigError
+from outrider.v1 import gateway_pb2
+
+TEXT = "/v1/completions"
+
+
+def door(files: TlsFiles, *, clients_too: bool = True) -> dict[str, str]:
+    words = ("cert", "key", "ca") if clients_too else ("cert", "key")
+    return {f"tls_{word}": asdict(files)[word] for word in words}
+
+
+async def ask(rest: str, trust: TlsFiles) -> int:
+    async with httpx.AsyncClient(base_url=rest, verify=http_trust(trust)) as http:
+        return (await http.get("/health")).status_code
+
+
+async def test_both_doors_speak_tls_and_only_tls(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.say("ok")
+    ours = Authority(tmp_path / "ours")
+    trust = TlsFiles(ca=ours.files("client").ca)
+    files = door(ours.files("server"), clients_too=False)
+    async with open_world(verify, tmp_path, trust=trust, **files) as world:
+        assert (await world.http.post(TEXT, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
+        messages = [m async for m in world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x"))]
+        assert "".join(m.text for m in messages) == "ok"
+        async with httpx.AsyncClient(base_url=world.rest.replace("https", "http")) as plain:
+            with pytest.raises(httpx.TransportError):
+                await plain.get("/health")
+
+
+async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.say("ok")
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    client = ours.files("client")
+    async with open_world(verify, tmp_path, trust=client, **door(ours.files("server"))) as world:
+        assert (await world.http.post(TEXT, json={"prompt": "x"})).status_code == 200
+        for stranger in (TlsFiles(ca=client.ca), theirs.files("forged", trust=ours)):
+            with pytest.raises(httpx.TransportError):
+                await ask(world.rest, stranger)
+
+
+async def test_replaced_files_serve_the_next_connection_of_the_rest_door(
+    verify: ScriptedVerify, tmp_path: Path
+) -> None:
+    ours, new = Authority(tmp_path / "ours"), Authority(tmp_path / "new")
+    server, client = ours.files("server"), ours.files("client")
+    async with open_world(verify, tmp_path, trust=client, **door(server)) as world:
+        assert (await world.http.get("/health")).status_code == 200
+        other = new.files("server")
+        for word in ("key", "cert", "ca"):
+            replace(asdict(server)[word], Path(asdict(other)[word]).read_bytes())
+        assert await ask(world.rest, new.files("client")) == 200
+        with pytest.raises(httpx.TransportError):
+            await ask(world.rest, client)
+        with pytest.raises(httpx.TransportError):
+            await ask(world.rest, new.files("half", trust=ours))
+        # The connection of before stays.
+        assert (await world.http.get("/health")).status_code == 200
+
+
+async def test_verify_is_called_over_tls_with_a_token(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.say("ok")
+    ours = Authority(tmp_path / "ours")
+    server, client = ours.files("server"), ours.files("client")
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    verify.door = {"tls": server, "auth_token": "s3cret"}
+    options: dict[str, Any] = {f"verify_tls_{word}": asdict(client)[word] for word in ("cert", "key", "ca")}
+    options |= {"verify_tls_name": "localhost", "verify_auth_token_file": str(token)}
+    async with open_world(verify, tmp_path, **options) as world:
+        assert (await world.http.post(TEXT, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
+
+
+async def test_files_of_no_use_end_the_start(tmp_path: Path) -> None:
+    for options, words in (
+        (GatewayOptions(tls_cert="none", tls_key="none"), "--tls-cert: none cannot be read"),
+        (GatewayOptions(verify_tls_ca="none"), "--verify-tls-ca: none cannot be read"),
+        (GatewayOptions(verify_auth_token_file="none"), "--verify-auth-token-file: none cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            await serve(options, asyncio.Event())
+
+
+async def test_a_call_without_a_certificate_is_unavailable_not_an_answer(
+    verify: ScriptedVerify, tmp_path: Path
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    trust = TlsFiles(ca=ours.files("client").ca)
+    async with open_world(verify, tmp_path, trust=trust, **door(ours.files("server"))) as world:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
