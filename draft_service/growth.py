@@ -104,7 +104,8 @@ class Growth(Grower):
         if not frontier:
             return
         for node, candidates in zip(frontier, self._ask(frontier), strict=True):
-            self._trees[node.request].offer(node.node, candidates)
+            growth = self._trees[node.request]
+            growth.offer(node.node, _forced(growth, node) or candidates)
 
     def _ask(self, frontier: list[FrontierNode]) -> list[list[Candidate]]:
         """The drafter's answer; if it fails, each node is asked about alone, so that one request harms no other."""
@@ -151,3 +152,12 @@ class Growth(Grower):
                 ranked.append((-best, handle))
         heapify(ranked)
         return ranked
+
+
+def _forced(growth: TreeGrowth, node: FrontierNode) -> list[Candidate]:
+    """The child that a grammar leaves no choice about, if there is one: what the target will commit is certain."""
+    guide = growth.author.guide
+    if guide is None or not growth.author.is_live(node.node):
+        return []
+    token = guide.forced(node.node)
+    return [] if token is None else [Candidate(token, 0.0, 0)]

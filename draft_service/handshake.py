@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from draft_service.drafters.base import AnyDrafter, Needs
+from draft_service.drafters.base import AnyDrafter, Needs, named_drafters
 from outrider.config.draft import DraftOptions
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
@@ -31,7 +31,7 @@ def own_hello(drafter: AnyDrafter, options: DraftOptions) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
-        model="+".join(options.speculative_algorithm),
+        model="+".join(named_drafters(options)),
         tokenizer_hash=needs.tokenizer_hash,
         vocab_size=needs.vocab_size,
         hidden_size=needs.hidden_size,

@@ -19,6 +19,8 @@ from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.metrics import MetricsPage
+from outrider.models.shipped import choose_drafters
+from outrider.rpc.door import door_options
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
@@ -42,14 +44,16 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
     for name, value in KERNEL_CACHES.items():
         os.environ.setdefault(name, value)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    options = choose_drafters(options)
     drafter = build_drafter(options)
     metrics = DraftMetrics(drafter.sources)
     engine = Engine(drafter, options, metrics)
     servicer = DraftServicer(engine, drafter, options, metrics, find_mapper(drafter))
     watch(metrics, engine, servicer)
     server = GrpcServer(
-        address=options.address,
+        **door_options(options, options.read_auth_tokens()),
         service_names=["outrider.v1.DraftService"],
+        for_peers=True,
         max_message_bytes=options.max_message_bytes,
         allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )

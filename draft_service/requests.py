@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Protocol
 
 from draft_service.drafters.base import AnyDrafter
+from draft_service.grammars import DraftGrammars
 from draft_service.growers import build_grower
 from draft_service.handshake import longest_sequence
 from draft_service.tree import Refusal, Tree
@@ -55,6 +56,7 @@ class Requests:
         self.commits: Counter[Outcome] = Counter()
         self.declines: Counter[DeclineReason] = Counter()
         self.dropped: Counter[str] = Counter()
+        self.grammars = DraftGrammars(options)
         self._drafter = drafter
         self._options = options
         self._max_positions = longest_sequence(drafter.needs, options)
@@ -143,6 +145,7 @@ class Requests:
 
     def _begin(self, peer: Peer, message: Open) -> None:
         tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size)
+        self.grammars.open(tree.author, peer.vocab_size)
         self.growth.open(tree)
         self.growth.ledger.open(tree)
         self._trees[peer, message.request] = tree

@@ -154,6 +154,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         elif target != self._target:
             self._engine.forget_target()
         self._target = target
+        self._engine.post(partial(self._engine.requests.grammars.serve, target.tokenizer_hash))
         session = Session(target.vocab_size, self._options.max_queued)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Features
@@ -184,7 +184,7 @@ def register(name: str, factory: DrafterFactory) -> None:
 
 def build_drafter(options: DraftOptions) -> AnyDrafter:
     """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
-    names = options.speculative_algorithm
+    names = named_drafters(options)
     _check(options)
     made = [_FACTORIES[name](options) for name in names]
     if len(made) == 1:
@@ -194,13 +194,18 @@ def build_drafter(options: DraftOptions) -> AnyDrafter:
     return SeveralDrafters(made)
 
 
+def named_drafters(options: DraftOptions) -> tuple[str, ...]:
+    """The drafters that the options name: n-grams where that was left open and nobody has chosen."""
+    return ("NGRAM",) if options.speculative_algorithm == AUTO else options.speculative_algorithm
+
+
 def model_algorithm(options: DraftOptions) -> str:
     """The one drafter with a model that the options name; empty if they name none."""
     return next((name for name in options.speculative_algorithm if name in _ALONE), "")
 
 
 def _check(options: DraftOptions) -> None:
-    names = options.speculative_algorithm
+    names = named_drafters(options)
     for name in names:
         if name not in _FACTORIES:
             known = ", ".join(sorted(_FACTORIES))

@@ -17,6 +17,8 @@ from outrider.config.draft import DraftOptions
 
 # The ends of a ring are the same on both sides.
 sys.path.append(str(Path(__file__).parent.parent / "verify"))
+# What may come through a door is described with the layer below.
+sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 
 Serve = Callable[..., Awaitable[Door]]
 

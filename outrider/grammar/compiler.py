@@ -1,0 +1,142 @@
+"""From a grammar to what computes masks: the grammar library, within limits. Torch-free.
+
+The library bounds its work by counting steps, not seconds, so the same grammar fails in the same way anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.vocabulary import GrammarVocabulary
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=20_000,
+    step_max_items=20_000,
+    max_items_in_row=2_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    # Else messages show the whole grammar and the answer so far.
+    verbose_errors=False,
+)
+"""A mask takes 40 ms at the very most, and the states of one grammar's lexer some 40 MB."""
+
+_OPTIONS = {
+    # Without a bound a small model may go on with line breaks for ever.
+    "whitespace_pattern": r"[ \n\r\t]{1,40}",
+    "lenient": False,
+}
+_MOST_MASKS = 50_000
+"""Masks after which a compiled grammar is compiled anew: what its lexer has met stays in memory, and is bounded."""
+_MAX_REASON = 300
+_NUM_PROBES = 4
+_MOST_LOOKED_AT = 4096
+_TOO_MUCH = ("too many", "too big", "too large", "too complex", "fuel", "limit", "max is")
+"""What the library's messages say where one of `_LIMITS` was reached."""
+_FIXES = {
+    GrammarKind.JSON_OBJECT: "report it",
+    GrammarKind.JSON_SCHEMA: "leave out what is not supported, or split the schema",
+    GrammarKind.REGEX: "use a regular expression without look-around and backreferences, and with small repetitions",
+    GrammarKind.CHOICE: "send fewer or shorter texts",
+}
+
+
+class CompiledGrammar:
+    """A grammar ready to make matchers, which share what they learn about its tokens. One thread uses it at a time."""
+
+    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, matcher: LLMatcher) -> None:
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self.num_masks = 0
+        """Masks computed by all of its matchers."""
+        self._pristine = matcher
+
+    @property
+    def worn(self) -> bool:
+        """Whether it should be compiled anew before it is used by another request."""
+        return self.num_masks > _MOST_MASKS
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the start of an answer; some microseconds."""
+        return self._pristine.deep_copy()
+
+    def fresh_matcher(self) -> LLMatcher:
+        """A matcher that shares nothing with others, compiled anew."""
+        self._pristine = compile_grammar(self.grammar, self.vocabulary).matcher()
+        self.num_masks = 0
+        return self.matcher()
+
+
+def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary, field: str | None = None) -> CompiledGrammar:
+    """Compile a grammar that `check_grammar` has passed; from 1 ms to a second, without holding the interpreter.
+
+    Raises InvalidRequestError about `field` if it cannot be compiled within the limits, or allows no text at all.
+    """
+    try:
+        matcher = LLMatcher(vocabulary.tokenizer, source_of(grammar), log_level=0, limits=_LIMITS)
+    except ValueError as error:
+        raise refusal(grammar, str(error), field) from None
+    if not matcher.is_error():
+        # The first mask is where a lexer that is too large shows.
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise refusal(grammar, matcher.get_error(), field)
+    return CompiledGrammar(grammar, vocabulary, matcher)
+
+
+def source_of(grammar: Grammar) -> str:
+    """The grammar in the library's own form."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_OPTIONS)  # type: ignore[arg-type]
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_OPTIONS)  # type: ignore[arg-type]
+        case GrammarKind.REGEX:
+            # Digits and words as JavaScript and JSON Schema have them: of ASCII.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, use_ascii='dw')}/")
+        case GrammarKind.CHOICE:
+            # A JSON text is a literal of the library's language, too.
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar.choices))
+
+
+def refusal(grammar: Grammar, reason: str, field: str | None = None) -> InvalidRequestError:
+    """What a client is told of a grammar that the library refuses or gives up on."""
+    said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
+    if "regex parse error" in said:
+        # The lines before show the place in the library's own form of the grammar.
+        said = f"holds a regular expression that is not supported: {said.rpartition('error: ')[2].splitlines()[0]}"
+        fix = _FIXES[GrammarKind.REGEX]
+    elif "lookarounds not supported" in said:
+        said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
+    elif said.startswith("NoExtension"):
+        said, fix = "allows no text at all", "let it match something"
+    elif any(sign in said for sign in _TOO_MUCH):
+        said, fix = f"is too complex ({said})", "use smaller repetitions and fewer alternatives"
+    said = " ".join(said.split())[:_MAX_REASON] or "cannot be compiled"
+    return InvalidRequestError(field or grammar.field, said, fix, code="invalid_grammar")
+
+
+def probe(compiled: CompiledGrammar, num_tokens: int = 48) -> None:
+    """Write a few answers of random legal tokens, to see whether masks within an answer can be computed, too.
+
+    Raises InvalidRequestError where they cannot.
+    """
+    source = random.Random(compiled.grammar.digest)
+    for _ in range(_NUM_PROBES):
+        matcher = compiled.matcher()
+        for _ in range(num_tokens):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_stopped() else None
+            if matcher.is_error():
+                raise refusal(compiled.grammar, matcher.get_error())
+            legal = np.flatnonzero(np.unpackbits(mask, bitorder="little")) if mask is not None else ()
+            text = [token for token in legal[:_MOST_LOOKED_AT] if token not in compiled.vocabulary.end_ids]
+            if not text:
+                break
+            if not matcher.consume_token(int(source.choice(text))):
+                raise refusal(compiled.grammar, matcher.get_error())

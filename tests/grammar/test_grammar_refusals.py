@@ -1,0 +1,188 @@
+"""Grammars that cannot be used are refused with a reason, and hostile ones harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar.check import MAX_DEPTH, check_grammar
+from outrider.grammar.compiler import compile_grammar, probe
+from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.rpc.codec import decode_verify, encode_verify
+from outrider.rpc.grammar_codec import decode_grammar, encode_grammar
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import Open
+from outrider.v1 import common_pb2, verify_pb2
+from verify_service.admission import Admission
+from verify_service.grammar_check import GrammarChecker
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        inner = {"type": "array", "items": inner}
+    return inner
+
+
+AT_SIGHT: list[tuple[Grammar, str, str]] = [
+    (schema([]), "json_schema", "not an object"),
+    (Grammar(GrammarKind.JSON_SCHEMA, "{"), "json_schema", "not valid JSON"),
+    (Grammar(GrammarKind.JSON_SCHEMA, "[" * 100_000), "json_schema", "over the limit of 65536"),
+    (Grammar(GrammarKind.JSON_SCHEMA, "[" * 60_000), "json_schema", "nested"),
+    (schema(deep(MAX_DEPTH)), "json_schema", "nested over 64 levels"),
+    (schema({"properties": {"a": {"not": {}}}}), "json_schema.properties.a.not", "not supported; say what"),
+    (schema({"anyOf": [{}, {"uniqueItems": True}]}), "json_schema.anyOf[1].uniqueItems", "check it afterwards"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"title": "\ud800"}'), "json_schema", "lone surrogate"),
+    (schema({"x-guidance": {"lenient": True}}), "json_schema.x-guidance", "remove it"),
+    (schema({"$ref": "http://example.com/a.json"}), "json_schema.$ref", "begins with #"),
+    (regex(""), "regex", "is empty"),
+    (regex("a" * 5000), "regex", "over the limit of 4096"),
+    (Grammar.of_choices([]), "choice", "send 1 to 1024"),
+    (Grammar.of_choices(["a", ""]), "choice", "empty choice"),
+    (Grammar.of_choices([str(i) for i in range(1025)]), "choice", "1025 choices"),
+]
+
+WHEN_COMPILED: list[tuple[Grammar, str]] = [
+    (schema({"type": "strin"}), "Invalid type"),
+    (schema({"type": "string", "format": "weird"}), "format"),
+    (schema({"type": "string", "minLength": 5, "maxLength": 2}), "nsatisfiable"),
+    (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "allows no text"),
+    (schema({"type": "string", "pattern": "^(a{1000}){1000}$"}), "too complex"),
+    (schema({"type": "string", "pattern": "(a)\\1"}), "backreferences"),
+    (regex("(a"), "unclosed group"),
+    (regex("a(?=b)c"), "look-around"),
+    (regex("\\bx"), "word boundary"),
+    (regex("(" * 1500 + "a" + ")" * 1500), "nested parentheses"),
+    (regex("((a{100}){100}){100}"), "too complex"),
+    (regex("[a&&b]"), "allows no text"),
+]
+
+FINE = [
+    OBJECT,
+    SCHEMA,
+    CHOICE,
+    schema({"properties": {"not": {"type": "null"}, "x-guidance": {}}, "enum": [{"not": None}]}),
+    schema({"type": "array", "items": {"type": "integer"}, "minItems": 99_999, "maxItems": 100_000}),
+    schema({"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}),
+    schema(deep(MAX_DEPTH // 2 - 1)),
+    regex("(a+)+b"),
+    regex("(a|b)*a(a|b){12}"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "field", "words"), AT_SIGHT)
+def test_what_is_wrong_at_first_sight_is_told_with_field_and_fix(grammar: Grammar, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        check_grammar(grammar)
+    assert caught.value.field == f"grammar.{field}" and words in caught.value.message and caught.value.fix
+    with pytest.raises(InvalidRequestError) as caught:
+        check_grammar(grammar, "guided_json")
+    assert caught.value.field.startswith("guided_json")
+
+
+@pytest.mark.parametrize(("grammar", "words"), WHEN_COMPILED)
+def test_what_cannot_be_compiled_is_told_with_reason_and_fix(
+    vocabulary: GrammarVocabulary, grammar: Grammar, words: str
+) -> None:
+    check_grammar(grammar)
+    with pytest.raises(InvalidRequestError) as caught:
+        probe(compile_grammar(grammar, vocabulary))
+    assert words in caught.value.problem and caught.value.fix and caught.value.code == "invalid_grammar"
+    assert len(caught.value.message) < 600
+
+
+@pytest.mark.parametrize("grammar", FINE)
+def test_what_is_large_or_recursive_but_harmless_is_taken(vocabulary: GrammarVocabulary, grammar: Grammar) -> None:
+    check_grammar(grammar)
+    probe(compile_grammar(grammar, vocabulary))
+
+
+@pytest.mark.parametrize("grammar", [OBJECT, SCHEMA, CHOICE, regex("a")])
+def test_a_grammar_travels_unchanged(grammar: Grammar) -> None:
+    message = encode_grammar(grammar)
+    assert message is not None
+    assert decode_grammar(common_pb2.Grammar.FromString(message.SerializeToString())) == grammar
+
+
+@pytest.mark.parametrize("message", [common_pb2.Grammar(), common_pb2.Grammar(json_object=False)])
+def test_a_message_that_says_nothing_is_no_grammar(message: common_pb2.Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match="says nothing"):
+        decode_grammar(message)
+
+
+def test_drafts_are_told_and_a_grammar_that_they_do_not_know_does_no_harm() -> None:
+    sampling = SamplingParams(seed=3, grammar=CHOICE)
+    opened = Open(1, np.array([1, 2], np.int32), 2, sampling, 8)
+    batch = encode_verify([opened])
+    (got,) = decode_verify(batch)
+    assert isinstance(got, Open) and got.sampling == sampling
+    batch.events[0].open.grammar.CopyFrom(common_pb2.Grammar())
+    (got,) = decode_verify(batch)
+    assert isinstance(got, Open) and got.sampling == SamplingParams(seed=3)
+
+
+def test_verify_s_door_checks_what_the_gateway_has_checked() -> None:
+    def admitted(**fields: Any) -> Grammar | None:
+        request = verify_pb2.VerifyServiceGenerateRequest(prompt_token_ids=[1], max_tokens=3, **fields)
+        return Admission(VOCAB, 100, ends, speculation=True).admit(request).sampling.grammar
+
+    ends: tuple[int, ...] = (END,)
+    assert admitted(grammar=encode_grammar(SCHEMA)) == SCHEMA and admitted() is None
+    for fields, field in (
+        ({"grammar": common_pb2.Grammar()}, "grammar"),
+        ({"grammar": common_pb2.Grammar(regex="a" * 5000)}, "grammar.regex"),
+        ({"grammar": encode_grammar(OBJECT), "ignore_eos": True}, "ignore_eos"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            admitted(**fields)
+        assert caught.value.field == field and caught.value.fix
+    ends = ()
+    with pytest.raises(InvalidRequestError, match="no end-of-sequence token"):
+        admitted(grammar=encode_grammar(OBJECT))
+
+
+async def test_grammars_are_tried_in_processes_that_may_die(tokenizer_folder: Path) -> None:
+    checker = GrammarChecker(str(tokenizer_folder), VOCAB, [END])
+    try:
+        await asyncio.gather(*(checker.check(grammar) for grammar in (OBJECT, SCHEMA, OBJECT)))
+        with pytest.raises(InvalidRequestError) as caught:
+            await checker.check(regex("(a"))
+        assert caught.value.field == "grammar.regex" and caught.value.fix
+        for sandbox in checker._sandboxes:
+            if sandbox._process is not None:
+                sandbox._process.kill()
+                await sandbox._process.wait()
+        await checker.check(CHOICE)
+    finally:
+        await checker.close()
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(tokenizer_folder: Path) -> None:
+    slow = schema({"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1800)}})
+    checker = GrammarChecker(str(tokenizer_folder), VOCAB, [END], seconds=0.02)
+    try:
+        with pytest.raises(InvalidRequestError, match=r"more than 0\.02 s"):
+            await checker.check(slow)
+        with pytest.raises(InvalidRequestError, match=r"more than 0\.02 s"):  # known by now
+            await checker.check(slow)
+        for sandbox in checker._sandboxes:
+            sandbox._seconds = 60.0
+        await checker.check(OBJECT)
+    finally:
+        await checker.close()

@@ -1,0 +1,214 @@
+"""Grammars in the engine: compiled beside its work, cached, and failing alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness import Answer, make_engine, make_request
+from local_draft import LocalDraft, noise
+from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of, tiny_vocabulary
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar import compiler
+from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tokens import FinishReason
+from verify_service import grammars
+from verify_service.engine import Engine
+from verify_service.grammars import Grammars
+
+PROMPT = [1, 2, 3]
+LONG = Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
+    return tiny_vocabulary(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def engine(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[Engine]:
+    made = make_engine(model, vocabulary=vocabulary)
+    made.start()
+    yield made
+    made.stop()
+    assert made.memory.num_used == made.memory.radix.num_pages, "a page leaked"
+
+
+Ask = Callable[..., Answer]
+
+
+def ask(engine: Engine, grammar: Grammar | None, max_tokens: int = 40) -> Answer:
+    answer, params = Answer(), SamplingParams(temperature=1.0, seed=7, grammar=grammar)
+    answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, stop_ids=frozenset([END]))
+    engine.submit(answer.request)
+    return answer
+
+
+def finished(answer: Answer) -> Answer:
+    assert answer.done.wait(60)
+    return answer
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: Engine) -> None:
+    wrong = ask(engine, Grammar(GrammarKind.REGEX, "(a"))
+    others = [ask(engine, None), ask(engine, CHOICE)]
+    error = finished(wrong).updates[-1].error
+    assert isinstance(error, InvalidRequestError) and error.field == "grammar.regex"
+    assert all(finished(other).updates[-1].error is None for other in others)
+    assert text_of(others[1].token_ids) in CHOICE.choices
+    assert others[1].updates[-1].finish is FinishReason.STOP
+
+
+def test_a_request_whose_grammar_is_given_up_on_fails_alone_and_with_a_reason(
+    model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_LIMITS", type(compiler._LIMITS)(max_lexer_states=30, verbose_errors=False))
+    engine = make_engine(model, vocabulary=vocabulary)
+    engine.start()
+    try:
+        other, hard = ask(engine, None), ask(engine, LONG)
+        error = finished(hard).updates[-1].error
+        assert isinstance(error, InvalidRequestError) and "too complex" in error.problem
+        assert 0 < len(hard.token_ids) < 40, "what was legal is told"
+        assert finished(other).updates[-1].error is None and len(other.token_ids) == 40
+    finally:
+        engine.stop()
+
+
+def test_without_a_vocabulary_requests_with_a_grammar_are_refused(model: CausalLM) -> None:
+    engine = make_engine(model)
+    engine.start()
+    try:
+        error = finished(ask(engine, OBJECT)).updates[-1].error
+        assert isinstance(error, InvalidRequestError) and "tokenizer" in error.problem
+        assert finished(ask(engine, None)).updates[-1].error is None
+    finally:
+        engine.stop()
+
+
+class Held:
+    """Compiles when it is allowed to, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.count = 0
+        real = grammars.compile_grammar
+
+        def compile_held(grammar: Grammar, vocabulary: GrammarVocabulary) -> compiler.CompiledGrammar:
+            self.count += 1
+            self.begun.set()
+            assert self.go.wait(60)
+            return real(grammar, vocabulary)
+
+        monkeypatch.setattr(grammars, "compile_grammar", compile_held)
+
+
+def test_others_are_answered_while_a_grammar_is_compiled_and_it_is_compiled_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    first, second = ask(engine, CHOICE), ask(engine, CHOICE)
+    assert held.begun.wait(60)
+    assert finished(ask(engine, None)).updates[-1].error is None
+    assert not first.done.is_set() and not second.done.is_set()
+    held.go.set()
+    third = finished(ask(engine, CHOICE))
+    assert finished(first).token_ids == finished(second).token_ids == third.token_ids
+    assert held.count == 1
+
+
+def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    gone = ask(engine, CHOICE)
+    assert held.begun.wait(60) and gone.request is not None
+    engine.cancel(gone.request)
+    held.go.set()
+    assert text_of(finished(ask(engine, CHOICE)).token_ids) in CHOICE.choices
+    assert gone.updates == []
+
+
+def test_stopping_tells_requests_whose_grammar_is_being_compiled(
+    model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    engine = make_engine(model, vocabulary=vocabulary)
+    engine.start()
+    waiting = ask(engine, CHOICE)
+    assert held.begun.wait(60)
+    engine.stop()
+    assert finished(waiting).updates[-1].error is not None
+    held.go.set()
+
+
+def test_the_cache_of_compiled_grammars_is_bounded_and_worn_ones_are_compiled_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_MAX_CACHED", 3)
+    for index in range(6):
+        finished(ask(engine, Grammar.of_choices(["yes", "ab" * (index + 1)])))
+    assert len(engine.grammars._cache) == 3
+    finished(ask(engine, CHOICE))
+    before = engine.grammars._cache[CHOICE.digest]
+    finished(ask(engine, CHOICE))
+    assert engine.grammars._cache[CHOICE.digest] is before
+    monkeypatch.setattr(compiler, "_MOST_MASKS", 0)
+    finished(ask(engine, CHOICE))
+    assert engine.grammars._cache[CHOICE.digest] is not before
+
+
+def test_masks_are_computed_ahead_of_the_round_that_needs_them(
+    model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that works while the engine looks after other things: here, between launch and wait."""
+    engine = make_engine(model, vocabulary=vocabulary)
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)))
+    counted: list[int] = []
+    launch = engine._executor.launch
+
+    def launching(entries):  # type: ignore[no-untyped-def]
+        pending = launch(entries)
+        while engine.grammars.work(entries):
+            counted.append(1)
+        return pending
+
+    monkeypatch.setattr(engine._executor, "launch", launching)
+    engine.start()
+    try:
+        ahead = finished(ask(engine, OBJECT))
+        assert counted
+    finally:
+        engine.stop()
+    plain = make_engine(model, vocabulary=vocabulary)
+    plain.start()
+    try:
+        assert finished(ask(plain, OBJECT)).token_ids == ahead.token_ids
+    finally:
+        plain.stop()
+
+
+def test_nodes_whose_masks_are_not_there_in_time_wait_for_a_later_round(
+    model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_BETWEEN_SECONDS", -1.0)
+    engine = make_engine(model, vocabulary=vocabulary)
+    engine.grammars = engine.scheduler._grammars = Grammars(vocabulary, engine.drafts, patient=False)
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)))
+    sizes: list[int] = []
+    launch = engine._executor.launch
+    monkeypatch.setattr(
+        engine._executor, "launch", lambda entries: (sizes.extend(len(e.nodes) for e in entries), launch(entries))[1]
+    )
+    engine.start()
+    try:
+        assert finished(ask(engine, OBJECT)).updates[-1].error is None
+        assert sizes and not any(sizes), "a node without its mask was verified"
+    finally:
+        engine.stop()

@@ -1,0 +1,227 @@
+"""Grammars of the engine's requests: compiled on a thread, cached, and a mask for every root and node of a round."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.grammar.compiler import CompiledGrammar, compile_grammar
+from outrider.grammar.spec import Grammar
+from outrider.grammar.state import GrammarNode, GrammarState, TokenPath
+from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.logs import get_logger
+from verify_service.drafts import Drafts
+from verify_service.forest import Forest
+from verify_service.request import Request
+from verify_service.round import Entry, Nodes
+
+log = get_logger(__name__)
+
+POLL_SECONDS = 0.001
+"""How often an idle engine looks whether a grammar is compiled."""
+_MAX_CACHED = 32
+"""Compiled grammars that are kept; each is a few megabytes, 40 at the very most."""
+_AHEAD_NODES = 32
+"""Nodes of a request's tree whose masks are computed while a round runs, the best first."""
+_BETWEEN_SECONDS = 0.001
+"""What masks of nodes may take between two rounds; a node whose mask is not there by then is left to a later round."""
+
+_ANY_DEPTH = 1 << 30
+
+Begin = Callable[[Request], None]
+Fail = Callable[[Request, OutriderError], None]
+
+
+class Grammars:
+    """The engine thread uses it; a thread of its own compiles.
+
+    Masks of nodes are computed while a round runs (`work`); between rounds only what is missing: that of a root which
+    no draft had foreseen, and a few others.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary | None, drafts: Drafts, patient: bool = True) -> None:
+        """Without a vocabulary requests with a grammar are refused.
+
+        `patient`: no device waits between rounds, so that all nodes may be waited for there.
+        """
+        self.dropped: Counter[str] = drafts.dropped
+        """Counts nodes that a grammar forbids."""
+        self._vocabulary = vocabulary
+        self._drafts = drafts
+        self._patient = patient
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._waiting: dict[str, list[tuple[Request, Begin, Fail]]] = {}
+        """Requests by the digest of a grammar that is being compiled."""
+        self._orders: SimpleQueue[Grammar | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Grammar, CompiledGrammar | OutriderError]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def compiling(self) -> bool:
+        """Whether requests wait for their grammar."""
+        return bool(self._waiting)
+
+    def open(self, request: Request, begin: Begin, fail: Fail) -> None:
+        """Have a request's grammar compiled, then `begin` it; at once without a grammar, or with one that is known."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            begin(request)
+        elif self._vocabulary is None:
+            problem = "cannot be used: the grammar library does not know the model's tokenizer"
+            fail(request, InvalidRequestError(grammar.field, problem, "leave it out"))
+        elif (known := self._cache.get(grammar.digest)) is not None and not known.worn:
+            self._cache.move_to_end(grammar.digest)
+            request.grammar = GrammarState(known)
+            begin(request)
+        else:
+            waiting = self._waiting.setdefault(grammar.digest, [])
+            waiting.append((request, begin, fail))
+            if len(waiting) == 1:
+                self._order(grammar)
+
+    def poll(self) -> None:
+        """Begin the requests whose grammars were compiled."""
+        while self._waiting and not self._done.empty():
+            grammar, outcome = self._done.get()
+            if isinstance(outcome, CompiledGrammar):
+                self._cache[grammar.digest] = outcome
+                self._cache.move_to_end(grammar.digest)
+                while len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+            for request, begin, fail in self._waiting.pop(grammar.digest, ()):
+                if request.finished:
+                    continue
+                if isinstance(outcome, OutriderError):
+                    fail(request, outcome)
+                else:
+                    request.grammar = GrammarState(outcome)
+                    begin(request)
+
+    def stop(self) -> None:
+        """End the thread once it has nothing to compile."""
+        if self._thread is not None:
+            self._orders.put(None)
+
+    def allowed(self, entries: Sequence[Entry], forest: Forest, taken: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of the nodes that a round takes, those that the requests' grammars allow and whose masks are there.
+
+        `entries` are those of the forest's trees, in its order. Masks that are missing are computed, as long as there
+        is time for it; nodes that are forbidden are counted.
+        """
+        if all(entry.request.grammar is None for entry in entries):
+            return taken
+        keep: list[bool] = []
+        deadline = None if self._patient else perf_counter() + _BETWEEN_SECONDS
+        for entry, nodes in zip(entries, forest.take(taken), strict=True):
+            state = entry.request.grammar
+            if state is None:
+                keep += [True] * len(nodes)
+                continue
+            follow(state, entry.request)
+            keep += [node is not None for node in self._states(state, nodes, deadline)]
+        return taken[np.array(keep, np.bool_)]
+
+    def mask(self, entries: Sequence[Entry]) -> None:
+        """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
+
+        An entry whose root has none, because the library gave up, gets its error; what it samples is to be dropped.
+        """
+        for entry in entries:
+            state = entry.request.grammar
+            if state is None or not entry.samples:
+                continue
+            follow(state, entry.request)
+            root = state.mask(state.root, ())
+            if root is None:
+                entry.error = state.error or InternalError("the grammar's state was lost")
+                entry.nodes, entry.marks, entry.masks = Nodes(), None, [state.end_mask]
+                continue
+            states = self._states(state, entry.nodes, None)
+            masks = [node.mask for node in states if node is not None and node.mask is not None]
+            if len(masks) < len(entry.nodes):
+                entry.nodes, entry.marks, masks = Nodes(), None, []
+            entry.masks = [root, *masks]
+
+    def work(self, entries: Sequence[Entry]) -> bool:
+        """Compute one mask ahead of the next round, if any is missing; whether there was one."""
+        for entry in entries:
+            state, link = entry.request.grammar, self._drafts.link(entry.request)
+            if state is None or link is None or not link.mirror.num_nodes or entry.request.finished:
+                continue
+            forest = Forest([link.mirror], [_ANY_DEPTH])
+            best = np.sort((-forest.log_probs).argsort(kind="stable")[:_AHEAD_NODES])
+            follow(state, entry.request)
+            if self._prepare_one(state, forest.take(best)[0]):
+                return True
+        return False
+
+    def _prepare_one(self, state: GrammarState, nodes: Nodes) -> bool:
+        if state.root.mask is None:
+            return state.mask(state.root, ()) is not None
+        found: list[GrammarNode | None] = []
+        paths: list[TokenPath] = []
+        for token, parent in zip(nodes.token_ids, nodes.parents, strict=True):
+            above = state.root if parent < 0 else found[parent]
+            node = None if above is None or above.mask is None else state.child(above, token)
+            found.append(node)
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            if node is not None and node.mask is None and not node.gave_up:
+                return state.mask(node, paths[-1]) is not None
+        return False
+
+    def _states(self, state: GrammarState, nodes: Nodes, deadline: float | None) -> list[GrammarNode | None]:
+        """Of each node its state with a mask; None if it is forbidden, or if its mask is missing past the deadline."""
+        if not len(nodes) or state.mask(state.root, ()) is None:
+            return [None] * len(nodes)
+        found: list[GrammarNode | None] = []
+        paths: list[TokenPath] = []
+        for token, parent in zip(nodes.token_ids, nodes.parents, strict=True):
+            above = state.root if parent < 0 else found[parent]
+            path = (*(paths[parent] if parent >= 0 else ()), token)
+            paths.append(path)
+            if above is None:
+                found.append(None)
+                continue
+            node = state.child(above, token)
+            if node is None:
+                self.dropped["grammar"] += 1
+            elif node.mask is None:
+                late = deadline is not None and perf_counter() > deadline
+                node = None if late or state.mask(node, path) is None else node
+            found.append(node)
+        return found
+
+    def _order(self, grammar: Grammar) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile, name="grammars", daemon=True)
+            self._thread.start()
+        self._orders.put(grammar)
+
+    def _compile(self) -> None:
+        while (grammar := self._orders.get()) is not None:
+            self._done.put((grammar, self._outcome(grammar)))
+
+    def _outcome(self, grammar: Grammar) -> CompiledGrammar | OutriderError:
+        try:
+            if self._vocabulary is None:
+                raise InternalError("there is no vocabulary to compile grammars for")
+            return compile_grammar(grammar, self._vocabulary)
+        except OutriderError as error:
+            return error
+        except Exception:
+            log.exception("a grammar could not be compiled")
+            return InternalError("the grammar could not be compiled")
+
+
+def follow(state: GrammarState, request: Request) -> None:
+    """Bring a state to its request's newest committed token."""
+    known = request.prompt_len + state.num_committed
+    if known < len(request.tokens):
+        state.follow(request.tokens[known:])
