@@ -5,7 +5,7 @@ SHELL := bash
 export PYTHON TORCH_INDEX
 bin := .venv/bin
 
-.PHONY: help demo test up chat setup setup-dev check format stubs clean
+.PHONY: help demo test up chat setup setup-dev check format stubs options clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; \
@@ -39,6 +39,9 @@ format: setup-dev ## Sort imports and format the code.
 
 stubs: setup-dev ## Generate outrider/v1 from protos/ anew.
 	@scripts/gen_stubs
+
+options: setup-dev ## Write docs/options.md anew from the code.
+	@$(bin)/python scripts/gen_options
 
 clean: ## Remove .venv and every cache in this folder; downloaded models stay.
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,113 @@
+"""`outrider health`: whether a service serves, as an exit code. Container engines call it; see docs/deploy.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.config.secrets import read_secret
+from outrider.config.tls import TlsFiles
+from outrider.errors import ConfigError
+from outrider.rpc.interceptors import AUTHORIZATION_KEY
+from outrider.rpc.tls import channel_credentials
+from outrider.rpc.tls_files import load
+from outrider.rpc.transport import check_address, check_token, split_host_port, unix_path
+
+SERVES, SERVES_NOT = 0, 1
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+_ENV = "OUTRIDER_HEALTH_"
+_TLS_WORDS = {
+    "ca": "PEM file of the certificates that the service's own is signed with; turns TLS on.",
+    "cert": "PEM file of a certificate to show, where the service asks its clients for one.",
+    "key": "PEM file of its private key.",
+    "name": "Name in the service's certificate, if that is not the host of the address.",
+}
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "address",
+        nargs="?",
+        default=os.environ.get("OUTRIDER_ADDRESS", ""),
+        help="The service's gRPC door: host:port or unix:/path. Default: $OUTRIDER_ADDRESS, what a service in this "
+        "environment binds.",
+    )
+    parser.add_argument(
+        "--service", default="", help="Full name, like outrider.v1.VerifyService. Default: the process as a whole."
+    )
+    parser.add_argument("--timeout", type=_seconds, default=3.0, help="Seconds that it may take. Default: 3.")
+    parser.add_argument("--token-file", type=Path, help="File with a bearer token; our own doors answer without.")
+    for word, text in _TLS_WORDS.items():
+        name = f"{_ENV}TLS_{word.upper()}"
+        parser.add_argument(f"--tls-{word}", default=os.environ.get(name, ""), help=f"{text} Environment: {name}.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
+    if not arguments.address:
+        raise ConfigError("outrider health: no address; give host:port or unix:/path, or set OUTRIDER_ADDRESS")
+    address = reachable(arguments.address)
+    files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
+    answer, detail = ask(
+        address,
+        service=arguments.service,
+        timeout=arguments.timeout,
+        token=read_secret("", arguments.token_file, "--token"),
+        tls=files if files.ca else None,
+    )
+    print(f"{address}: {answer}" + (f" ({detail})" if detail else ""))
+    return SERVES if answer == "SERVING" else SERVES_NOT
+
+
+def reachable(address: str) -> str:
+    """The address to call where a service binds `address`: loopback for every interface. Raises ConfigError."""
+    check_address(address, "address")
+    if unix_path(address) is not None:
+        return address
+    host, port = split_host_port(address, "address")
+    return f"{_ANY_HOST.get(host, host)}:{port}"
+
+
+def ask(
+    address: str, *, service: str = "", timeout: float = 3.0, token: str = "", tls: TlsFiles | None = None
+) -> tuple[str, str]:
+    """What a service's health says, or the status code that came instead, and what is known of why.
+
+    `timeout` is in seconds. Raises ConfigError for files that cannot be used.
+    """
+    check_token(token, "--token-file")
+    metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
+    with _channel(address, tls) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            return error.code().name, " ".join((error.details() or "").split())
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)), ""
+
+
+def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
+    options: Mapping[str, str | int] = {
+        "grpc.enable_http_proxy": 0,
+        **({"grpc.ssl_target_name_override": tls.name} if tls and tls.name else {}),
+    }
+    if tls is None:
+        return grpc.insecure_channel(address, options=tuple(options.items()))
+    return grpc.secure_channel(address, channel_credentials(load(tls)), options=tuple(options.items()))
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.05 to 3600")
+    return value

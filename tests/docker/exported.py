@@ -1,0 +1,49 @@
+"""Names of all series that the services export, read from their registries, and those that an expression asks for."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
+
+from draft_service.main import watch
+from draft_service.metrics import DraftMetrics
+from gateway.metrics import GatewayMetrics
+from verify_service.metrics import VerifyMetrics
+from verify_service.wire import PeerPart, Snapshot
+
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+_NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")
+OF_PROMETHEUS = {"up"}
+
+
+def exported() -> set[str]:
+    """Of gateway, verify and draft."""
+    return names_of(GatewayMetrics().registry) | names_of(_verify()) | names_of(_draft())
+
+
+def asked(expression: str) -> set[str]:
+    """Names of ours that a PromQL expression reads."""
+    return set(_NAME.findall(expression))
+
+
+def names_of(registry: CollectorRegistry) -> set[str]:
+    return {family.name + suffix for family in registry.collect() for suffix in _SUFFIXES.get(family.type, ("",))}
+
+
+def _verify() -> CollectorRegistry:
+    metrics = VerifyMetrics()
+    snapshot = Snapshot(peers=[PeerPart("far:1", True, 0.002)])
+    backlog = SimpleNamespace(num_tokens=0, refused={"requests": 0, "tokens": 0}, slow_readers=0)
+    engine = SimpleNamespace(snapshot=snapshot, num_running=0, num_waiting=0, num_healthy=0, backlog=backlog)
+    metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
+    return metrics.registry
+
+
+def _draft() -> CollectorRegistry:
+    metrics = DraftMetrics(("ngram",))
+    requests = type("Requests", (dict,), {"growth": SimpleNamespace(num_live=0)})()
+    engine = SimpleNamespace(requests=requests, drafter=SimpleNamespace(gauges=dict))
+    watch(metrics, engine, SimpleNamespace(num_sessions=0))  # type: ignore[arg-type]
+    return metrics.registry

@@ -1,0 +1,114 @@
+"""compose.yaml says what it promises, for every profile, without an engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.cli.wiring import OPTION_TYPES
+from outrider.config.base import parse_options
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+OURS = {name: name.partition("-")[0] for name in SERVICES if name.partition("-")[0] in OPTION_TYPES}
+PROFILES = {"cpu": "", "gpu1": "-gpu1", "gpu2": "-gpu2"}
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+
+
+def environment(name: str) -> dict[str, str]:
+    """What the container gets where no variable is set."""
+    pattern = re.compile(r"\$\{\w+:?-([^}]*)\}")
+    return {key: pattern.sub(r"\1", str(value)) for key, value in SERVICES[name]["environment"].items()}
+
+
+def test_each_profile_has_its_three_services_and_cpu_has_the_dashboards_too() -> None:
+    for profile, suffix in PROFILES.items():
+        members = {name for name, service in SERVICES.items() if profile in service["profiles"]}
+        extra = {"prometheus", "grafana"} if profile == "cpu" else {"namespaces"}
+        assert members == {f"gateway{suffix}", f"verify{suffix}", f"draft{suffix}"} | extra
+    observers = {name for name, service in SERVICES.items() if "observability" in service["profiles"]}
+    assert observers == {"prometheus", "grafana"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_container_has_rights_that_it_does_not_need(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "user", "devices"} & service.keys()
+    if name in OURS:
+        stage = DOCKERFILE.split(f" AS {OURS[name]}\n")[1].split("\nFROM ")[0]
+        assert "\nUSER outrider\n" in stage
+
+
+def test_only_the_gateway_and_the_dashboards_are_published_and_on_loopback() -> None:
+    published = {name: service.get("ports", []) for name, service in SERVICES.items()}
+    assert {name for name, ports in published.items() if ports} == {
+        "gateway",
+        "gateway-gpu1",
+        "gateway-gpu2",
+        "grafana",
+    }
+    for ports in published.values():
+        for port in ports:
+            assert re.match(r"\$\{OUTRIDER_(GRAFANA_)?BIND:-127\.0\.0\.1\}:", port)
+
+
+@pytest.mark.parametrize("suffix", PROFILES.values())
+def test_the_gateway_waits_for_a_healthy_verify_but_only_for_a_started_draft(suffix: str) -> None:
+    assert SERVICES[f"gateway{suffix}"]["depends_on"] == {
+        f"verify{suffix}": {"condition": "service_healthy"},
+        f"draft{suffix}": {"condition": "service_started"},
+    }
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_is_given_longer_to_end_than_it_takes_to_drain(name: str) -> None:
+    options = parse_options(OPTION_TYPES[OURS[name]], [], env=environment(name))
+    assert float(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= options.drain_seconds + 10
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_the_containers_are_told_are_options_of_their_service(name: str) -> None:
+    kind = OPTION_TYPES[OURS[name]]
+    known = {f"OUTRIDER_{field.upper()}" for field in kind.__dataclass_fields__}
+    assert set(environment(name)) <= known
+
+
+@pytest.mark.parametrize("file", ["compose.secrets.yaml", "compose.hub.yaml"])
+def test_secrets_are_files_for_services_that_there_are(file: str) -> None:
+    content = yaml.safe_load((ROOT / "docker" / file).read_text())
+    for name, service in content["services"].items():
+        known = {f"OUTRIDER_{field.upper()}" for field in OPTION_TYPES[OURS[name]].__dataclass_fields__}
+        for variable, path in service["environment"].items():
+            assert variable in known | {"HF_TOKEN_PATH"}
+            assert path.removeprefix("/run/secrets/") in service["secrets"]
+    assert all(set(secret) == {"file"} for secret in content["secrets"].values())
+
+
+@pytest.mark.parametrize("suffix", ["-gpu1", "-gpu2"])
+def test_draft_and_verify_share_what_cuda_ipc_needs_and_each_outlives_the_other(suffix: str) -> None:
+    for name in (f"verify{suffix}", f"draft{suffix}"):
+        assert SERVICES[name]["ipc"] == SERVICES[name]["pid"] == "service:namespaces"
+    assert SERVICES["namespaces"]["ipc"] == "shareable"
+
+
+def test_device_ids_come_from_variables() -> None:
+    def device(name: str) -> str:
+        (found,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+        return str(found["device_ids"])
+
+    assert device("verify-gpu2") == "['${OUTRIDER_VERIFY_GPU:-0}']"
+    assert device("draft-gpu2") == "['${OUTRIDER_DRAFT_GPU:-1}']"
+    assert device("draft-gpu1") == device("verify-gpu1") == device("verify-gpu2")
+
+
+def test_every_variable_is_in_the_deployment_guide() -> None:
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    files = [ROOT / "compose.yaml", *(ROOT / "docker").glob("compose.*.yaml")]
+    variables = {name for file in files for name in re.findall(r"\$\{(\w+)", file.read_text())}
+    assert sorted(name for name in variables if f"`{name}`" not in guide) == []
