@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.chat_template import ChatTemplateError
 from gateway.request import GenerateRequest, Job
@@ -46,10 +47,10 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
     names = names or {}
     model.check_name(request.model)
     sampling = request.sampling
-    _check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
-    _check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
+    check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     prompt_field, prompt = await _prompt(request, model, names)
-    _check_ids(prompt, model.vocab_size, prompt_field)
+    check_ids(prompt, model.vocab_size, prompt_field)
     return Job(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
@@ -64,14 +65,20 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
             repetition_penalty=_or(sampling.repetition_penalty, 1.0),
             logit_bias=dict(sampling.logit_bias or {}),
             num_logprobs=sampling.num_logprobs,
+            grammar=request.grammar,
         ),
+        grammar_field=names.get("grammar", ""),
         n=request.n or 1,
         max_tokens=_fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names),
         stop=tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         speculation=request.speculation != "off",
+        priority=request.priority or 0,
         arrived=arrived,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        trace=bool(request.trace),
+        prompt_only=request.prompt_only,
     )
 
 
@@ -83,15 +90,7 @@ async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldName
     text = request.prompt or ""
     if request.chat is not None:
         field = names.get("chat.messages", "chat.messages")
-        template = model.tokenizer.chat_template
-        if template is None:
-            raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
-        try:
-            text = template.render([m.model_dump(exclude_none=True) for m in request.chat.messages])
-        except ChatTemplateError as error:
-            raise InvalidRequestError(
-                field, f"the model's chat template refuses them: {error}", "check the roles and their order"
-            ) from None
+        text = render_chat([m.model_dump() for m in request.chat.messages], model, field)
     _check_size(text, model, field)
     # A chat template writes the beginning-of-sequence token itself.
     plain = request.chat is None
@@ -104,6 +103,22 @@ async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldName
     return field, token_ids
 
 
+def render_chat(
+    messages: Sequence[Mapping[str, Any]], model: ServedModel, field: str, *, add_generation_prompt: bool = True
+) -> str:
+    """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
+    template = model.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
+    known = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    try:
+        return template.render(known, add_generation_prompt=add_generation_prompt)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(
+            field, f"the model's chat template refuses them: {error}", "check the roles and their order"
+        ) from None
+
+
 def _check_size(text: str, model: ServedModel, field: str) -> None:
     # Spares the tokenizer a text that cannot fit, however well it compresses.
     if len(text) > model.context_length * model.tokenizer.longest_token:
@@ -114,7 +129,8 @@ def _check_size(text: str, model: ServedModel, field: str) -> None:
         )
 
 
-def _check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, field: str) -> None:
+def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, field: str) -> None:
+    """Raises InvalidRequestError for an id outside the vocabulary; `field` names its place."""
     if not token_ids or max(token_ids) < vocab_size:
         return
     at, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)

@@ -19,11 +19,14 @@ class Answer:
         self._choice_index = choice_index
         self._detokenizer = tokenizer.detokenizer()
         self._stop = StopMatcher(job.stop)
+        self._prompt_only = job.prompt_only
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
 
     def feed(self, chunk: VerifyChunk) -> Delta:
         """What a chunk adds. Tokens behind a stop string are dropped, and the answer is finished."""
+        if self._prompt_only:
+            return self._feed_prompt(chunk)
         tokens: list[Token] = []
         text = ""
         for index in range(len(chunk.token_ids)):
@@ -38,7 +41,23 @@ class Answer:
             self.finish_reason = chunk.finish_reason
             text += self._finish(tokens)
         self._count(chunk, len(tokens))
-        return Delta(self._choice_index, text, tuple(tokens), self.finish_reason)
+        return Delta(
+            self._choice_index,
+            text,
+            tuple(tokens),
+            self.finish_reason,
+            prompt_logprobs=chunk.prompt_logprobs,
+            trees=chunk.trees,
+            num_rounds=len(chunk.rounds),
+            num_accepted=sum(r.num_accepted_tokens for r in chunk.rounds),
+            cached_tokens=chunk.cached_prompt_tokens,
+        )
+
+    def _feed_prompt(self, chunk: VerifyChunk) -> Delta:
+        """What a chunk adds where only the prompt is of interest: its one token is nobody's."""
+        self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
+        self._count(chunk, 0)
+        return Delta(self._choice_index, "", (), self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
 
     def _take(self, chunk: VerifyChunk, index: int) -> tuple[Token, str]:
         """One token of a chunk, and the text that is final with it."""

@@ -62,6 +62,7 @@ class ChatTemplate:
         )
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         environment.filters["tojson"] = _tojson
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
@@ -71,22 +72,25 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
         """The template of a model folder; None where it has none. Raises ConfigError."""
-        config = _read_config(folder / "tokenizer_config.json")
+        config = read_config(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several by name
             source = next((t.get("template") for t in source if t.get("name") == "default"), None)
         if not isinstance(source, str):
             return None
-        return cls(source, _special_tokens(config))
+        return cls(source, special_tokens(config))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text that ends where the answer begins. Raises ChatTemplateError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as text, which ends where the answer begins unless told. Raises ChatTemplateError."""
         pieces: list[str] = []
         length = 0
         try:
             for piece in self._template.generate(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, tools=None, **self._special_tokens
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **self._special_tokens,
             ):
                 length += len(piece)
                 if length > MAX_RENDERED_CHARACTERS:
@@ -99,7 +103,8 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json; empty where there is none. Raises ConfigError."""
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -109,7 +114,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The text of the special tokens that tokenizer_config.json names, by name."""
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = config.get(name)

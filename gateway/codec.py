@@ -11,6 +11,9 @@ from gateway.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_
 from gateway.request import GenerateRequest
 from gateway.validation import validate
 from outrider.errors import InvalidRequestError
+from outrider.grammar.check import check_grammar
+from outrider.rpc.grammar_codec import decode_grammar
+from outrider.rpc.token_codec import encode_prompt_logprobs, encode_tree
 from outrider.tokens import TokenLogprobs
 from outrider.v1 import common_pb2, gateway_pb2
 
@@ -35,13 +38,18 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
         "stop": _bounded(message.stop, MAX_STOP_STRINGS, "stop") or None,
         "stop_token_ids": _bounded(message.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids") or None,
         "ignore_eos": message.ignore_eos,
+        "priority": message.priority,
+        "trace": message.trace,
         "sampling": _sampling(message.sampling),
     }
-    for name in ("n", "max_tokens"):
+    for name in ("n", "max_tokens", "num_prompt_logprobs"):
         if message.HasField(name):
             fields[name] = getattr(message, name)
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
         fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
+    if message.HasField("grammar"):
+        fields["grammar"] = decode_grammar(message.grammar)
+        check_grammar(fields["grammar"])
     match message.WhichOneof("input"):
         case "prompt":
             fields["prompt"] = message.prompt
@@ -89,6 +97,8 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         finish_reason=cast(Any, int(delta.finish_reason or 0)),
         usage=None if delta.usage is None else _usage(delta.usage),
         text_lengths=[len(t.text.encode()) for t in tokens],
+        prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.prompt_logprobs],
+        rounds=[encode_tree(tree) for tree in delta.trees],
     )
 
 

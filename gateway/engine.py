@@ -13,6 +13,7 @@ from gateway.events import Delta, Usage
 from gateway.metrics import GatewayMetrics
 from gateway.request import Job
 from gateway.router import Router
+from outrider.errors import InvalidRequestError
 
 _QUEUED_DELTAS = 64
 """Deltas of a slow client that wait here before its calls to verify are held up."""
@@ -100,8 +101,17 @@ class Engine:
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "abort"
             raise
+        except InvalidRequestError as error:
+            raise _renamed(error, run.job) from None
         finally:
             meter.finish(run.answer.finish_reason or outcome)
+
+
+def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
+    """The error under the name that the client gave the field: only verify can tell whether a grammar compiles."""
+    if not job.grammar_field or not error.field.startswith("grammar"):
+        return error
+    return InvalidRequestError(job.grammar_field, error.problem, error.fix, code=error.code)
 
 
 def _usage(jobs: Sequence[Job], runs: Sequence[_Run]) -> Usage:

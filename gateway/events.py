@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,9 @@ class VerifyChunk:
     rounds: tuple[Round, ...] = ()
     finish_reason: FinishReason | None = None
     cached_prompt_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    trees: tuple[RoundTree, ...] = ()
+    """Of `rounds`, for a request that is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,13 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = field(default=None)
     """Of the request, in the last delta of its last answer."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of prompt tokens, where asked for; all of them come before the answer's first token."""
+    trees: tuple[RoundTree, ...] = ()
+    """Of the rounds that committed these tokens, for a request that is traced."""
+    num_rounds: int = 0
+    """Verify rounds that it tells of."""
+    num_accepted: int = 0
+    """Draft tokens accepted in them."""
+    cached_tokens: int = 0
+    """Of the prompt, as far as it tells."""

@@ -32,10 +32,11 @@ class StrictModel(BaseModel):
         # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
         if not isinstance(data, dict):
             return data
-        unknown = next((name for name in data if name not in cls.model_fields), None)
+        names = {field.alias or name: None for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in names), None)
         if unknown is None:
             return data
-        return {name: data[name] for name in cls.model_fields if name in data} | {unknown: None}
+        return {name: data[name] for name in names if name in data} | {unknown: None}
 
 
 def _encodable(text: str) -> str:
@@ -127,6 +128,12 @@ class OutputFields(StrictModel):
         None, description="Tokens that end an answer; they are not part of its text."
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="Requests with a lower number are served earlier. Default 0."
+    )
     speculation: Literal["on", "off"] | None = Field(
         None, description="Whether drafts may be used. The output is the same either way."
+    )
+    trace: bool | None = Field(
+        None, description="Tell, round by round, the tree that was verified and where each token came from."
     )

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gateway.shares import Shares
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
+from outrider.rpc.call import client
 
 _RETRY_AFTER = 1.0
 
@@ -14,8 +16,10 @@ _RETRY_AFTER = 1.0
 class Ticket:
     """A request inside the gate; holds one place until it knows how many answers it needs."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, key: str) -> None:
+        """`key`: which API key it came with, where there are several."""
         self._gate = gate
+        self.key = key
         self.num_answers = 1
 
     def reserve(self, num_answers: int) -> None:
@@ -26,7 +30,7 @@ class Ticket:
                 f"{num_answers} answers are more than the limit of {self._gate.max_answers}",
                 "ask for fewer answers or send fewer prompts at once",
             )
-        self._gate.take(num_answers - self.num_answers)
+        self._gate.take(num_answers - self.num_answers, self.key)
         self.num_answers = num_answers
 
 
@@ -38,6 +42,7 @@ class Gate:
         self.num_answers = 0
         self.num_requests = 0
         self.draining = False
+        self._shares = Shares(max_answers)
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -46,8 +51,8 @@ class Gate:
         """Lets a request in. Raises UnavailableError while draining, OverloadedError when full."""
         if self.draining:
             raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
-        self.take(1)
-        ticket = Ticket(self)
+        ticket = Ticket(self, client.get().partition("/")[0])
+        self.take(1, ticket.key)
         self.num_requests += 1
         self._empty.clear()
         try:
@@ -55,17 +60,25 @@ class Gate:
         finally:
             self.num_requests -= 1
             self.num_answers -= ticket.num_answers
+            self._shares.add(ticket.key, -ticket.num_answers)
             if self.num_requests == 0:
                 self._empty.set()
 
-    def take(self, num_answers: int) -> None:
-        """Takes places. Raises OverloadedError when there are not enough."""
+    def take(self, num_answers: int, key: str = "") -> None:
+        """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""
         if self.num_answers + num_answers > self.max_answers:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
                 retry_after=_RETRY_AFTER,
             )
+        if not self._shares.allows(key, self.num_answers, num_answers):
+            raise OverloadedError(
+                "this API key has its share of the answers in the making; try again later",
+                retry_after=_RETRY_AFTER,
+                code="share_used_up",
+            )
         self.num_answers += num_answers
+        self._shares.add(key, num_answers)
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits for those inside, at most `seconds`. Returns whether all finished."""

@@ -22,7 +22,9 @@ from gateway.service import Gateway
 from gateway.servicer import SERVICE_NAME, GatewayServicer
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
+from outrider.config.secrets import read_secret
 from outrider.logs import get_logger, hide_secret
+from outrider.rpc.door import door_options, peer_source
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token
@@ -44,22 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
     """Serves both doors until `stop`, then drains. Raises ConfigError."""
     options.check()
-    api_key = options.read_api_key()
-    check_token(api_key, "--api-key")
-    hide_secret(api_key)
+    api_keys = options.read_api_keys()
+    for api_key in api_keys:
+        check_token(api_key, "--api-key")
+        hide_secret(api_key)
+    door = door_options(options, api_keys)
     gateway = build_gateway(options)
-    grpc_server = GrpcServer(
-        address=options.address,
-        service_names=[SERVICE_NAME],
-        max_message_bytes=options.max_body_bytes,
-        auth_token=api_key,
+    grpc_server = GrpcServer(**door, service_names=[SERVICE_NAME], max_message_bytes=options.max_body_bytes)
+    servicer = GatewayServicer(
+        gateway, stall_seconds=options.stall_seconds, max_request_seconds=options.max_request_seconds
     )
-    add_GatewayServiceServicer_to_server(
-        GatewayServicer(gateway, stall_seconds=options.stall_seconds), grpc_server.grpc
-    )
+    add_GatewayServiceServicer_to_server(servicer, grpc_server.grpc)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.router.close)
-        http = [HttpServer(RestApp(gateway, options, api_key=api_key), options.rest_address, option="--rest-address")]
+        app = RestApp(gateway, options, api_keys=api_keys)
+        http = [HttpServer(app, options.rest_address, option="--rest-address", tls=door["tls"])]
         if options.metrics_address:
             http.append(HttpServer(_metrics_app(gateway), options.metrics_address, option="--metrics-address"))
         for server in http:
@@ -69,7 +70,8 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         for server in http:
             await server.start()
         gateway.router.start()
-        _logger.info("REST on http://%s, waiting for verify at %s", http[0].address, ", ".join(options.verify))
+        scheme = "http" if door["tls"] is None else "https"
+        _logger.info("REST on %s://%s, waiting for verify at %s", scheme, http[0].address, ", ".join(options.verify))
         watch = asyncio.create_task(
             _watch(gateway, grpc_server, options, address, [server.address for server in http]), name="watch"
         )
@@ -88,10 +90,13 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
 def build_gateway(options: GatewayOptions) -> Gateway:
     """The parts of a gateway, not started. Called inside the event loop. Raises ConfigError."""
     catalogue = Catalogue(options.tokenizer)
+    token = read_secret(options.verify_auth_token, options.verify_auth_token_file, "--verify-auth-token")
+    tls = peer_source(options, "verify")
     replicas = [
         Replica(
             address,
-            auth_token=options.verify_auth_token,
+            auth_token=token,
+            tls=tls,
             probe_seconds=options.probe_seconds,
             # The limit is for clients: token ids and log-probabilities take more bytes than text.
             max_message_bytes=max(DEFAULT_MAX_MESSAGE_BYTES, options.max_body_bytes),

@@ -8,7 +8,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from gateway.events import Delta, VerifyChunk
@@ -51,6 +59,8 @@ class GatewayMetrics:
     """The families of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
+        # Scrapers look for counters by the beginning of their name, and would add the time of creation to them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         make = _Families(self.registry)
@@ -109,6 +119,7 @@ class GatewayMetrics:
         )
         self.requests = Gauge("outrider_gateway_requests_in_flight", "Client requests in work.", registry=self.registry)
         self.answers = Gauge("outrider_gateway_answers_in_flight", "Answers in the making.", registry=self.registry)
+        self.places = Gauge("outrider_gateway_max_answers", "Places for answers.", registry=self.registry)
         self.draining = Gauge("outrider_gateway_draining", "1 while shutting down.", registry=self.registry)
         self.replica_state = Gauge(
             "outrider_gateway_verify_state",
@@ -127,6 +138,7 @@ class GatewayMetrics:
         self.requests.set(gate.num_requests)
         self.answers.set(gate.num_answers)
         self.draining.set(gate.draining)
+        self.places.set(gate.max_answers)
         for replica in router.replicas:
             for state in ReplicaState:
                 self.replica_state.labels(replica.address, state.value).set(replica.state is state)

@@ -11,10 +11,11 @@ import grpc
 from gateway.events import VerifyChunk
 from gateway.request import Job
 from gateway.verify_codec import VerifyInfo, VerifyLoad, decode_chunk, decode_info, decode_load, encode_request
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import DeadlineError, OutriderError, UnavailableError
 from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
+from outrider.rpc.tls import TlsSource
 from outrider.v1 import verify_pb2
 from outrider.v1.verify_pb2_grpc import VerifyServiceStub
 
@@ -43,7 +44,13 @@ class Replica:
     """Follows one verify service: found when it starts, noticed when it dies, found again when it is back."""
 
     def __init__(
-        self, address: str, *, auth_token: str = "", probe_seconds: float = 2.0, max_message_bytes: int
+        self,
+        address: str,
+        *,
+        auth_token: str = "",
+        tls: TlsSource | None = None,
+        probe_seconds: float = 2.0,
+        max_message_bytes: int,
     ) -> None:
         """`probe_seconds` lie between two looks at a replica that serves. Raises ConfigError on a bad address."""
         self.address = address
@@ -52,7 +59,7 @@ class Replica:
         self.load = VerifyLoad()
         self._probe_seconds = probe_seconds
         self._channel = open_channel(
-            address, max_message_bytes=max_message_bytes, auth_token=auth_token, option="--verify"
+            address, max_message_bytes=max_message_bytes, auth_token=auth_token, tls=tls, option="--verify"
         )
         self._stub = VerifyServiceStub(self._channel)
         self._look_now = asyncio.Event()
@@ -131,6 +138,9 @@ class Replica:
                 if chunk.finish_reason is not None:
                     return
         except grpc.aio.AioRpcError as error:
+            # The deadline went with the call, so verify has ended it, too.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError("the answer was not complete in the time that it had; ask for less") from None
             told = error_from_rpc(error, "the verify service")
             if isinstance(told, UnavailableError):
                 self.doubt()

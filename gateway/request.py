@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenIdList
+from outrider.grammar.spec import Grammar
 from outrider.sampling.params import SamplingParams
 
 
@@ -40,12 +41,23 @@ class GenerateRequest(OutputFields):
     prompt_token_ids: TokenIdList | None = None
     chat: Chat | None = None
     sampling: Sampling = Sampling()
+    grammar: Grammar | None = None
+    """What each answer must be; `check_grammar` has passed it."""
+    num_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_only: bool = False
+    """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
 
     @model_validator(mode="after")
     def _one_input(self) -> GenerateRequest:
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
             raise PydanticCustomError(
                 "input", "exactly one of prompt, prompt_token_ids and chat is needed; set one", {"field": "input"}
+            )
+        if self.grammar is not None and self.ignore_eos:
+            raise PydanticCustomError(
+                "ignore_eos",
+                "does not go with a form of the answer, which ends where it is complete; leave it out",
+                {"field": "ignore_eos"},
             )
         return self
 
@@ -67,3 +79,13 @@ class Job:
     speculation: bool
     arrived: float
     """time.monotonic() when the request came in, in seconds."""
+    num_prompt_logprobs: int | None = None
+    """None: no log-probabilities of the prompt; k: those of its tokens and of the k most likely at each position."""
+    trace: bool = False
+    """Whether the tree that each round verified is told."""
+    priority: int = 0
+    """Lower is earlier."""
+    grammar_field: str = ""
+    """What the door calls the field with the grammar; empty where that is as verify calls it."""
+    prompt_only: bool = False
+    """The answer is not wanted: the one token that verify commits is dropped."""

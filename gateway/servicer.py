@@ -12,6 +12,7 @@ from gateway.admission import admit
 from gateway.codec import decode_request, encode_delta, encode_models
 from gateway.service import Gateway
 from outrider.errors import OverloadedError
+from outrider.rpc.call import limit_time
 from outrider.v1 import gateway_pb2
 from outrider.v1.gateway_pb2_grpc import GatewayServiceServicer
 
@@ -25,9 +26,10 @@ SERVICE_NAME = "outrider.v1.GatewayService"
 class GatewayServicer(GatewayServiceServicer):
     """Answers calls; errors become statuses in the server's interceptor."""
 
-    def __init__(self, gateway: Gateway, *, stall_seconds: float) -> None:
-        """`stall_seconds`: how long a client may leave its stream unread."""
+    def __init__(self, gateway: Gateway, *, stall_seconds: float, max_request_seconds: float = 3600.0) -> None:
+        """How long a client may leave its stream unread, and how long a request may take."""
         self._gateway = gateway
+        self._max_request_seconds = max_request_seconds
         self._stall_seconds = stall_seconds
 
     async def Generate(
@@ -37,6 +39,7 @@ class GatewayServicer(GatewayServiceServicer):
     ) -> None:
         """Streams the answers; cancelling the call ends them at once."""
         request_id = f"gen-{uuid.uuid4().hex}"
+        limit_time(context.time_remaining(), self._max_request_seconds)
         gateway = self._gateway
         with gateway.enter("grpc") as ticket:
             model = gateway.model

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from gateway.chat_template import ChatTemplate
+from gateway.chat_template import ChatTemplate, read_config
 from gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from outrider.errors import ConfigError
 
@@ -22,7 +22,12 @@ class Tokenizer:
     """Text to token ids and back, and the chat template that belongs to them."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, *, chat_template: ChatTemplate | None = None, digest: str = ""
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplate | None = None,
+        digest: str = "",
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         inner.no_truncation()
         inner.no_padding()
@@ -30,6 +35,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.digest = digest
         """SHA-256 of tokenizer.json, hexadecimal."""
+        self.config = dict(config or {})
+        """tokenizer_config.json, as it is."""
         decoders = _decoder_types(inner)
         self._byte_level = decoders == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in decoders
@@ -50,7 +57,9 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
-        return cls(inner, chat_template=ChatTemplate.load(folder), digest=hashlib.sha256(data).hexdigest())
+        config = read_config(folder / "tokenizer_config.json")
+        digest = hashlib.sha256(data).hexdigest()
+        return cls(inner, chat_template=ChatTemplate.load(folder), digest=digest, config=config)
 
     @property
     def size(self) -> int:
@@ -62,9 +71,9 @@ class Tokenizer:
         # The batch call gives up the interpreter lock, the single one does not.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return str(self._inner.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; special tokens are left out or spelled out."""
+        return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self) -> Detokenizer:
         """Fresh state for one answer."""

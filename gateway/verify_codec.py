@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from gateway.events import Round, VerifyChunk
 from gateway.request import Job
 from outrider.rpc.codec import encode_sampling
+from outrider.rpc.grammar_codec import encode_grammar
+from outrider.rpc.token_codec import decode_prompt_logprobs, decode_tree
 from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
 from outrider.v1 import common_pb2, verify_pb2
 
@@ -51,6 +53,10 @@ def encode_request(job: Job, choice_index: int) -> verify_pb2.VerifyServiceGener
         stop_token_ids=job.stop_token_ids,
         ignore_eos=job.ignore_eos,
         disable_speculation=not job.speculation,
+        num_prompt_logprobs=job.num_prompt_logprobs,
+        trace=job.trace,
+        priority=job.priority,
+        grammar=encode_grammar(job.sampling.grammar),
     )
 
 
@@ -69,6 +75,8 @@ def decode_chunk(message: verify_pb2.VerifyServiceGenerateResponse) -> VerifyChu
         rounds=tuple(Round(r.num_draft_tokens, r.num_accepted_tokens) for r in message.rounds),
         finish_reason=reason,
         cached_prompt_tokens=message.cached_prompt_tokens,
+        prompt_logprobs=tuple(decode_prompt_logprobs(part) for part in message.prompt_logprobs),
+        trees=tuple(decode_tree(tree) for tree in message.round_trees),
     )
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.errors import ContextLengthError, InvalidRequestError
+from outrider.grammar.check import check_grammar
+from outrider.grammar.spec import Grammar
+from outrider.rpc.call import client
 from outrider.rpc.codec import decode_sampling
+from outrider.rpc.grammar_codec import decode_grammar
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import verify_pb2
 from verify_service.submission import Submission
@@ -16,6 +20,7 @@ from verify_service.submission import Submission
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ID_CHARACTERS = 256
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -42,17 +47,17 @@ class Admission:
 
         Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
         """
+        # Sizes first: a message of some megabytes holds millions of entries.
+        self._check_prompt(message.prompt_token_ids)
+        _check_sizes(message)
         prompt = list(message.prompt_token_ids)
-        self._check_prompt(prompt)
         if message.max_tokens < 1:
             raise InvalidRequestError("max_tokens", "is 0", "ask for at least 1 token")
-        if len(message.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequestError(
-                "stop_token_ids", f"holds {len(message.stop_token_ids)} ids, at most {MAX_STOP_TOKENS}", "send fewer"
-            )
         fresh_seed = secrets.randbits(64)
         params = decode_sampling(message.sampling, choice_index=message.choice_index, fresh_seed=fresh_seed)
         check_sampling(params, self.vocab_size)
+        if message.HasField("grammar"):
+            params = replace(params, grammar=self._grammar(message))
         eos = () if message.ignore_eos else self.eos_token_ids
         return Submission(
             request_id=message.request_id,
@@ -61,7 +66,34 @@ class Admission:
             max_tokens=min(message.max_tokens, self.context_length - len(prompt)),
             stop_ids=frozenset(message.stop_token_ids) | frozenset(eos),
             speculate=self.speculation and not message.disable_speculation,
+            num_prompt_logprobs=self._prompt_logprobs(message),
+            trace=message.trace,
+            priority=message.priority,
+            client=client.get(),
         )
+
+    def _grammar(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Grammar:
+        """Whether it can be compiled is seen later, by GrammarChecker."""
+        grammar = decode_grammar(message.grammar)
+        check_grammar(grammar)
+        if message.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
+            )
+        if not self.eos_token_ids:
+            raise InvalidRequestError(
+                "grammar", "cannot be used: the model has no end-of-sequence token", "leave it out"
+            )
+        return grammar
+
+    def _prompt_logprobs(self, message: verify_pb2.VerifyServiceGenerateRequest) -> int | None:
+        if not message.HasField("num_prompt_logprobs"):
+            return None
+        if message.num_prompt_logprobs > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "num_prompt_logprobs", f"is {message.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
+            )
+        return message.num_prompt_logprobs
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -77,6 +109,16 @@ class Admission:
             raise InvalidRequestError(
                 "prompt_token_ids", f"holds id {top}, but the vocabulary ends at {self.vocab_size - 1}"
             )
+
+
+def _check_sizes(message: verify_pb2.VerifyServiceGenerateRequest) -> None:
+    for field, length, most in (
+        ("request_id", len(message.request_id), MAX_ID_CHARACTERS),
+        ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS),
+        ("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS),
+    ):
+        if length > most:
+            raise InvalidRequestError(field, f"holds {length} entries, at most {most}", "send fewer")
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

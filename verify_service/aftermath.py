@@ -86,6 +86,6 @@ class Aftermath:
         update = Update() if commit is None else commit.update()
         if commit is not None and update.last:
             self._unfinished.discard(commit.entry.request)
-        if commit is not None and (update.token_ids or update.last):
+        if commit is not None and (update.token_ids or update.last or update.prompt_logprobs is not None):
             commit.entry.request.sink(update)
         return update

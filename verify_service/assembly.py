@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.logs import get_logger
 from verify_service.engine import Engine
 from verify_service.garbage import take_over
 from verify_service.inbox import Inbox
 from verify_service.observer import Observer
 from verify_service.parts import build, load
 from verify_service.wire import Ready
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ def assemble(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
     path, model = load(options)
     parts = build(options, path, model)
     limits = parts.limits
-    engine = Engine(parts.executor, parts.memory, parts.cost, limits, observer, inbox)
+    vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
+    engine = Engine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary)
     ready = Ready(
         model_path=str(path),
         tokenizer_hash=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
@@ -47,3 +55,12 @@ def assemble(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
     # A collection at a time of its own choosing could fall between two rounds.
     take_over()
     return Built(engine, ready)
+
+
+def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:
+    """The tokenizer as grammars see it; a model whose tokenizer the library cannot read is served without grammars."""
+    try:
+        return GrammarVocabulary.from_folder(path, vocab_size, end_ids)
+    except ConfigError as error:
+        log.warning("requests with a grammar will be refused: %s", error.message)
+        return None

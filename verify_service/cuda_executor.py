@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,10 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
-from outrider.errors import InternalError
+from outrider.grammar.state import Mask
 from outrider.logs import get_logger
 from outrider.models.base import CausalLM
-from outrider.sampling.device import DeviceSampler
+from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.cuda_graphs import Buckets, GraphPool
 from verify_service.cuda_prefill import Prefill
@@ -26,6 +26,7 @@ from verify_service.feature_plan import FeaturePlan
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
 from verify_service.features import require
+from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.request_rows import RequestRows
 from verify_service.round import Entry, Pending, Result
@@ -112,16 +113,18 @@ class CudaExecutor:
             if bucket in self._stale:
                 self._renew(bucket)
             self._input.fill(decode, self.rows)
+            self._sampler.set_masks(mask_runs(decode))
             self.graphs.run(bucket)
             done = self._mark()
+        scores: dict[Entry, PromptScores] = {}
         if prefill:
-            self._prefill.run(prefill)
+            scores = self._prefill.run(prefill)
             if not decode:
                 self._last_end = None
-            # With decoding going on, nobody waits for a chunk but the next round's graph.
-            done = done or self._mark()
+            # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
+            done = self._mark() if scores or done is None else done
         complete = self._mark() if self._features is not None and decode and prefill else done
-        return CudaRound(self, entries, decode, done, complete, clean=not prefill)
+        return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
@@ -195,7 +198,7 @@ class CudaExecutor:
         for row, (entry, answer) in enumerate(zip(decode, self._output.read(len(decode)), strict=True)):
             num_tokens, error = answer[:2]
             if error:
-                results.append(Result(error=InternalError("the model's logits are unusable", code="unusable_logits")))
+                results.append(Result(error=failure(error)))
                 continue
             token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.sampling.num_logprobs
             listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
@@ -267,6 +270,17 @@ class CudaExecutor:
         return min(seconds)
 
 
+def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
+    """Grammar masks of a round of these entries, with the places of their roots among its tokens."""
+    runs: list[tuple[int, Sequence[Mask]]] = []
+    start = 0
+    for entry in entries:
+        if entry.masks:
+            runs.append((start + entry.num_extend - 1, entry.masks))
+        start += entry.num_tokens
+    return runs
+
+
 class CudaRound:
     """A round that the device works on."""
 
@@ -277,6 +291,7 @@ class CudaRound:
         decode: Sequence[Entry],
         event: torch.cuda.Event | None,
         complete: torch.cuda.Event | None,
+        scores: Mapping[Entry, PromptScores],
         clean: bool,
     ) -> None:
         self._executor = executor
@@ -285,6 +300,7 @@ class CudaRound:
         self._event = event
         self.complete = complete
         """When prefill is done, too; known where features are stored."""
+        self._scores = scores
         self._clean = clean
         self.gpu_seconds: float | None = None
         """Time that the device worked on the decode round; known after `wait`."""
@@ -299,10 +315,11 @@ class CudaRound:
         """Results in the order of the entries."""
         if self._event is not None:
             self._event.synchronize()
-        if not self._decode:
-            return [Result()] * len(self._entries)
-        results, self.gap_seconds, self.gpu_seconds = self._executor.read(self._decode, self._clean)
-        if len(results) == len(self._entries):
-            return results
-        found = dict(zip(self._decode, results, strict=True))
+        found: dict[Entry, Result] = {}
+        if self._decode:
+            results, self.gap_seconds, self.gpu_seconds = self._executor.read(self._decode, self._clean)
+            if len(results) == len(self._entries):
+                return results
+            found = dict(zip(self._decode, results, strict=True))
+        found |= {entry: with_prompt(Result(), scores) for entry, scores in self._scores.items()}
         return [found.get(entry, Result()) for entry in self._entries]

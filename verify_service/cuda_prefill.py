@@ -16,6 +16,7 @@ from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.device import put
 from outrider.models.base import CausalLM
+from verify_service.prompt_logprobs import PromptScores
 from verify_service.request_rows import RequestRows
 from verify_service.round import Entry
 
@@ -42,14 +43,28 @@ class Prefill:
         self.features: FeatureStore | None = None
         """Where features of prompts are stored, if anywhere."""
 
-    def run(self, entries: Sequence[Entry]) -> None:
-        """Queue the chunks of a round."""
+    def run(self, entries: Sequence[Entry]) -> dict[Entry, PromptScores]:
+        """Queue the chunks of a round. Returns what is on its way to the host of prompts that are to be described."""
+        scores: dict[Entry, PromptScores] = {}
         for group in self._groups(entries):
             batch = self._batch(group)
             layers = self.features.inputs if self.features is not None else ()
-            _, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+            hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
             if self.features is not None:
                 self.features.write(batch.slots, features)
+            self._score(group, hidden, scores)
+        return scores
+
+    def _score(self, group: Sequence[Entry], hidden: Tensor, scores: dict[Entry, PromptScores]) -> None:
+        first = 0
+        for entry in group:
+            if positions := entry.scored:
+                start = first + positions.start - entry.request.cached_len
+                # Padding behind a chunk of fixed size keeps the products in their shape, too.
+                end = None if self._fixed_size is not None else start + len(positions)
+                scores[entry] = PromptScores(entry, positions)
+                scores[entry].compute(self._model, hidden[start:end])
+            first += entry.num_extend
 
     def warm_up(self, num_tokens: int) -> None:
         """Run a chunk that writes nothing, so that the first prompt need not wait for kernels to be compiled."""

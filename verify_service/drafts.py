@@ -41,6 +41,8 @@ its tree reaches over two rounds in depth: the nodes in flight, and those below 
 more than a part of either is on the path that is committed, as much again lies beside them.
 """
 
+_IN_VAIN = 1.5
+
 _LEAST_SHARE = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
@@ -57,8 +59,13 @@ class Drafts:
         max_nodes: int,
         clock: Callable[[], float] = time.monotonic,
         lockstep: bool = False,
+        turns: bool = False,
     ) -> None:
-        """`max_nodes`: of a tree. In `lockstep` the answer to every commit is awaited, whatever nodes are left."""
+        """`max_nodes`: of a tree. In `lockstep` the answer to every commit is awaited, whatever nodes are left.
+
+        So it is with `turns`, where drafts share cores with rounds: they grow between rounds, and one that is not
+        waited for grows slowly.
+        """
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.peers: dict[DraftPort, Peer] = {}
@@ -70,6 +77,8 @@ class Drafts:
         self._max_nodes = max_nodes
         self._clock = clock
         self._lockstep = lockstep
+        self._turns = turns
+        self._launched_at = math.inf
         self._next_number = 1
 
     def link(self, request: Request) -> Link | None:
@@ -89,10 +98,36 @@ class Drafts:
         link = self._links.get(request)
         if link is not None:
             link.mirror.commit()
-            if link.answered_at is not None:
+            self._launched_at = math.inf
+            if (
+                self._turns
+                and link.peer is not None
+                and (not link.num_answers or (link.num_late and link.num_answers > 1))
+            ):
+                link.answers(link.peer).tempt()
+            elif link.answered_at is not None:
                 self._end_wait(link, 0.0, None)
+            link.answered_at = None
+            link.num_answers = link.num_late = 0
             link.asked_at = None
-            link.awaited = link.peer is not None and (self._lockstep or not link.mirror.num_nodes)
+            always = self._lockstep or self._turns
+            link.awaited = link.peer is not None and (always or not link.mirror.num_nodes)
+            link.after_hit = self._turns and link.mirror.num_nodes > 0
+            link.promised = self._promise(link) if link.after_hit else 0.0
+
+    def launched(self, at: float) -> None:
+        """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
+        if not self._turns:
+            return
+        self._launched_at = at
+        for link in self._links.values():
+            # What was waited for in vain takes longer than that.
+            if link.peer is not None and link.expects and link.asked_at is not None:
+                answers = link.answers(link.peer)
+                if link.answered_at is not None:
+                    answers.more.note(_IN_VAIN * max(at - link.answered_at, 0.0))
+                else:
+                    answers.answer.note(_IN_VAIN * max(at - link.asked_at, 0.0))
 
     def credit(self, request: Request, share: int, num_nodes: int) -> int:
         """Live nodes that the request's draft may hold from now on, after a round that took `num_nodes` of them.
@@ -153,7 +188,7 @@ class Drafts:
     def connected(self, port: DraftPort, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
         calibrator = self._calibrators.setdefault(port.address, Calibrator())
-        self.peers[port] = Peer(port, PeerHealth(self._clock), calibrator, terms or Terms())
+        self.peers[port] = Peer(port, PeerHealth(self._clock, self._turns), calibrator, terms or Terms())
         self._assign_all()
 
     def disconnected(self, port: DraftPort) -> None:
@@ -264,6 +299,8 @@ class Drafts:
         link.peer = peer
         link.opened_at = link.asked_at = self._clock()
         link.awaited, link.answered_at = True, None
+        link.after_hit, link.promised = False, 0.0
+        link.num_answers = link.num_late = 0
         link.mirror.forget()
         link.mirror.calibrate = peer.calibrator
         link.features_sent = 0
@@ -298,12 +335,19 @@ class Drafts:
 
     def _answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
         """The draft has said something that follows the newest commit."""
-        if link.awaited:
+        link.num_answers += 1
+        if arrived_at > self._launched_at:
+            # What nobody could wait for says nothing of what a wait would bring.
+            link.num_late += 1
+            link.awaited, link.answered_at = False, None
+        elif link.awaited:
             link.awaited = False
-            link.promised = self._promise(link)
-            link.gain += 0.2 * (link.promised - link.gain)
+            promise = self._promise(link)
+            self._gained(link, max(promise - link.promised, 0.0))
+            link.promised = promise
             if link.asked_at is not None:
-                peer.health.misses.answer.note(max(arrived_at - link.asked_at, 0.0))
+                seconds = max(arrived_at - link.asked_at, 0.0)
+                link.answers(peer).answer.note(seconds)
             # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
             link.answered_at = None if self._lockstep else arrived_at
         elif link.answered_at is not None:
@@ -312,14 +356,24 @@ class Drafts:
                 self._end_wait(link, promise - link.promised, arrived_at - link.answered_at)
             else:
                 # One answer in several messages.
-                link.gain += 0.2 * (promise - link.promised)
+                if link.after_hit:
+                    link.hit_gain += 0.2 * (promise - link.promised)
+                else:
+                    link.gain += 0.2 * (promise - link.promised)
                 link.promised = promise
+
+    def _gained(self, link: Link, gain: float) -> None:
+        """The first answer to a commit brought so many tokens that are likely to be accepted."""
+        if link.after_hit:
+            link.hit_gain += 0.2 * (gain - link.hit_gain)
+        else:
+            link.gain += 0.2 * (gain - link.gain)
 
     def _end_wait(self, link: Link, gain: float, seconds: float | None) -> None:
         """More of an answer came, or did not."""
         link.answered_at = None
         if link.peer is not None:
-            link.peer.health.misses.followed(max(gain, 0.0), seconds)
+            link.answers(link.peer).followed(max(gain, 0.0), seconds)
 
     def _promise(self, link: Link) -> float:
         """Tokens that the best nodes of a tree are expected to have accepted."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
+from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage
@@ -18,6 +19,7 @@ from verify_service.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.features import FeatureSender
 from verify_service.gaps import GapWatch
 from verify_service.garbage import Garbage
+from verify_service.grammars import POLL_SECONDS, Grammars
 from verify_service.hold import HoldPolicy
 from verify_service.inbox import Action, Inbox, ThreadInbox, Unread, unread_weight
 from verify_service.limits import EngineLimits
@@ -61,16 +63,22 @@ class Engine:
         limits: EngineLimits,
         observer: Observer,
         inbox: Inbox | None = None,
+        vocabulary: GrammarVocabulary | None = None,
     ) -> None:
+        """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused."""
         self.limits = limits
         self.memory = memory
         self.drafts = Drafts(
-            limits.vocab_size, max_nodes=CREDIT_ROUNDS * max(limits.max_nodes, 16), lockstep=limits.lockstep
+            limits.vocab_size,
+            max_nodes=CREDIT_ROUNDS * max(limits.max_nodes, 16),
+            lockstep=limits.lockstep,
+            turns=limits.turns,
         )
         self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
-        self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget)
+        self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)
+        self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget, self.grammars)
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
-        self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep)
+        self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
@@ -128,7 +136,7 @@ class Engine:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
         if self._stopping:
             raise UnavailableError("the verify service is stopping")
-        self._unfinished.add(request, self.scheduler, self._inbox)
+        self._unfinished.add(request, self._begin, self._inbox)
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
@@ -188,7 +196,8 @@ class Engine:
         self._aftermath.settle()
         self._garbage.idle()
         busy = self.scheduler.running or self.scheduler.waiting
-        self._take_inbox(None if busy or self.features.refresh() else _IDLE_SECONDS)
+        idle_seconds = POLL_SECONDS if self.grammars.compiling else _IDLE_SECONDS
+        self._take_inbox(None if busy or self.features.refresh() else idle_seconds)
         self._attend()
         self.features.work()
         self._observer.flush()
@@ -241,12 +250,14 @@ class Engine:
 
     def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
         """Run a round and commit what it brings; what others are to know of it waits for `Aftermath.settle`."""
+        self.grammars.mask(entries)
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
         prefills = any(entry.prefills for entry in entries)
         sleep_share = 0.0 if self.limits.spin else _SLEEP_SHARE
         start = time.monotonic()
         pending = self._executor.launch(entries)
+        self.drafts.launched(start)
         phases = self._gaps.end()
         self._aftermath.settle()
         if self.limits.spin:
@@ -294,6 +305,8 @@ class Engine:
                 self._attend()
                 attended = True
                 self._garbage.sweep()
+            elif self.grammars.work(entries):
+                continue
             elif now >= rehearse_at:
                 self.scheduler.rehearse(entries)
                 rehearse_at = now + _REHEARSAL_SECONDS
@@ -305,6 +318,10 @@ class Engine:
             return None
         tokens: Sequence[int] = ()
         finish = None
+        if result.prompt_logprobs is not None:
+            request.num_scored = result.prompt_logprobs.start - 1 + len(result.prompt_logprobs)
+        if entry.error is not None:
+            result = Result(error=entry.error)
         if result.error is not None:
             request.finished = True
         elif not entry.samples:
@@ -334,9 +351,20 @@ class Engine:
 
     def _attend(self) -> None:
         """Look after drafts and the queue, once all that came in was taken."""
+        self.grammars.poll()
         self.drafts.attend()
         self.scheduler.admit()
         self.drafts.flush()
+
+    def _begin(self, request: Request) -> None:
+        """Schedule a request, once its grammar is compiled if it has one."""
+        self.grammars.open(request, self.scheduler.add, self._fail)
+
+    def _fail(self, request: Request, error: OutriderError) -> None:
+        """End a request that was not scheduled."""
+        request.finished = True
+        self._unfinished.discard(request)
+        request.sink(Update(error=error))
 
     def _cancel(self, request: Request) -> None:
         if not request.finished:
@@ -348,6 +376,7 @@ class Engine:
     def _abandon(self, error: OutriderError) -> None:
         """Tell all unfinished requests how it ended."""
         self._stopping = True
+        self.grammars.stop()
         self._unfinished.refuse()
         # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
         self._in_any_case(partial(self._aftermath.settle, with_features=False))

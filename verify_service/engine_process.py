@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from outrider.config.verify import VerifyOptions
 from outrider.cpu_kernels import KERNEL_CACHES
@@ -42,7 +43,8 @@ class EngineProcess:
             process = _spawn(theirs.fileno())
         loop = asyncio.get_running_loop()
         _, engine = await loop.create_unix_connection(lambda: RemoteEngine(on_round), sock=ours)
-        engine.start(Start(options))
+        # The engine opens no door and calls nobody: it needs no tokens.
+        engine.start(Start(replace(options, auth_token="", draft_auth_token="")))
         return cls(engine, process)
 
     async def ready(self, stop: asyncio.Event) -> Ready | None:

@@ -13,6 +13,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError, OutriderError
+from outrider.grammar.state import unpack
 from outrider.models.base import CausalLM
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from outrider.tokens import TokenLogprobs
@@ -20,6 +21,7 @@ from verify_service.feature_plan import FeaturePlan
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
 from verify_service.features import require
+from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.round import Entry, Pending, Result
 
@@ -69,6 +71,7 @@ class _Part:
         self.end = entry.request.cached_len + entry.num_extend
         """Position behind the committed tokens; nodes lie from here on."""
         self.slots = slots
+        self.scored = entry.scored
 
     @property
     def own_slots(self) -> torch.Tensor:
@@ -167,6 +170,18 @@ class TorchExecutor:
             moves.append(part.moves(accepted))
             row += num_rows
         self._compact(moves)
+        return self._score_prompts(parts, hidden, results)
+
+    def _score_prompts(self, parts: Sequence[_Part], hidden: torch.Tensor, results: list[Result]) -> list[Result]:
+        """Add what requests want to know of their prompts to the results."""
+        first = 0
+        for index, part in enumerate(parts):
+            if part.scored:
+                start = first + part.scored.start - (part.end - part.num_extend)
+                scores = PromptScores(part.entry, part.scored)
+                scores.compute(self._model, hidden[start : start + len(part.scored)])
+                results[index] = with_prompt(results[index], scores)
+            first += part.num_tokens
         return results
 
     def _forward(self, parts: Sequence[_Part], batch: ForwardBatch) -> torch.Tensor:
@@ -223,7 +238,8 @@ class TorchExecutor:
 
         def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int:
             row, position = logits[node + 1], request.committed_len + len(path)
-            token = sampler.sample(row, path, position, children=children, rule=self._rule)
+            mask = unpack(entry.masks[node + 1], sampler.vocab_size) if entry.masks else None
+            token = sampler.sample(row, path, position, mask, children, self._rule)
             if num_logprobs is not None:
                 logprobs.append(TokenLogprobs(*sampler.logprobs(row, token, num_logprobs)))
             return token

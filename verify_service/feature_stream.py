@@ -20,6 +20,8 @@ log = get_logger(__name__)
 
 FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
 
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to an address."""
 Opened = Callable[[int, bool], None]
 PassOn = Callable[[ProjectionPart], Awaitable[None]]
 
@@ -39,6 +41,7 @@ class FeatureStream:
         pass_on: PassOn,
         opened: Opened,
         released: Callable[[int], None],
+        dial: Dial = open_channel,
     ) -> None:
         """`reader` checks the parts of the projection, if `begin` wants it; `pass_on` gets them, one at a time.
 
@@ -46,6 +49,7 @@ class FeatureStream:
         `released` of the last message that the draft is done with.
         """
         self._address = address
+        self._dial = dial
         self._begin = begin
         self._reader = reader
         self._pass_on = pass_on
@@ -62,7 +66,7 @@ class FeatureStream:
 
     async def run(self) -> None:
         """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
-        channel = open_channel(self._address)
+        channel = self._dial(self._address)
         try:
             call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
             await call.write(encode_begin(self._begin))

@@ -52,3 +52,9 @@ class Forest:
         tokens, parents, levels = self._tokens[chosen].tolist(), places.tolist(), depths.tolist()
         ends = cuts.tolist()
         return [Nodes(tokens[a:b], parents[a:b], levels[a:b]) for a, b in pairwise(ends)]
+
+    def rows(self, index: int, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places, among the nodes of tree `index`, of those that were chosen of it; `chosen` as `take` has it."""
+        first, end = self._bounds[index], self._bounds[index + 1]
+        low, high = chosen.searchsorted([first, end])
+        return chosen[low:high] - first

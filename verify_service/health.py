@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _LEARN = 0.1
+_HOPE = 0.02
 _SLOW_FACTOR = 10.0
 _SLOW_FLOOR = 0.05
 _LOST_SECONDS = 2.0
@@ -36,27 +37,41 @@ class AnswerTimes:
         step = _LEARN * max(self.typical, 1e-4)
         self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
 
+    def forget(self) -> None:
+        """Take it for a little faster than it was."""
+        self.typical *= 1 - _HOPE
+        self.late = max(self.late * (1 - _HOPE), self.typical)
+
     def left(self, gain: float, waited: float) -> Wait:
         """What is left of it after waiting for `waited` seconds."""
         return Wait(gain, max(self.typical - waited, 0.0), max(self.late - waited, 0.0))
 
 
-class Misses:
-    """What a draft sends after a miss: an answer, and perhaps more of it a little later, as a model's burst is done.
+class Answers:
+    """What a draft sends after a commit: an answer, and perhaps more of it a little later, as a model's burst is done.
 
     `more_gain`: accepted tokens that the second message added to what the first one promised, 0 where none came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more_gain: float = 0.0) -> None:
         self.answer = AnswerTimes()
         self.more = AnswerTimes()
-        self.more_gain = 0.0
+        self.more_gain = more_gain
 
     def followed(self, gain: float, seconds: float | None) -> None:
         """An answer was followed by more, `seconds` after it, or by nothing before the round was over (None)."""
         self.more_gain += _LEARN * (gain - self.more_gain)
         if seconds is not None:
             self.more.note(seconds)
+
+    def tempt(self) -> None:
+        """Nobody waited, so that nothing was measured: what may follow looks a little better each time.
+
+        So a draft that was not worth waiting for is tried again some day.
+        """
+        self.more_gain += _HOPE * max(1.0 - self.more_gain, 0.0)
+        self.answer.forget()
+        self.more.forget()
 
 
 class PeerHealth:
@@ -66,8 +81,10 @@ class PeerHealth:
     seconds: it may be stopped, or its link dead without a word.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], turns: bool = False) -> None:
+        """`turns`: what a draft can do is known only once it was waited for, so that much is hoped of it at first."""
         self._clock = clock
+        self._hoped = 1.0 if turns else 0.0
         self.answers: list[float] = []
         """Times of answers that nobody has taken yet; whoever reports them empties it."""
         self.restart()
@@ -75,7 +92,10 @@ class PeerHealth:
     def restart(self) -> None:
         """Forget everything, as at the start of a session."""
         self.times = AnswerTimes()
-        self.misses = Misses()
+        self.misses = Answers(self._hoped)
+        """After commits that left no nodes."""
+        self.hits = Answers(self._hoped)
+        """After those that left some, where an answer to them is waited for."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
 

@@ -13,7 +13,7 @@ from outrider.tree.messages import VerifyMessage
 from outrider.tree.mirror import TreeMirror
 from verify_service.calibration import Calibrator
 from verify_service.feature_ring import Ring
-from verify_service.health import PeerHealth, Wait
+from verify_service.health import Answers, PeerHealth, Wait
 from verify_service.request import Request
 
 LEAST_MORE = 0.05
@@ -113,8 +113,17 @@ class Link:
     credit: int = 0
     gain: float = 1.0
     """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
+    hit_gain: float = 0.0
+    """The same of the first answer after a hit, beyond what was left of the tree."""
     awaited: bool = False
-    """The last commit left no nodes (in lockstep: whatever it left), and the draft's answer to it is not here yet."""
+    """The last commit left no nodes (in lockstep, and where drafts take turns with rounds: whatever it left), and the
+    draft's answer to it is not here yet."""
+    after_hit: bool = False
+    """Whether the last commit left nodes."""
+    num_answers: int = 0
+    """Messages that followed the last commit."""
+    num_late: int = 0
+    """Of these, those that came after the round was launched, on cores that the round had taken."""
     asked_at: float | None = None
     """When the draft was told of what it should answer; None while it has not been."""
     answered_at: float | None = None
@@ -135,20 +144,24 @@ class Link:
         if not self.awaited or self.peer is None:
             return None
         waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
-        return self.peer.health.misses.answer.left(self.gain, waited)
+        return self.answers(self.peer).answer.left(self.hit_gain if self.after_hit else self.gain, waited)
 
     def whole_wait(self) -> Wait | None:
         """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
-        if self.peer is None or self.peer.health.misses.more_gain < LEAST_MORE:
+        if self.peer is None or self.answers(self.peer).more_gain < LEAST_MORE:
             return None
-        misses = self.peer.health.misses
+        answers = self.answers(self.peer)
         if self.answered_at is not None:
-            return misses.more.left(misses.more_gain, self.clock() - self.answered_at)
+            return answers.more.left(answers.more_gain, self.clock() - self.answered_at)
         first = self.first_wait()
         if first is None:
             return None
-        gain, more = first.gain + misses.more_gain, misses.more
+        gain, more = first.gain + answers.more_gain, answers.more
         return Wait(gain, first.typical + more.typical, first.late + more.late)
+
+    def answers(self, peer: Peer) -> Answers:
+        """What the draft sent lately after commits like the last one."""
+        return peer.health.hits if self.after_hit else peer.health.misses
 
 
 @dataclass(eq=False, slots=True)

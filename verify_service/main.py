@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import NamedTuple
 
 from outrider import __version__
 from outrider.config.base import parse_options
+from outrider.config.secrets import read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.metrics import MetricsPage
 from outrider.models.store import served_name
+from outrider.rpc.channel import open_channel
+from outrider.rpc.door import DoorOptions, door_options, peer_source
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free
 from outrider.rpc.transport import unix_path
@@ -17,6 +22,8 @@ from outrider.tree.messages import PROTOCOL_VERSION, Hello
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.admission import Admission
 from verify_service.engine_process import EngineProcess
+from verify_service.feature_stream import Dial
+from verify_service.grammar_check import GrammarChecker
 from verify_service.metrics import VerifyMetrics
 from verify_service.remote import RemoteEngine
 from verify_service.servicer import VerifyServicer
@@ -26,6 +33,13 @@ from verify_service.wire import Ready
 SERVICE = "outrider.v1.VerifyService"
 
 
+class _Ways(NamedTuple):
+    """In and out of the service."""
+
+    door: DoorOptions
+    out: Dial
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the service until SIGTERM; returns the exit code."""
     return run_service(serve, parse_options(VerifyOptions, argv, prog="python -m verify_service"))
@@ -33,8 +47,9 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
+    # Before the model is loaded, which may take minutes.
+    ways = _Ways(door_options(options, options.read_auth_tokens()), _draft_dial(options))
     if unix_path(options.address) is None:
-        # Before the model is loaded, which may take minutes.
         check_free(options.address, "--address")
     metrics = VerifyMetrics()
     with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
@@ -43,13 +58,14 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             ready = await process.ready(stop)
             if ready is None:
                 return EXIT_OK
-            return await _serve_engine(options, stop, process, ready, metrics, metrics_address)
+            return await _serve_engine(options, ways, stop, process, ready, metrics, metrics_address)
         finally:
             await process.close()
 
 
 async def _serve_engine(
     options: VerifyOptions,
+    ways: _Ways,
     stop: asyncio.Event,
     process: EngineProcess,
     ready: Ready,
@@ -60,11 +76,20 @@ async def _serve_engine(
     engine = process.engine
     info = _info(options, ready)
     addresses = () if options.no_speculation else options.draft
-    dialers = [DraftDialer(address, _hello(info, ready), engine) for address in addresses]
+    dialers = [DraftDialer(address, _hello(info, ready), engine, dial=ways.out) for address in addresses]
     metrics.watch(engine, dialers)
     admission = Admission(ready.vocab_size, ready.context_length, tuple(ready.eos_token_ids), bool(dialers))
-    servicer = VerifyServicer(engine, admission, info, lambda: _load_report(engine, metrics))
-    server = GrpcServer(address=options.address, service_names=[SERVICE])
+    engine.backlog.max_tokens = options.max_queued_tokens
+    grammars = GrammarChecker(ready.model_path, ready.vocab_size, ready.eos_token_ids)
+    servicer = VerifyServicer(
+        engine,
+        admission,
+        info,
+        lambda: _load_report(engine, metrics),
+        stall_seconds=options.unread_seconds,
+        grammars=grammars,
+    )
+    server = GrpcServer(**ways.door, service_names=[SERVICE], for_peers=True)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
     address = await server.start()
     sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
@@ -76,9 +101,16 @@ async def _serve_engine(
     for session in sessions:
         session.cancel()
     await asyncio.gather(*sessions, return_exceptions=True)
+    await grammars.close()
     healthy = engine.alive
     await process.stop()
     return EXIT_OK if healthy else EXIT_FAILURE
+
+
+def _draft_dial(options: VerifyOptions) -> Dial:
+    """How drafts are called. Raises ConfigError."""
+    token = read_secret(options.draft_auth_token, options.draft_auth_token_file, "--draft-auth-token")
+    return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
 async def _until_stopped(stop: asyncio.Event, engine: RemoteEngine) -> None:

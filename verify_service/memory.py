@@ -43,8 +43,11 @@ class Memory:
         return self.pool.num_pages - self.pool.num_free
 
     def attach(self, request: Request) -> None:
-        """Give a request the cached pages of its prefix; the root is never taken from the cache."""
-        pages = self.radix.match(request.tokens, self._shared(request, request.committed_len - 1))
+        """Give a request the cached pages of its prefix; the root is never taken from the cache.
+
+        Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
+        """
+        pages = self.radix.match(request.tokens, self._shared(request, request.most_shared))
         request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
         request.feature_epoch = self.feature_epoch

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -33,6 +33,7 @@ class VerifyMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"outrider_verify_{name}", text, labels, registry=registry)
@@ -53,6 +54,10 @@ class VerifyMetrics:
         self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
         self._held_rounds = counter("held_rounds", "Rounds that waited for drafts.")
         self._drafted_rounds = counter("drafted_rounds", "Rounds with requests that a draft serves.")
+        self._fallback_rounds = counter(
+            "fallback_rounds", "Rounds that no draft served though drafts are configured: tokens at plain speed."
+        )
+        self._has_drafts = False
         self._hit_rounds = counter(
             "hit_rounds", "Of these, those with at least half of the usual number of nodes there without waiting."
         )
@@ -110,12 +115,14 @@ class VerifyMetrics:
 
     def watch(self, engine: RemoteEngine, dialers: Sequence[DraftDialer]) -> None:
         """Report this engine and its drafts too."""
+        self._has_drafts = bool(dialers)
 
         def gauge(name: str, text: str, value: Callable[[], float]) -> None:
             Gauge(f"outrider_verify_{name}", text, registry=self.registry).set_function(value)
 
         gauge("running_requests", "Requests in rounds.", lambda: engine.num_running)
         gauge("waiting_requests", "Requests that wait for a place.", lambda: engine.num_waiting)
+        gauge("waiting_tokens", "Prompt tokens of requests without a token.", lambda: engine.backlog.num_tokens)
         gauge("kv_pages", "KV pages in all.", lambda: engine.snapshot.num_pages)
         gauge(
             "kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.snapshot.num_pages_used
@@ -136,6 +143,9 @@ class VerifyMetrics:
         for seconds in report.answers:
             self._answer_seconds.observe(seconds)
         if report.ready is None:
+            # A round that commits nothing is prefill alone, which no draft takes part in.
+            if self._has_drafts and report.committed:
+                self._fallback_rounds.inc()
             return
         self._drafted_rounds.inc()
         self._ready_nodes.observe(report.ready)
@@ -179,6 +189,15 @@ class _EngineCounts(Collector):
         for reason, count in snapshot.declined.items():
             declines.add_metric([reason], count)
         yield declines
+        refused = CounterMetricFamily(
+            "outrider_verify_refused_requests", "Requests refused because too much waits already.", labels=["reason"]
+        )
+        for reason in ("requests", "tokens"):
+            refused.add_metric([reason], self._engine.backlog.refused[reason])
+        yield refused
+        slow = CounterMetricFamily("outrider_verify_slow_readers", "Answers ended because they were left unread.")
+        slow.add_metric([], self._engine.backlog.slow_readers)
+        yield slow
         preemptions = CounterMetricFamily("outrider_verify_preemptions", "Requests that gave up their pages.")
         preemptions.add_metric([], snapshot.num_preemptions)
         yield preemptions

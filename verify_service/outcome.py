@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.tokens import FinishReason, TokenOrigin
+from outrider.tokens import FinishReason, RoundTree, TokenOrigin
 from verify_service.gaps import Phases
 from verify_service.round import Entry, Pending, Result
 from verify_service.submission import Update
+from verify_service.tracing import round_tree
 
 
 class Commit(NamedTuple):
@@ -21,11 +22,11 @@ class Commit(NamedTuple):
     finish: FinishReason | None
 
     def update(self) -> Update:
-        """What the request is told; nothing after a chunk of prefill."""
+        """What the request is told; after a chunk of prefill no more than log-probabilities of the prompt."""
         if self.result.error is not None:
             return Update(error=self.result.error)
         if not self.tokens:
-            return Update()
+            return Update(prompt_logprobs=self.result.prompt_logprobs)
         num_nodes, num_accepted = len(self.entry.nodes), self.result.num_accepted
         own = TokenOrigin.BONUS if num_nodes else TokenOrigin.PLAIN
         return Update(
@@ -36,7 +37,15 @@ class Commit(NamedTuple):
             num_accepted_tokens=min(num_accepted, len(self.tokens)),
             num_cached_prompt_tokens=self.entry.request.num_cached_prompt_tokens or 0,
             finish=self.finish,
+            prompt_logprobs=self.result.prompt_logprobs,
+            tree=self._tree() if self.entry.request.trace else None,
         )
+
+    def _tree(self) -> RoundTree:
+        """What the round verified. The request's next round has not been committed yet."""
+        nodes, request = self.entry.nodes, self.entry.request
+        position = len(request.tokens) - len(self.tokens)
+        return round_tree(position, nodes.parents, nodes.token_ids, self.entry.marks, self.tokens)
 
 
 class RoundDone(NamedTuple):

@@ -194,6 +194,7 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         max_nodes=options.max_draft_tokens,
         max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
         lockstep=options.lockstep,
+        turns=not on_gpu,
     )
     if not on_gpu:
         return limits

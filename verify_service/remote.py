@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from outrider.errors import ConfigError, InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
 from outrider.logs import get_logger
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.projection import ProjectionPart
+from verify_service.backlog import Backlog
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
 from verify_service.wire import (
@@ -41,14 +42,8 @@ from verify_service.wire import (
     from_engine,
     pack,
 )
-from verify_service.wire_codec import (
-    pack_drafts,
-    pack_submission,
-    unpack_begin,
-    unpack_features,
-    unpack_update,
-    unpack_verify,
-)
+from verify_service.wire_codec import pack_submission, unpack_update
+from verify_service.wire_draft_codec import pack_drafts, unpack_begin, unpack_features, unpack_verify
 
 log = get_logger(__name__)
 
@@ -98,8 +93,7 @@ class RemoteEngine(asyncio.Protocol):
         self._numbers = itertools.count(1)
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
-        self._most_unfinished = 0
-        self._most_waiting = 0
+        self.backlog = Backlog()
         self._sessions: dict[Port, int] = {}
         self._ports: dict[int, Port] = {}
         self._unread: Counter[int] = Counter()
@@ -149,15 +143,12 @@ class RemoteEngine(asyncio.Protocol):
     def submit(self, submission: Submission, deliver: Deliver) -> int:
         """Queue a request; returns its number. `deliver` gets every update, the last one included.
 
-        Raises OverloadedError when the queue is full, UnavailableError when stopping.
+        Raises OverloadedError when too many requests or prompt tokens wait, UnavailableError when stopping.
         """
         if not self.alive:
             raise UnavailableError("the verify service is stopping")
-        if len(self._answers) >= self._most_unfinished:
-            raise OverloadedError(
-                f"{self._most_waiting} requests are waiting already, the most allowed; try again later"
-            )
         number = next(self._numbers)
+        self.backlog.admit(number, len(submission.tokens))
         self._answers[number] = deliver
         self._send(pack_submission(number, submission))
         return number
@@ -178,6 +169,7 @@ class RemoteEngine(asyncio.Protocol):
                 *(session, port.address, terms.max_positions, list(terms.feature_layers)),
                 projection_columns=terms.projection_columns,
                 projection_hash=terms.projection_hash,
+                sources=list(terms.sources),
             )
         )
 
@@ -288,8 +280,7 @@ class RemoteEngine(asyncio.Protocol):
                 if (port := self._ports.get(frame.session)) is not None:
                     port.reset()
             case Ready():
-                self._most_waiting = frame.max_waiting
-                self._most_unfinished = frame.max_running + frame.max_waiting
+                self.backlog.open(frame.max_running, frame.max_waiting)
                 self._serving = True
                 self._ready.set_result(frame)
             case Refused():
@@ -299,12 +290,16 @@ class RemoteEngine(asyncio.Protocol):
         for part in told.updates:
             deliver = self._answers.get(part.number)
             update = unpack_update(part)
+            if update.token_ids:
+                self.backlog.began(part.number)
             if update.last:
                 self._answers.pop(part.number, None)
+                self.backlog.ended(part.number)
             if deliver is not None:
                 deliver(update)
         for number in told.ended:
             self._answers.pop(number, None)
+            self.backlog.ended(number)
         for report in told.rounds:
             self._on_round(report)
         for session, weight in told.read.items():

@@ -22,7 +22,8 @@ from verify_service.wire import (
     Told,
     UpdatePart,
 )
-from verify_service.wire_codec import pack_begin, pack_features, pack_update, pack_verify
+from verify_service.wire_codec import pack_update
+from verify_service.wire_draft_codec import pack_begin, pack_features, pack_verify
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""

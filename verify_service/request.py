@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.grammar.state import GrammarState
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tokens import FinishReason
@@ -30,8 +31,18 @@ class Request:
     speculate: bool
     sink: Callable[[Update], None]
     """Called on the engine thread with every update; must not block."""
+    num_prompt_logprobs: int | None = None
+    """See Submission."""
+    trace: bool = False
+    """See Submission."""
+    num_scored: int = 0
+    """First positions of the prompt that log-probabilities of the token after them were told for, if asked for."""
+    priority: int = 0
+    """Lower is earlier, and is preempted later."""
+    client: str = ""
+    """On whose behalf; see Submission."""
     arrival: int = 0
-    """Order of admission; the youngest is preempted first."""
+    """Order of admission; of equal priority the youngest is preempted first."""
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
     cached_len: int = 0
@@ -41,7 +52,14 @@ class Request:
     """Page table: position p lies in page `pages[p // page_size]`."""
     feature_epoch: int = 0
     """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
+    grammar: GrammarState | None = None
+    """What its grammar allows next, if it has one; there before it is scheduled."""
     finished: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among running requests: the last one gives way first."""
+        return self.priority, self.arrival
 
     @property
     def committed_len(self) -> int:
@@ -52,6 +70,12 @@ class Request:
     def past_prompt(self) -> bool:
         """Whether decoding is what first computes the next token: it is the prompt's last one or lies behind it."""
         return self.cached_len >= self.prompt_len - 1
+
+    @property
+    def most_shared(self) -> int:
+        """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
+        most = len(self.tokens) - 1
+        return most if self.num_prompt_logprobs is None else min(most, self.num_scored)
 
     @property
     def draft_room(self) -> int:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.errors import OutriderError
-from outrider.tokens import TokenLogprobs
+from outrider.grammar.state import Mask
+from outrider.tokens import PromptLogprobs, TokenLogprobs
 from verify_service.request import Request
+from verify_service.tracing import Marks
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +42,12 @@ class Entry:
     nodes: Nodes = field(default_factory=Nodes)
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
+    marks: Marks | None = None
+    """Where the nodes come from, for a request that is traced."""
+    masks: Sequence[Mask] = ()
+    """Tokens that a grammar allows at the root and at each node, in their order; empty without a grammar."""
+    error: OutriderError | None = None
+    """Why what is sampled does not count, and the request fails."""
 
     def __post_init__(self) -> None:
         self.samples = self.request.cached_len + self.num_extend == len(self.request.tokens)
@@ -48,6 +56,15 @@ class Entry:
     def prefills(self) -> bool:
         """Whether more is computed than a root and its nodes."""
         return self.num_extend > 1 or not self.samples
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions of the chunk whose logits are asked for; each tells of the token after it."""
+        request = self.request
+        if request.num_prompt_logprobs is None:
+            return range(0)
+        first, end = request.cached_len, request.cached_len + self.num_extend
+        return range(max(first, request.num_scored), min(end, request.prompt_len - 1))
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +80,8 @@ class Result:
     logprobs: Sequence[TokenLogprobs] = ()
     error: OutriderError | None = None
     """This request alone failed."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt tokens behind the positions of `Entry.scored`."""
 
     @property
     def num_accepted(self) -> int:

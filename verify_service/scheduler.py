@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,11 +9,20 @@ from outrider.tree.mirror import TreeMirror
 from verify_service.budget import Budget, Choice
 from verify_service.drafts import Drafts
 from verify_service.forest import Forest
+from verify_service.grammars import Grammars
 from verify_service.limits import EngineLimits
 from verify_service.link import Link
 from verify_service.memory import Memory
+from verify_service.queue import FairQueue
 from verify_service.request import Request
 from verify_service.round import Entry
+from verify_service.tracing import mark
+
+_FAR = 1 << 62
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
 
 
 class Offer(NamedTuple):
@@ -33,7 +41,7 @@ class Offer(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching at round granularity: first come, first served; the youngest gives way.
+    """Continuous batching at round granularity, in the order of a FairQueue; the last in rank gives way.
 
     Requests move waiting -> running -> (preempted -> waiting ->) ended. A running request holds pages; a waiting one
     holds none. `plan`, `choose` and `take` lie between two rounds and are short; `release_ended` and `admit` can be
@@ -47,9 +55,10 @@ class Scheduler:
         budget: Budget,
         limits: EngineLimits,
         forget: Callable[[Request], None],
+        grammars: Grammars | None = None,
     ) -> None:
         """`forget` is told of every request that gives up its pages."""
-        self.waiting: deque[Request] = deque()
+        self.waiting = FairQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._memory = memory
@@ -57,12 +66,13 @@ class Scheduler:
         self._budget = budget
         self._limits = limits
         self._forget = forget
+        self._grammars = grammars
         self._ended: list[Request] = []
-        self._turn = 0
+        self._turn = (-_FAR, 0)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def end(self, request: Request) -> None:
         """Take out a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
@@ -84,16 +94,16 @@ class Scheduler:
         """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
         self._refill()
         while self.waiting and len(self.running) < self._limits.max_running:
-            request = self.waiting[0]
+            request = self.waiting.head
             # One page more than it has tokens, lest it be preempted by its first round.
             if self.running and not self._memory.fits(request.committed_len + self._memory.page_size):
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             self._memory.attach(request)
             if request.num_cached_prompt_tokens is None:
                 request.num_cached_prompt_tokens = request.cached_len
             self.running.append(request)
-            self.running.sort(key=lambda running: running.arrival)
+            self.running.sort(key=_rank)
             if self._drafts.link(request) is None:
                 self._drafts.admit(request)
             else:
@@ -155,14 +165,27 @@ class Scheduler:
         offer.forest.take(offer.choice.taken)
 
     def take(self, offer: Offer) -> None:
-        """Give a round the nodes that were chosen."""
+        """Give a round the nodes that were chosen, but for those that a grammar forbids."""
         self._budget.took(offer.choice)
+        if self._grammars is not None and len(offer.choice.taken):
+            taken = self._grammars.allowed(offer.entries, offer.forest, offer.choice.taken)
+            offer = offer._replace(choice=offer.choice._replace(taken=taken))
         for entry, nodes in zip(offer.entries, offer.forest.take(offer.choice.taken), strict=True):
             # Nodes are worth no preemption: without pages the round goes without them.
             if nodes.token_ids and self._memory.reserve(
                 entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
             ):
                 entry.nodes = nodes
+                if entry.request.trace:
+                    self._mark(offer, entry)
+
+    def _mark(self, offer: Offer, entry: Entry) -> None:
+        """Note where the nodes of a traced request come from, before its tree is re-rooted."""
+        link = self._drafts.link(entry.request)
+        if link is not None:
+            rows = offer.forest.rows(offer.entries.index(entry), offer.choice.taken)
+            sources = link.peer.terms.sources if link.peer is not None else ()
+            entry.marks = mark(link.mirror, (rows + link.mirror.root + 1).tolist(), sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
         """Tokens of a request with more than its root to compute that the next round takes."""
@@ -185,12 +208,12 @@ class Scheduler:
         """As many as fit a round; those left out come first in the next one."""
         chunks = [entry for entry in entries if self.is_apart(entry)]
         others = [entry for entry in entries if not self.is_apart(entry)]
-        others.sort(key=lambda entry: entry.request.arrival < self._turn)
+        others.sort(key=lambda entry: entry.request.rank < self._turn)
         room, taken = self._limits.max_round_tokens, []
         for entry in others:
             room -= entry.num_extend
             if room < 0:
-                self._turn = entry.request.arrival
+                self._turn = entry.request.rank
                 break
             taken.append(entry)
         return chunks + taken
@@ -203,17 +226,17 @@ class Scheduler:
             self._memory.refill(2 * need)
 
     def _make_room(self, request: Request, length: int) -> bool:
-        """Reserve pages, preempting the youngest until they suffice; False when the request itself gave way.
+        """Reserve pages, preempting the last in rank until they suffice; False when the request itself gave way.
 
-        Requests are planned oldest first, so none that is in the round already is preempted.
+        Requests are planned in rank, so none that is in the round already is preempted.
         """
         if self._memory.reserve(request, length):
             return True
         self.release_ended()
         while not self._memory.reserve(request, length):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
                 return False
         return True
 
@@ -222,7 +245,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self._drafts.pause(request)
-        self.waiting.appendleft(request)
+        self.waiting.put_back(request)
 
     def _release(self, request: Request) -> None:
         self._memory.release(request)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 
-from outrider.errors import UnavailableError
+from outrider.errors import OverloadedError, UnavailableError
+from outrider.rpc.token_codec import encode_prompt_logprobs, encode_tree
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.admission import Admission
+from verify_service.grammar_check import GrammarChecker
+from verify_service.outbox import Outbox
 from verify_service.remote import RemoteEngine
 from verify_service.submission import Update
 
@@ -26,34 +29,43 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         admission: Admission,
         info: verify_pb2.VerifyServiceGetInfoResponse,
         load: Callable[[], verify_pb2.VerifyServiceGetLoadResponse],
+        *,
+        stall_seconds: float = 120.0,
+        grammars: GrammarChecker | None = None,
     ) -> None:
+        """`stall_seconds`: how long a gateway may leave an answer unread. `grammars`: tries them before the engine."""
+        self._grammars = grammars
         self._engine = engine
         self._admission = admission
         self._info = info
         self._load = load
+        self._stall_seconds = stall_seconds
         self.draining = False
         """While set, new requests are refused."""
 
-    async def Generate(
-        self, request: verify_pb2.VerifyServiceGenerateRequest, context: Context
-    ) -> AsyncIterator[verify_pb2.VerifyServiceGenerateResponse]:
+    async def Generate(self, request: verify_pb2.VerifyServiceGenerateRequest, context: Context) -> None:
         """Stream committed tokens. However the call ends, the request leaves the engine with it."""
         if self.draining:
             raise UnavailableError("the verify service is draining; send the request to another replica")
-        updates: asyncio.Queue[Update] = asyncio.Queue()
-        number = self._engine.submit(self._admission.admit(request), updates.put_nowait)
+        outbox = Outbox(self._stall_seconds)
+        submission = self._admission.admit(request)
+        if self._grammars is not None and submission.sampling.grammar is not None:
+            await self._grammars.check(submission.sampling.grammar)
+        number = self._engine.submit(submission, outbox.put)
         try:
             last = False
             while not last:
-                gathered = [await updates.get()]
-                while not updates.empty():
-                    gathered.append(updates.get_nowait())
+                gathered = await outbox.take()
                 last = gathered[-1].last
                 error = gathered[-1].error
                 if error is None or len(gathered) > 1:
-                    yield encode_updates([update for update in gathered if update.error is None])
+                    message = encode_updates([update for update in gathered if update.error is None])
+                    await outbox.write(partial(context.write, message))
                 if error is not None:
                     raise error
+        except OverloadedError as error:
+            self._engine.backlog.slow_readers += error.code == "slow_reader"
+            raise
         finally:
             self._engine.cancel(number)
 
@@ -81,6 +93,10 @@ def encode_updates(updates: Sequence[Update]) -> verify_pb2.VerifyServiceGenerat
         for entry in update.logprobs:
             top = [common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in entry.top]
             response.logprobs.append(common_pb2.TokenLogprobs(logprob=entry.logprob, top=top))
+        if update.prompt_logprobs is not None:
+            response.prompt_logprobs.append(encode_prompt_logprobs(update.prompt_logprobs))
+        if update.tree is not None:
+            response.round_trees.append(encode_tree(update.tree))
         if update.token_ids:
             response.rounds.add(
                 num_draft_tokens=update.num_draft_tokens, num_accepted_tokens=update.num_accepted_tokens

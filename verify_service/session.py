@@ -20,7 +20,7 @@ from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, VerifyMessage
 from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from verify_service.feature_stream import FeatureStream
+from verify_service.feature_stream import Dial, FeatureStream
 from verify_service.patience import Backoff, Seldom
 
 log = get_logger(__name__)
@@ -65,9 +65,18 @@ class DraftSession:
     `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
     """
 
-    def __init__(self, address: str, call: SpeculateCall, terms: Terms, events: DraftEvents, malformed: Seldom) -> None:
-        """`malformed` logs what cannot be read."""
+    def __init__(
+        self,
+        address: str,
+        call: SpeculateCall,
+        terms: Terms,
+        events: DraftEvents,
+        malformed: Seldom,
+        dial: Dial = open_channel,
+    ) -> None:
+        """`malformed` logs what cannot be read; `dial` opens the features stream's channel."""
         self.address = address
+        self._dial = dial
         self.features_failed = False
         """Whether the features stream ended, and with it the session."""
         self._malformed = malformed
@@ -102,7 +111,7 @@ class DraftSession:
             terms = self._terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureStream(self.address, begin, reader, pass_on, opened, released)
+        self._features = FeatureStream(self.address, begin, reader, pass_on, opened, released, self._dial)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(self._features_ended)
 
@@ -177,8 +186,10 @@ class DraftDialer:
         events: DraftEvents,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
+        dial: Dial = open_channel,
     ) -> None:
         self.address = address
+        self._dial = dial
         self.state = "connecting"
         """"connecting", "connected" or "refused"."""
         self._hello = hello
@@ -217,11 +228,11 @@ class DraftDialer:
             await self._sleep(pause)
 
     async def _converse(self) -> None:
-        channel = open_channel(self.address)
+        channel = self._dial(self.address)
         try:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call, terms, self._events, self._malformed)
+            session = DraftSession(self.address, call, terms, self._events, self._malformed, self._dial)
             self.state = "connected"
             log.info("draft %s is connected", self.address)
             self._events.draft_connected(session, terms)

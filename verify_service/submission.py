@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.errors import OutriderError
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,14 @@ class Submission:
     max_tokens: int
     stop_ids: frozenset[int]
     speculate: bool
+    num_prompt_logprobs: int | None = None
+    """None: no log-probabilities of the prompt; k: those of its tokens and of the k most likely at each position."""
+    trace: bool = False
+    """Whether the tree that each round verified is told."""
+    priority: int = 0
+    """Lower is earlier."""
+    client: str = ""
+    """On whose behalf; requests of equal priority take turns by client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,10 @@ class Update:
     num_cached_prompt_tokens: int = 0
     finish: FinishReason | None = None
     error: OutriderError | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt tokens that a chunk of prefill has computed."""
+    tree: RoundTree | None = None
+    """What the round verified, for a request that is traced."""
 
     @property
     def last(self) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from outrider.errors import OverloadedError, UnavailableError
 from verify_service.inbox import Inbox
 from verify_service.limits import EngineLimits
 from verify_service.request import Request
-from verify_service.scheduler import Scheduler
 
 
 class Unfinished:
@@ -22,8 +22,8 @@ class Unfinished:
         self._closed = False
         self._lock = threading.Lock()
 
-    def add(self, request: Request, scheduler: Scheduler, inbox: Inbox) -> None:
-        """Let a request in and have it scheduled. Raises OverloadedError when full, UnavailableError when closed."""
+    def add(self, request: Request, begin: Callable[[Request], None], inbox: Inbox) -> None:
+        """Let a request in; it is to `begin`. Raises OverloadedError when full, UnavailableError when closed."""
         with self._lock:
             if self._closed:
                 raise UnavailableError("the verify service is stopping")
@@ -35,7 +35,7 @@ class Unfinished:
             self._num_added += 1
             request.arrival = self._num_added
             request.arrived_at = time.monotonic()
-            inbox.post(lambda: scheduler.add(request))
+            inbox.post(lambda: begin(request))
 
     def discard(self, request: Request) -> None:
         """It was told its end, or wants to hear nothing of it."""

@@ -1,12 +1,8 @@
-"""Between what door and engine work with and the parts of their frames. Torch-free."""
+"""Between requests as door and engine work with them and the parts of their frames. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
-
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.errors import (
     ContextLengthError,
@@ -16,43 +12,10 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
-from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
-from outrider.tree.messages import (
-    Close,
-    Commit,
-    Decline,
-    DeclineReason,
-    DraftMessage,
-    FeatureRing,
-    Features,
-    FeaturesBegin,
-    Grow,
-    Hello,
-    Open,
-    Pause,
-    Resume,
-    VerifyMessage,
-)
+from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from verify_service.submission import Submission, Update
-from verify_service.wire import (
-    ClosePart,
-    CommitPart,
-    DeclinePart,
-    ErrorPart,
-    FeaturesOpen,
-    FeaturesPart,
-    GrowPart,
-    OpenPart,
-    PausePart,
-    ResumePart,
-    RingFrame,
-    Submit,
-    UnexpectedPart,
-    UpdatePart,
-)
-
-DraftPart = GrowPart | DeclinePart | UnexpectedPart
-VerifyPart = OpenPart | CommitPart | PausePart | ResumePart | ClosePart
+from verify_service.wire_arrays import array_of, bytes_of
+from verify_service.wire_requests import ErrorPart, PromptLogprobsPart, Submit, TreePart, UpdatePart
 
 _FIELD_ERRORS: dict[str, type[InvalidRequestError]] = {
     kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError)
@@ -60,8 +23,6 @@ _FIELD_ERRORS: dict[str, type[InvalidRequestError]] = {
 _LATER_ERRORS: dict[str, type[OverloadedError | UnavailableError]] = {
     kind.__name__: kind for kind in (OverloadedError, UnavailableError)
 }
-
-Number = TypeVar("Number", bound=np.generic)
 
 
 def pack_submission(number: int, submission: Submission) -> Submit:
@@ -74,6 +35,10 @@ def pack_submission(number: int, submission: Submission) -> Submit:
         max_tokens=submission.max_tokens,
         stop_ids=sorted(submission.stop_ids),
         speculate=submission.speculate,
+        num_prompt_logprobs=submission.num_prompt_logprobs,
+        trace=submission.trace,
+        priority=submission.priority,
+        client=submission.client,
     )
 
 
@@ -81,11 +46,15 @@ def unpack_submission(frame: Submit) -> Submission:
     """The submission of a frame."""
     return Submission(
         request_id=frame.request_id,
-        tokens=_array(frame.tokens, np.int32).tolist(),
+        tokens=array_of(frame.tokens, np.int32).tolist(),
         sampling=frame.sampling,
         max_tokens=frame.max_tokens,
         stop_ids=frozenset(frame.stop_ids),
         speculate=frame.speculate,
+        num_prompt_logprobs=frame.num_prompt_logprobs,
+        trace=frame.trace,
+        priority=frame.priority,
+        client=frame.client,
     )
 
 
@@ -101,6 +70,8 @@ def pack_update(number: int, update: Update) -> UpdatePart:
         update.num_cached_prompt_tokens,
         update.finish or 0,
         pack_error(update.error) if update.error is not None else None,
+        _pack_prompt(update.prompt_logprobs) if update.prompt_logprobs is not None else None,
+        _pack_tree(update.tree) if update.tree is not None else None,
     )
 
 
@@ -115,6 +86,8 @@ def unpack_update(part: UpdatePart) -> Update:
         num_cached_prompt_tokens=part.num_cached_prompt_tokens,
         finish=FinishReason(part.finish) if part.finish else None,
         error=unpack_error(part.error) if part.error is not None else None,
+        prompt_logprobs=_unpack_prompt(part.prompt_logprobs) if part.prompt_logprobs is not None else None,
+        tree=_unpack_tree(part.tree) if part.tree is not None else None,
     )
 
 
@@ -135,161 +108,50 @@ def unpack_error(part: ErrorPart) -> OutriderError:
     return InternalError(part.arguments[0], code=part.code)
 
 
-def pack_drafts(messages: Sequence[DraftMessage]) -> list[DraftPart]:
-    """What a draft sent, in order."""
-    return [_pack_draft(message) for message in messages]
-
-
-def unpack_drafts(parts: Sequence[DraftPart]) -> list[DraftMessage]:
-    """What a draft sent, in order. Arrays cannot be written to."""
-    return [_unpack_draft(part) for part in parts]
-
-
-def pack_verify(messages: Sequence[VerifyMessage]) -> list[VerifyPart]:
-    """Messages for a draft, in order. Raises TypeError for a Hello, which only the door sends."""
-    return [_pack_verify(message) for message in messages]
-
-
-def unpack_verify(parts: Sequence[VerifyPart]) -> list[VerifyMessage]:
-    """Messages for a draft, in order. Arrays cannot be written to."""
-    return [_unpack_verify(part) for part in parts]
-
-
-def pack_features(messages: Sequence[Features]) -> list[FeaturesPart]:
-    """Features for a draft, in order; their dtype is known at the other end."""
-    return [
-        FeaturesPart(
-            *(part.request, part.start, part.count, part.final, part.sequence),
-            data=cast(bytes, part.data),
-            ring_offset=part.ring_offset,
-        )
-        for part in messages
-    ]
-
-
-def unpack_features(parts: Sequence[FeaturesPart], dtype: str) -> list[Features]:
-    """Features for a draft, in order."""
-    return [
-        Features(
-            *(part.request, part.start, part.count, part.final, part.data, dtype, part.sequence),
-            ring_offset=part.ring_offset,
-        )
-        for part in parts
-    ]
-
-
-def pack_begin(session: int, begin: FeaturesBegin) -> FeaturesOpen:
-    """The beginning of a features stream, but for its token, which the door knows."""
-    given = begin.ring
-    ring = None
-    if given is not None:
-        ring = RingFrame(given.host, given.device, given.handle, given.num_bytes, given.magic)
-    return FeaturesOpen(
-        session, list(begin.layers), begin.width, begin.dtype, ring, begin.projected, begin.wants_projection
+def _pack_prompt(part: PromptLogprobs) -> PromptLogprobsPart:
+    return PromptLogprobsPart(
+        part.start,
+        part.top_ids.shape[1],
+        bytes_of(part.logprobs, np.float32),
+        bytes_of(part.ranks, np.uint32),
+        bytes_of(part.top_ids, np.int32),
+        bytes_of(part.top_logprobs, np.float32),
     )
 
 
-def unpack_begin(frame: FeaturesOpen) -> FeaturesBegin:
-    """The beginning of a features stream, without its token."""
-    given = frame.ring
-    ring = None
-    if given is not None:
-        ring = FeatureRing(given.host, given.device, given.handle, given.num_bytes, given.magic)
-    return FeaturesBegin(
-        "", tuple(frame.layers), frame.width, frame.dtype, ring, frame.projected, frame.wants_projection
+def _unpack_prompt(part: PromptLogprobsPart) -> PromptLogprobs:
+    logprobs = array_of(part.logprobs, np.float32)
+    shape = (len(logprobs), part.num_top)
+    return PromptLogprobs(
+        part.start,
+        logprobs,
+        array_of(part.ranks, np.uint32),
+        array_of(part.top_ids, np.int32).reshape(shape),
+        array_of(part.top_logprobs, np.float32).reshape(shape),
     )
 
 
-def _pack_draft(message: DraftMessage) -> DraftPart:
-    match message:
-        case Grow():
-            return GrowPart(
-                message.request,
-                message.epoch,
-                message.base_len,
-                message.acked_len,
-                message.first_id,
-                _bytes(message.parents, np.uint32),
-                _bytes(message.token_ids, np.int32),
-                _bytes(message.scores, np.float32),
-                _bytes(message.sources, np.uint8),
-            )
-        case Decline():
-            return DeclinePart(message.request, message.reason.value, message.retryable, message.detail)
-        case Hello():
-            return UnexpectedPart()
+def _pack_tree(tree: RoundTree) -> TreePart:
+    return TreePart(
+        tree.position,
+        tree.num_tokens,
+        list(tree.parents),
+        list(tree.token_ids),
+        list(tree.drafters),
+        list(tree.scores),
+        list(tree.accepted),
+        list(tree.drafter_names),
+    )
 
 
-def _unpack_draft(part: DraftPart) -> DraftMessage:
-    match part:
-        case GrowPart():
-            return Grow(
-                part.request,
-                part.epoch,
-                part.base_len,
-                part.acked_len,
-                part.first_id,
-                _array(part.parents, np.uint32),
-                _array(part.token_ids, np.int32),
-                _array(part.scores, np.float32),
-                _array(part.sources, np.uint8),
-            )
-        case DeclinePart():
-            return Decline(part.request, DeclineReason(part.reason), part.retryable, part.detail)
-        case UnexpectedPart():
-            return Hello(0, 0)
-
-
-def _pack_verify(message: VerifyMessage) -> VerifyPart:
-    match message:
-        case Commit():
-            return CommitPart(
-                message.request,
-                message.length_before,
-                _bytes(message.token_ids, np.int32),
-                message.epoch,
-                message.received_through,
-                message.resolved_root,
-                message.credit,
-            )
-        case Open():
-            tokens = _bytes(message.token_ids, np.int32)
-            return OpenPart(message.request, tokens, message.prompt_len, message.sampling, message.credit)
-        case Pause():
-            return PausePart(message.request)
-        case Resume():
-            return ResumePart(message.request, message.credit)
-        case Close():
-            return ClosePart(message.request)
-        case Hello():
-            raise TypeError("a session's hello is the door's")
-
-
-def _unpack_verify(part: VerifyPart) -> VerifyMessage:
-    match part:
-        case CommitPart():
-            return Commit(
-                part.request,
-                part.length_before,
-                _array(part.token_ids, np.int32),
-                part.epoch,
-                part.received_through,
-                part.resolved_root,
-                part.credit,
-            )
-        case OpenPart():
-            return Open(part.request, _array(part.token_ids, np.int32), part.prompt_len, part.sampling, part.credit)
-        case PausePart():
-            return Pause(part.request)
-        case ResumePart():
-            return Resume(part.request, part.credit)
-        case ClosePart():
-            return Close(part.request)
-
-
-def _bytes(array: NDArray[Any], dtype: type[np.generic]) -> bytes:
-    return array.astype(dtype, copy=False).tobytes()
-
-
-def _array(data: bytes, dtype: type[Number]) -> NDArray[Number]:
-    return np.frombuffer(data, dtype)
+def _unpack_tree(part: TreePart) -> RoundTree:
+    return RoundTree(
+        part.position,
+        part.num_tokens,
+        part.parents,
+        part.token_ids,
+        part.drafters,
+        part.scores,
+        part.accepted,
+        part.drafter_names,
+    )

@@ -42,7 +42,8 @@ from verify_service.wire import (
     Stop,
     Submit,
 )
-from verify_service.wire_codec import DraftPart, unpack_drafts, unpack_submission
+from verify_service.wire_codec import unpack_submission
+from verify_service.wire_draft_codec import DraftPart, unpack_drafts
 
 log = get_logger("verify_service.worker")
 
@@ -113,6 +114,10 @@ def make_request(submission: Submission, sink: Callable[[Update], None], vocab_s
         max_tokens=submission.max_tokens,
         stop_ids=submission.stop_ids,
         speculate=submission.speculate,
+        num_prompt_logprobs=submission.num_prompt_logprobs,
+        trace=submission.trace,
+        priority=submission.priority,
+        client=submission.client,
         sink=sink,
     )
 
@@ -196,6 +201,7 @@ class FrameHandler:
                     feature_layers=tuple(frame.feature_layers),
                     projection_columns=frame.projection_columns,
                     projection_hash=frame.projection_hash,
+                    sources=tuple(frame.sources),
                 )
                 self._terms[frame.session] = terms
                 self._engine.draft_connected(port, terms)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.admission import ServedModel
-from gateway.metrics import CONTENT_TYPE
 from gateway.rest.errors import HttpError, error_response
 from gateway.rest.generation import DOOR, ChatRoute, CompletionRoute
+from gateway.rest.info import InfoRoutes
 from gateway.rest.openapi import openapi
-from gateway.rest.responses import Body, ModelBody, ModelList, Status
+from gateway.rest.sglang import GenerateRoute
+from gateway.rest.text import DetokenizeRoute, TokenizeRoute
 from gateway.service import Gateway
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import InternalError, NotFoundError, OutriderError
-from outrider.rpc.interceptors import clean_request_id
+from outrider.errors import InternalError, OutriderError
+from outrider.rpc.call import name_client
+from outrider.rpc.interceptors import clean_request_id, matching_token
 
 _logger = logs.get_logger(__name__)
 
@@ -34,29 +36,37 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 class RestApp:
     """Everything that HTTP clients reach."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_key: str = "") -> None:
-        """With `api_key` every path but /health and /ready needs that bearer token."""
+    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Sequence[str] = ()) -> None:
+        """With `api_keys` every path but /health and /ready needs one of them as bearer token."""
         self._gateway = gateway
-        self._api_key = api_key.encode()
-        self._openapi = json.dumps(openapi(authenticated=bool(api_key))).encode()
-        self._router = Router(
-            [
-                Route("/v1/chat/completions", ChatRoute(gateway, options), methods=["POST"]),
-                Route("/v1/completions", CompletionRoute(gateway, options), methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{model:path}", self._model),
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/metrics", self._metrics),
-                Route("/openapi.json", self._document),
-            ],
-            redirect_slashes=False,
-        )
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()
+        self.routes = [
+            Route("/v1/chat/completions", ChatRoute(gateway, options), methods=["POST"]),
+            Route("/v1/completions", CompletionRoute(gateway, options), methods=["POST"]),
+            Route("/tokenize", TokenizeRoute(gateway, options, DOOR), methods=["POST"]),
+            Route("/detokenize", DetokenizeRoute(gateway, options, DOOR), methods=["POST"]),
+            Route("/generate", GenerateRoute(gateway, options), methods=["POST"]),
+            *InfoRoutes(gateway, DOOR).routes(),
+            Route("/openapi.json", self._document),
+        ]
+        self._router = Router(self.routes, redirect_slashes=False)
+        self._entry: ASGIApp = self._serve
+        if options.cors_origins:
+            self._entry = CORSMiddleware(
+                self._serve,
+                allow_origins=options.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request."""
-        if scope["type"] != "http":
-            return  # uvicorn is told to send nothing else
+        if scope["type"] == "http":  # uvicorn is told to send nothing else
+            await self._entry(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = clean_request_id(headers.get("x-request-id"))
         logs.request_id.set(request_id)
@@ -76,15 +86,19 @@ class RestApp:
         except Exception as error:
             if begun:
                 raise
+            if scope["method"] == "OPTIONS" and isinstance(error, HTTPException) and error.status_code == 405:
+                allowed = (error.headers or {}).get("Allow", "")
+                await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
+                return
             await error_response(_told(error, scope))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> None:
-        if not self._api_key or path in _OPEN_PATHS:
+        if not self._api_keys or path in _OPEN_PATHS:
             return
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        # Both sides are always compared, in a time that does not depend on where they differ.
-        matches = hmac.compare_digest(token.strip().encode(), self._api_key)
-        if not matches or scheme.lower() != "bearer":
+        key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
+        # A door with one key knows nothing of its clients by it.
+        name_client((key or b"").decode() if len(self._api_keys) > 1 else "", "")
+        if key is None:
             error = HttpError(
                 401,
                 "missing or wrong API key; send the header 'authorization: Bearer KEY'",
@@ -94,38 +108,8 @@ class RestApp:
             self._gateway.count_error(DOOR, error)
             raise error
 
-    async def _models(self, request: Request) -> Response:
-        return _json(ModelList(object="list", data=[_model_body(self._gateway.model)]))
-
-    async def _model(self, request: Request) -> Response:
-        model = self._gateway.model
-        name = request.path_params["model"]
-        if name != model.name:
-            raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {model.name!r}")
-        return _json(_model_body(model))
-
-    async def _health(self, request: Request) -> Response:
-        return _json(Status(status="ok"))
-
-    async def _ready(self, request: Request) -> Response:
-        ready = self._gateway.ready
-        return _json(Status(status="ready" if ready else "not ready"), 200 if ready else 503)
-
-    async def _metrics(self, request: Request) -> Response:
-        return Response(await self._gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
-
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")
-
-
-def _json(body: Body, status: int = 200) -> Response:
-    return Response(body.json_bytes(), status, media_type="application/json")
-
-
-def _model_body(model: ServedModel) -> ModelBody:
-    return ModelBody(
-        id=model.name, object="model", created=model.created, owned_by="outrider", max_model_len=model.context_length
-    )
 
 
 def _told(error: Exception, scope: Scope) -> OutriderError:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from gateway.rest.responses import ErrorBody, ErrorDetail
-from outrider.errors import OutriderError
+from outrider.errors import ContextLengthError, OutriderError
 
 
 class HttpError(OutriderError):
@@ -27,8 +27,13 @@ def error_body(error: OutriderError) -> ErrorBody:
     """What a client is told."""
     field = getattr(error, "field", "")
     return ErrorBody(
-        error=ErrorDetail(message=error.message, type=error.error_type, param=field or None, code=error.code)
+        error=ErrorDetail(message=_message(error), type=error.error_type, param=field or None, code=error.code)
     )
+
+
+def _message(error: OutriderError) -> str:
+    # LangChain looks for this code in the text of OpenAI's exception, which is made of the message alone.
+    return f"{error.message} ({error.code})" if isinstance(error, ContextLengthError) else error.message
 
 
 def error_response(error: OutriderError) -> Response:

@@ -39,7 +39,9 @@ class Only:
 class HarmlessFields(StrictModel):
     """Fields of both routes that are taken and have no effect on the answer."""
 
-    user: Text | None = Field(None, description="Taken and not used.")
+    user: Text | None = Field(
+        None, description="Who this is for; under load, users of one API key take turns. Nothing else is done with it."
+    )
     safety_identifier: Text | None = Field(None, description="Taken and not used.")
     prompt_cache_key: Text | None = Field(None, description="Taken and not used.")
     metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -17,14 +19,25 @@ from gateway.events import Delta
 from gateway.request import Job
 from gateway.rest.body import read_json
 from gateway.rest.errors import error_body
+from gateway.rest.prompt import Echo
 from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
 from gateway.rest.shapes import ChatShape, CompletionShape, Shape
-from gateway.rest.stream import DONE, ClientStalled, EventStream, event, run_while_connected, send_json
+from gateway.rest.stream import (
+    DONE,
+    KEEP_ALIVE,
+    ClientStalled,
+    EventStream,
+    event,
+    run_while_connected,
+    send_json,
+    with_pauses,
+)
 from gateway.service import Gateway
 from gateway.validation import validate
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError
 from outrider.logs import get_logger
+from outrider.rpc.call import limit_time, name_user
 
 _logger = get_logger(__name__)
 
@@ -40,10 +53,13 @@ class GenerationRoute(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError where nothing was sent yet."""
+        limit_time(None, self._options.max_request_seconds)
         with self._gateway.enter(DOOR) as ticket:
             body = await read_json(
                 Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
             )
+            user = body.get("user")
+            name_user(user if isinstance(user, str) else "")
             model = self._gateway.model
             jobs, shape, stream = await self._prepare(body, model)
             ticket.reserve(sum(job.n for job in jobs))
@@ -59,15 +75,19 @@ class GenerationRoute(ABC):
         async with aclosing(deltas):
             async for delta in deltas:
                 shape.collect(delta)
-        await send_json(send, shape.whole().json_bytes())
+        await send_json(send, await _rendered(shape, lambda: shape.whole().json_bytes()))
 
     async def _stream(self, deltas: AsyncGenerator[Delta, None], shape: Shape, send: Send) -> None:
         stream = EventStream(send, stall_seconds=self._options.stall_seconds)
         try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    await stream.write(b"".join(event(body.json_bytes()) for body in shape.chunks(delta)))
+            async with aclosing(with_pauses(deltas, self._options.keep_alive_seconds)) as items:
+                async for delta in items:
+                    if delta is None:
+                        await stream.write(KEEP_ALIVE)
+                    else:
+                        await stream.write(await _rendered(shape, partial(_events, shape, delta)))
         except ClientStalled:
+            self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
         except Exception as error:
             if not stream.begun:
@@ -86,6 +106,14 @@ class GenerationRoute(ABC):
             _logger.warning("a stream failed: %s: %s", error.code, error.message)
         self._gateway.count_error(DOOR, error)
         return error
+
+
+def _events(shape: Shape, delta: Delta) -> bytes:
+    return b"".join(event(body.json_bytes()) for body in shape.chunks(delta))
+
+
+async def _rendered(shape: Shape, render: Callable[[], bytes]) -> bytes:
+    return await asyncio.to_thread(render) if shape.is_large else render()
 
 
 class ChatRoute(GenerationRoute):
@@ -112,7 +140,20 @@ class CompletionRoute(GenerationRoute):
         jobs = []
         for index, (request, names) in enumerate(requests):
             jobs.append(await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names))
-        return jobs, CompletionShape(model, jobs, parsed.stream_options), bool(parsed.stream)
+        echoes = _echoes(parsed, jobs, model) if parsed.echo else ()
+        shape = CompletionShape(model, jobs, parsed.stream_options, echoes, parsed.prompt_logprobs)
+        return jobs, shape, bool(parsed.stream)
+
+
+def _echoes(parsed: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> list[Echo]:
+    prompts = parsed.prompt if isinstance(parsed.prompt, list) else [parsed.prompt]
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    if len(texts) != len(jobs):  # one list of token ids
+        texts = [None]
+    return [
+        Echo.of(job.prompt_token_ids, text, parsed.logprobs, model.tokenizer)
+        for job, text in zip(jobs, texts, strict=True)
+    ]
 
 
 def _request_id(shape: type[Shape]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from gateway.rest.info import ModelInfo, TokenizerInfo, Version
 from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
 from gateway.rest.responses import (
     ChatCompletion,
@@ -17,9 +18,18 @@ from gateway.rest.responses import (
     ModelList,
     Status,
 )
+from gateway.rest.sglang import GenerateBody
+from gateway.rest.sglang_shape import GenerateAnswer, GenerateAnswers
+from gateway.rest.text import DetokenizeBody, DetokenizeRequest, TokenizeBody, TokenizeRequest
 from outrider import __version__
 
-_REQUESTS: tuple[type[BaseModel], ...] = (ChatCompletionRequest, CompletionRequest)
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateBody,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 _RESPONSES: tuple[type[BaseModel], ...] = (
     ChatCompletion,
     ChatCompletionChunk,
@@ -28,6 +38,13 @@ _RESPONSES: tuple[type[BaseModel], ...] = (
     ModelBody,
     ModelList,
     Status,
+    GenerateAnswer,
+    GenerateAnswers,
+    TokenizeBody,
+    DetokenizeBody,
+    ModelInfo,
+    TokenizerInfo,
+    Version,
 )
 
 _ERRORS = {
@@ -57,8 +74,16 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generation("Answer a conversation", *_chat())},
             "/v1/completions": {"post": _generation("Continue a prompt", *_completion())},
+            "/generate": {"post": _generation("Generate, in SGLang's shape", *_generate())},
+            "/tokenize": {"post": _call("Text to token ids", TokenizeRequest, TokenizeBody)},
+            "/detokenize": {"post": _call("Token ids to text", DetokenizeRequest, DetokenizeBody)},
+            "/tokenizer_info": {"get": _read("What the tokenizer's configuration says", TokenizerInfo, "401", "503")},
             "/v1/models": {"get": _read("List the served models", ModelList, "401", "503")},
             "/v1/models/{model}": {"get": _model()},
+            "/get_model_info": {"get": _read("Describe the served model, in SGLang's shape", ModelInfo, "401", "503")},
+            "/model_info": {"get": _read("The newer name of /get_model_info", ModelInfo, "401", "503")},
+            "/version": {"get": _read("The release of this gateway", Version, "401")},
+            "/health_generate": {"get": _read("Whether a token can be generated", Status, "401", "429", "503")},
             "/health": {"get": _open(_read("Whether the process serves", Status))},
             "/ready": {"get": _ready()},
             "/metrics": {"get": _text("Prometheus metrics")},
@@ -88,6 +113,19 @@ def _chat() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
 
 def _completion() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
     return CompletionRequest, Completion, Completion
+
+
+def _generate() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
+    return GenerateBody, GenerateAnswers, GenerateAnswer
+
+
+def _call(summary: str, request: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "responses": {"200": _json(answer, "OK")}
+        | {status: _json(ErrorBody, text) for status, text in _ERRORS.items()},
+    }
 
 
 def _generation(

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from gateway.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenIdList
 from gateway.request import GenerateRequest
 from gateway.rest.fields import HarmlessFields, Only, StreamOptions
+from gateway.rest.formats import FormatFields
 from gateway.validation import validate
 
 _NO_TOOLS = "tools are not supported"
@@ -52,18 +53,28 @@ class ChatMessage(StrictModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": content, "name": self.name}
 
 
-class ResponseFormat(StrictModel):
-    """The form of the answer."""
-
-    type: Annotated[Any, Only("text", why="answers have no enforced format")]
-
-
 class StreamFields(StrictModel):
     """Whether and how an answer is streamed."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at "
+        "each position; not in a stream.",
+    )
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_need_a_whole(self) -> StreamFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "prompt_logprobs",
+                "are not told in a stream; set stream to false or leave it out",
+                {"field": "prompt_logprobs"},
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> StreamFields:
@@ -76,7 +87,7 @@ class StreamFields(StrictModel):
         return self
 
 
-class ChatCompletionRequest(StreamFields, SamplingFields, OutputFields, HarmlessFields):
+class ChatCompletionRequest(StreamFields, FormatFields, SamplingFields, OutputFields, HarmlessFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -87,7 +98,6 @@ class ChatCompletionRequest(StreamFields, SamplingFields, OutputFields, Harmless
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Tell this many of the most likely tokens too; needs logprobs."
     )
-    response_format: ResponseFormat | None = None
     tools: Annotated[Any, Only([], why=_NO_TOOLS)] = None
     tool_choice: Annotated[Any, Only("none", "auto", why=_NO_TOOLS)] = None
     parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
@@ -116,13 +126,19 @@ class ChatCompletionRequest(StreamFields, SamplingFields, OutputFields, Harmless
     def field_names(self) -> dict[str, str]:
         """What this body calls the fields of a GenerateRequest."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"chat.messages": "messages", "logit_bias": "logit_bias", "max_tokens": limit}
+        return {
+            "chat.messages": "messages",
+            "logit_bias": "logit_bias",
+            "max_tokens": limit,
+            "grammar": self.grammar_field,
+        }
 
     def request(self) -> GenerateRequest:
         """The gateway's own request."""
         fields = _common(self, (self.top_logprobs or 0) if self.logprobs else None)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
+        fields["num_prompt_logprobs"] = self.prompt_logprobs
         fields["chat"] = {"messages": [message.plain() for message in self.messages]}
         return validate(GenerateRequest, fields)
 
@@ -146,21 +162,65 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(StreamFields, SamplingFields, OutputFields, HarmlessFields):
+class CompletionRequest(StreamFields, FormatFields, SamplingFields, OutputFields, HarmlessFields):
     """Body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Tell the log-probabilities of each token and of this many of the most likely ones."
     )
-    echo: Annotated[Any, Only(False, why="echoing the prompt is not supported")] = None
+    echo: bool | None = Field(
+        None, description="Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None,
+        description="Most tokens per answer. Default: what the context leaves. 0 only with echo or prompt_logprobs.",
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Another name of max_tokens."
+    )
     suffix: Annotated[Any, Only("", why="insertion is not supported")] = None
     best_of: Annotated[Any, Only(1, why="choosing the best of several answers is not supported")] = None
 
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> CompletionRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise PydanticCustomError(
+                "max_tokens", "differs from max_completion_tokens; send one of them", {"field": "max_tokens"}
+            )
+        if self.limit == 0 and not self.echo and self.prompt_logprobs is None:
+            raise PydanticCustomError(
+                "max_tokens",
+                "is 0, and nothing of the prompt is asked for; send at least 1, or echo or prompt_logprobs",
+                {"field": self.limit_field},
+            )
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens per answer, by whichever name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """The name by which it was sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likely tokens that are needed at each position of the prompt; None where nothing of it is told."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
     def requests(self) -> list[tuple[GenerateRequest, dict[str, str]]]:
         """The gateway's own requests, one a prompt, each with what this body calls its fields."""
-        common = _common(self, self.logprobs)
-        names = {"logit_bias": "logit_bias"}
+        common = _common(self, self.logprobs) | {
+            "num_prompt_logprobs": self.num_prompt_logprobs,
+            # Verify commits a token in any case; of an answer without room it is dropped.
+            "max_tokens": 1 if self.limit == 0 else self.limit,
+            "prompt_only": self.limit == 0,
+        }
+        names = {"logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
         if isinstance(self.prompt, str):
             return [(validate(GenerateRequest, common | {"prompt": self.prompt}), names)]
         if isinstance(self.prompt[0], int):
@@ -177,4 +237,4 @@ def _common(body: ChatCompletionRequest | CompletionRequest, num_logprobs: int |
     fields: dict[str, Any] = {name: getattr(body, name) for name in OutputFields.model_fields}
     fields["sampling"] = {name: getattr(body, name) for name in SamplingFields.model_fields}
     fields["sampling"]["num_logprobs"] = num_logprobs
-    return fields | {"model": body.model}
+    return fields | {"model": body.model, "grammar": body.grammar}

@@ -12,7 +12,7 @@ from gateway.events import Usage
 class Body(BaseModel):
     """Base of everything that is sent."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     def json_bytes(self) -> bytes:
         """The body as JSON, without unset fields."""
@@ -104,9 +104,61 @@ class CompletionLogprobs(Body):
     """Log-probabilities of a completion, four lists of the same length."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    """None for a prompt's first token, which nothing comes before."""
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+class PromptLogprob(Body):
+    """A prompt's token, or a likely one in its place."""
+
+    logprob: float
+    rank: int
+    """Place among all tokens by probability; 1 is the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
+"""An entry for each of the prompt's tokens, by token id; None for the first, which nothing comes before."""
+
+
+class TracedToken(Body):
+    """Where a token of an answer came from."""
+
+    id: int
+    text: str
+    origin: Literal["accepted", "bonus", "plain", "unspecified"]
+    """A draft token that the target agreed with; the target's own in a round with drafts; in a round without."""
+    depth: int
+    """Place among the tokens that its round committed, from 1."""
+    drafter: str | None
+    """Who guessed it; null for the target's own."""
+
+
+class TracedRound(Body):
+    """What a round verified, and what became of it. Nodes are parents first; all lists of nodes have one length."""
+
+    position: int
+    """Of the first token that it committed; the prompt begins at 0."""
+    num_tokens: int
+    """Tokens that it committed; a stop string may have cut some off."""
+    parents: list[int]
+    """Index of each node's parent; -1 below the root."""
+    token_ids: list[int]
+    texts: list[str]
+    drafters: list[str]
+    scores: list[float]
+    """The drafter's natural-log chance that a node is committed given that its parent is."""
+    accepted: list[int]
+    """Indices of accepted nodes, the child of the root first."""
+
+
+class TraceBody(Body):
+    """How an answer, or a piece of it, came about."""
+
+    tokens: list[TracedToken]
+    rounds: list[TracedRound]
 
 
 class AssistantMessage(Body):
@@ -124,6 +176,7 @@ class ChatChoice(Body):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    trace: TraceBody | None = None
 
 
 class ChatCompletion(Body):
@@ -136,6 +189,7 @@ class ChatCompletion(Body):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobsBody | None = None
 
 
 class ChatDelta(Body):
@@ -152,6 +206,7 @@ class ChatChunkChoice(Body):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    trace: TraceBody | None = None
 
 
 class ChatCompletionChunk(Body):
@@ -173,6 +228,8 @@ class CompletionChoice(Body):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobsBody | None = None
+    trace: TraceBody | None = None
 
 
 class Completion(Body):
@@ -194,6 +251,8 @@ class ModelBody(Body):
     object: Literal["model"]
     created: int
     owned_by: Literal["outrider"]
+    root: str
+    parent: None
     max_model_len: int
     """Most tokens of prompt and output together."""
 

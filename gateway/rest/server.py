@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from outrider.errors import ConfigError
+from outrider.rpc.tls import TlsSource, http_context
 from outrider.rpc.transport import split_host_port
 
 _BACKLOG = 2048
@@ -28,16 +29,18 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening address. `app` is an ASGI application."""
 
-    def __init__(self, app: Any, address: str, *, option: str) -> None:
+    def __init__(self, app: Any, address: str, *, option: str, tls: TlsSource | None = None) -> None:
         """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError."""
         host, port = split_host_port(address, option)
         self._socket = bind(host.strip("[]"), port, address, option)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        self._server = _Server(
-            uvicorn.Config(
-                app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False, loop="none"
-            )
+        config = uvicorn.Config(
+            app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False, loop="none"
         )
+        if tls is not None:
+            config.load()  # which would set the context anew
+            config.ssl = http_context(tls)
+        self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

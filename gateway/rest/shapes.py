@@ -6,13 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gateway.admission import ServedModel
 from gateway.events import Delta, Token, Usage
 from gateway.request import Job
 from gateway.rest.fields import StreamOptions
 from gateway.rest.logprobs import chat_logprobs, completion_logprobs
+from gateway.rest.prompt import Echo, echo_logprobs, prompt_logprobs_body, together
 from gateway.rest.responses import (
     AssistantMessage,
     Body,
@@ -23,22 +24,39 @@ from gateway.rest.responses import (
     ChatDelta,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     UsageBody,
 )
-from outrider.tokens import FinishReason
+from gateway.rest.trace import trace_body
+from outrider.tokens import FinishReason, PromptLogprobs, RoundTree
+
+_INLINE_LOGPROBS = 4096
+"""Log-probabilities of prompts that are put into JSON in the event loop, in a few milliseconds."""
 
 
 @dataclass(slots=True)
-class _Collected:
+class Collected:
     """One answer so far."""
 
     text: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    trees: list[RoundTree] = field(default_factory=list)
     num_characters: int = 0
     """Of the text of the tokens that were streamed."""
     begun: bool = False
-    """Whether the role was streamed."""
+    """Whether the role, or the prompt that is echoed, was streamed."""
     finish_reason: FinishReason | None = None
+    num_rounds: int = 0
+    num_accepted: int = 0
+    cached_tokens: int = 0
+
+
+class Sendable(Protocol):
+    """A body of a response."""
+
+    def json_bytes(self) -> bytes:
+        """As JSON."""
 
 
 class Shape(ABC):
@@ -49,7 +67,9 @@ class Shape(ABC):
     def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
         self._tokenizer = model.tokenizer
         self._options = options or StreamOptions()
-        self._answers = [_Collected() for job in jobs for _ in range(job.n)]
+        self._jobs = [job for job in jobs for _ in range(job.n)]
+        """Of each answer."""
+        self._answers = [Collected() for job in jobs for _ in range(job.n)]
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._completion_tokens = 0
         self._usage = Usage()
@@ -60,19 +80,29 @@ class Shape(ABC):
             "system_fingerprint": model.fingerprint,
         }
 
+    @property
+    def is_large(self) -> bool:
+        """Whether so much is told of prompts that bodies are better built beside the event loop."""
+        return sum(_described(job) for job in self._jobs) > _INLINE_LOGPROBS
+
     def collect(self, delta: Delta) -> None:
         """Keeps a delta for `whole`."""
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
         answer.tokens.extend(delta.tokens)
+        answer.prompt_logprobs.extend(delta.prompt_logprobs)
+        answer.trees.extend(delta.trees)
+        answer.num_rounds += delta.num_rounds
+        answer.num_accepted += delta.num_accepted
+        answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
         answer.finish_reason = delta.finish_reason or answer.finish_reason
         self._usage = delta.usage or self._usage
 
     @abstractmethod
-    def whole(self) -> Body:
+    def whole(self) -> Sendable:
         """The response that is not streamed; every answer has been collected to its end."""
 
-    def chunks(self, delta: Delta) -> Iterator[Body]:
+    def chunks(self, delta: Delta) -> Iterator[Sendable]:
         """The events of a delta, the usage at the end included."""
         self._completion_tokens += len(delta.tokens)
         more: dict[str, Any] = {}
@@ -87,8 +117,20 @@ class Shape(ABC):
         if delta.usage is not None and self._options.include_usage:
             yield self._chunk([], usage=UsageBody.of(delta.usage))
 
+    def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
+        """The field of a choice that tells how its tokens came about, for a request that is traced."""
+        return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].trace else {}
+
+    def _prompt_logprobs(self, index: int, num_top: int | None) -> dict[str, Any]:
+        """The field that tells of the prompt's tokens, where asked for."""
+        if num_top is None:
+            return {}
+        parts = self._answers[index].prompt_logprobs
+        body = prompt_logprobs_body(self._jobs[index].prompt_token_ids, parts, num_top, self._tokenizer)
+        return {"prompt_logprobs": body}
+
     @abstractmethod
-    def _choices(self, delta: Delta, answer: _Collected) -> Iterator[Body]:
+    def _choices(self, delta: Delta, answer: Collected) -> Iterator[Body]:
         """A choice for each event of a delta; `answer` is what was sent before."""
 
     @abstractmethod
@@ -109,20 +151,25 @@ class ChatShape(Shape):
                 message=AssistantMessage(role="assistant", content="".join(answer.text), refusal=None),
                 logprobs=chat_logprobs(answer.tokens, self._tokenizer),
                 finish_reason=_word(answer.finish_reason),
+                **self._trace(index, answer.tokens, answer.trees),
             )
             for index, answer in enumerate(self._answers)
         ]
-        return ChatCompletion(object="chat.completion", choices=choices, usage=UsageBody.of(self._usage), **self._head)
+        more = self._prompt_logprobs(0, self._jobs[0].num_prompt_logprobs)
+        return ChatCompletion(
+            object="chat.completion", choices=choices, usage=UsageBody.of(self._usage), **more, **self._head
+        )
 
-    def _choices(self, delta: Delta, answer: _Collected) -> Iterator[ChatChunkChoice]:
+    def _choices(self, delta: Delta, answer: Collected) -> Iterator[ChatChunkChoice]:
         index, logprobs = delta.choice_index, chat_logprobs(delta.tokens, self._tokenizer)
         if not answer.begun:
             answer.begun = True
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
-        if delta.text or logprobs is not None:
+        trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
+        if delta.text or logprobs is not None or trace:
             yield ChatChunkChoice(
-                index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs, finish_reason=None
+                index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs, finish_reason=None, **trace
             )
         if delta.finish_reason is not None:
             yield ChatChunkChoice(
@@ -138,25 +185,62 @@ class CompletionShape(Shape):
 
     prefix = "cmpl"
 
+    def __init__(
+        self,
+        model: ServedModel,
+        jobs: Sequence[Job],
+        options: StreamOptions | None,
+        echoes: Sequence[Echo] = (),
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
+        """`echoes`: the prompt of each job, where it is given back; `num_prompt_logprobs`: see vLLM's field."""
+        super().__init__(model, jobs, options)
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._echoes = [echo for job, echo in zip(jobs, echoes, strict=True) for _ in range(job.n)] if echoes else []
+
     def whole(self) -> Completion:
         """See the base."""
-        choices = [
-            CompletionChoice(
-                index=index,
-                text="".join(answer.text),
-                logprobs=completion_logprobs(answer.tokens, self._tokenizer, 0),
-                finish_reason=_word(answer.finish_reason),
+        choices = []
+        for index, answer in enumerate(self._answers):
+            before, told = self._prompt(index, answer)
+            logprobs = completion_logprobs(answer.tokens, self._tokenizer, len(before), with_end=bool(self._echoes))
+            choices.append(
+                CompletionChoice(
+                    index=index,
+                    text=before + "".join(answer.text),
+                    logprobs=together(told, logprobs),
+                    finish_reason=_word(answer.finish_reason),
+                    **self._prompt_logprobs(index, self._num_prompt_logprobs),
+                    **self._trace(index, answer.tokens, answer.trees),
+                )
             )
-            for index, answer in enumerate(self._answers)
-        ]
         return self._chunk(choices, usage=UsageBody.of(self._usage))
 
-    def _choices(self, delta: Delta, answer: _Collected) -> Iterator[CompletionChoice]:
-        logprobs = completion_logprobs(delta.tokens, self._tokenizer, answer.num_characters)
+    def _choices(self, delta: Delta, answer: Collected) -> Iterator[CompletionChoice]:
+        index = delta.choice_index
+        answer.prompt_logprobs.extend(delta.prompt_logprobs if self._echoes else ())
+        ready = delta.tokens or delta.finish_reason is not None
+        if self._echoes and ready and not answer.begun:
+            answer.begun = True
+            text, told = self._prompt(index, answer)
+            answer.prompt_logprobs.clear()
+            answer.num_characters = len(text)
+            yield CompletionChoice(index=index, text=text, logprobs=told, finish_reason=None)
+        logprobs = completion_logprobs(
+            delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._echoes)
+        )
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
-        if delta.text or logprobs is not None or delta.finish_reason is not None:
+        trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
+        if delta.text or logprobs is not None or trace or delta.finish_reason is not None:
             reason = None if delta.finish_reason is None else _word(delta.finish_reason)
-            yield CompletionChoice(index=delta.choice_index, text=delta.text, logprobs=logprobs, finish_reason=reason)
+            yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **trace)
+
+    def _prompt(self, index: int, answer: Collected) -> tuple[str, CompletionLogprobs | None]:
+        """The prompt's text and log-probabilities, where they are given back."""
+        if not self._echoes:
+            return "", None
+        echo = self._echoes[index]
+        return echo.text, echo_logprobs(echo, answer.prompt_logprobs, self._tokenizer)
 
     def _chunk(self, choices: list[Any], **more: Any) -> Completion:
         return Completion(object="text_completion", choices=choices, **more, **self._head)
@@ -164,3 +248,10 @@ class CompletionShape(Shape):
 
 def _word(reason: FinishReason | None) -> Literal["stop", "length"]:
     return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def _described(job: Job) -> int:
+    """Log-probabilities that are told of a job's prompt."""
+    if job.num_prompt_logprobs is None:
+        return 0
+    return len(job.prompt_token_ids) * (1 + job.num_prompt_logprobs)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
@@ -12,7 +12,11 @@ from outrider.logs import get_logger
 
 _logger = get_logger(__name__)
 
+T = TypeVar("T")
+
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, and what lies between keeps the connection."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -87,3 +91,30 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None])
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
+    """The items, and None whenever none has come for so long. Closing it closes them."""
+    pending: asyncio.Task[T] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(_next(items))
+            done, _ = await asyncio.wait((pending,), timeout=seconds)
+            if not done:
+                yield None
+                continue
+            try:
+                item = pending.result()
+            except StopAsyncIteration:
+                return
+            pending = None
+            yield item
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        await items.aclose()
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T:
+    return await anext(items)

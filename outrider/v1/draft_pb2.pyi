@@ -56,20 +56,22 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit")
+    __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit", "grammar")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     request: int
     token_ids: bytes
     sampling: _common_pb2.SamplingParams
     choice_index: int
     prompt_len: int
     credit: int
-    def __init__(self, request: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., prompt_len: _Optional[int] = ..., credit: _Optional[int] = ...) -> None: ...
+    grammar: _common_pb2.Grammar
+    def __init__(self, request: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., prompt_len: _Optional[int] = ..., credit: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("request", "length_before", "token_ids", "epoch", "received_through", "resolved_root", "credit")

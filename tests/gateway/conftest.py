@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import ScriptedVerify
 from tiny_tokenizers import byte_level_tokenizer
+
+# Certificates are made as for the layer below.
+sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

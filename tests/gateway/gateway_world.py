@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ from scripted_verify import ScriptedVerify, VerifyHost
 
 from gateway.main import serve
 from outrider.config.gateway import GatewayOptions
+from outrider.config.tls import TlsFiles
 from outrider.rpc.channel import open_channel
+from outrider.rpc.tls import TlsSource
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
 
 
@@ -42,8 +45,10 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(verify: ScriptedVerify, folder: Path, **changes: Any) -> AsyncIterator[World]:
-    """Runs the real `serve` on free ports until the block ends."""
+async def open_world(
+    verify: ScriptedVerify, folder: Path, *, trust: TlsFiles | None = None, **changes: Any
+) -> AsyncIterator[World]:
+    """Runs the real `serve` on free ports until the block ends. `trust`: what clients use of TLS."""
     host = VerifyHost(verify, folder / "verify.sock")
     ready_file = folder / "ready.json"
     options = GatewayOptions(
@@ -64,11 +69,22 @@ async def open_world(verify: ScriptedVerify, folder: Path, **changes: Any) -> As
         if task.done():
             await task
         bound = json.loads(ready_file.read_text())
-        rest = f"http://{bound['rest_address']}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=rest, timeout=20))
+        rest = f"{'http' if trust is None else 'https'}://{bound['rest_address']}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=rest, timeout=20, verify=http_trust(trust)))
         token = changes.get("api_key", "")
-        channel = await stack.enter_async_context(open_channel(bound["address"], auth_token=token))
+        tls = None if trust is None else TlsSource(trust)
+        channel = await stack.enter_async_context(open_channel(bound["address"], auth_token=token, tls=tls))
         yield World(verify, host, rest, bound["address"], http, GatewayServiceStub(channel), stop, task, stack)
+
+
+def http_trust(trust: TlsFiles | None) -> ssl.SSLContext | bool:
+    """What an HTTP client verifies servers with."""
+    if trust is None:
+        return True
+    context = ssl.create_default_context(cafile=trust.ca)
+    if trust.cert:
+        context.load_cert_chain(trust.cert, trust.key)
+    return context
 
 
 async def _stop(task: asyncio.Task[None], stop: asyncio.Event) -> None:

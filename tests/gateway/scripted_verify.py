@@ -9,7 +9,9 @@ from typing import Any
 
 from gateway.tokenizer import Tokenizer
 from outrider.errors import OutriderError
+from outrider.rpc.call import client
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 
 MODEL = "tiny/test-model"
@@ -33,7 +35,15 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
         """Raised before the first token, one a call."""
         self.gate: asyncio.Event | None = None
         """When set, answers wait for it after their first round."""
+        self.slow_prompt: asyncio.Event | None = None
+        """When set, answers wait for it after the first part of what is said of a prompt."""
         self.requests: list[Any] = []
+        self.clients: list[str] = []
+        """On whose behalf each request came."""
+        self.seconds: list[float | None] = []
+        """How long each request had when it came."""
+        self.door: dict[str, Any] = {}
+        """Arguments of its server; `tls` as files."""
         self.num_open = 0
         self.num_cancelled = 0
         self.context_length = CONTEXT
@@ -71,6 +81,8 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
+        self.clients.append(client.get())
+        self.seconds.append(context.time_remaining())
         self.num_open += 1
         try:
             if self.failures:
@@ -87,11 +99,18 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
         script = list(self.scripts.get(request.choice_index, self.script))[: request.max_tokens]
         stops = {*request.stop_token_ids} | (set() if request.ignore_eos else {EOS})
         sent = 0
+        if request.HasField("num_prompt_logprobs"):
+            for part in self._prompt(list(request.prompt_token_ids), request.num_prompt_logprobs):
+                yield part
+                if self.slow_prompt is not None:
+                    await self.slow_prompt.wait()
         while sent < len(script):
             part = script[sent : sent + self.round_size]
             end = next((i for i, token in enumerate(part) if token in stops), None)
             part = part if end is None else part[: end + 1]
             message = self._round(part, request.sampling)
+            if request.trace:
+                message.round_trees.append(self._tree(part, len(request.prompt_token_ids) + sent))
             message.cached_prompt_tokens = 0 if sent else 3 + request.choice_index
             sent += len(part)
             if self.fail_after is not None and sent > self.fail_after:
@@ -105,6 +124,39 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
                 return
             if self.gate is not None:
                 await self.gate.wait()
+
+    def _prompt(self, prompt: Sequence[int], num_top: int) -> list[Any]:
+        """Two parts. At even positions the prompt's token is the likeliest, at odd ones the second."""
+        parts = []
+        middle = max(2, len(prompt) // 2)
+        for start, end in ((1, middle), (middle, len(prompt))):
+            part = common_pb2.PromptLogprobs(start=start, num_top=num_top)
+            for position in range(start, min(end, len(prompt))):
+                own, other = prompt[position], (prompt[position] + 1) % self.vocab_size
+                likely = [(own, -0.25), (other, -1.75)] if position % 2 == 0 else [(other, -0.25), (own, -1.75)]
+                likely += [((own + 1 + i) % self.vocab_size, -2.0 - i) for i in range(1, num_top)]
+                part.logprobs.append(dict(likely)[own])
+                part.ranks.append(1 + position % 2)
+                part.top_token_ids.extend(token for token, _ in likely[:num_top])
+                part.top_logprobs.extend(value for _, value in likely[:num_top])
+            if part.logprobs:
+                parts.append(verify_pb2.VerifyServiceGenerateResponse(prompt_logprobs=[part]))
+        return parts
+
+    def _tree(self, token_ids: Sequence[int], position: int) -> Any:
+        """The committed tokens but the last as a chain, and wrong siblings of the first, from two drafters."""
+        chain = list(token_ids[:-1])
+        wrong = [(token_ids[0] + 1 + i) % self.vocab_size for i in range(4 - len(chain))]
+        return common_pb2.RoundTree(
+            position=position,
+            num_tokens=len(token_ids),
+            parents=[*range(-1, len(chain) - 1), *([-1] * len(wrong))],
+            token_ids=chain + wrong,
+            drafters=[0] * len(chain) + [1] * len(wrong),
+            scores=[-0.5] * 4,
+            accepted=range(len(chain)),
+            drafter_names=["ngram", "eagle3"],
+        )
 
     def _round(self, token_ids: Sequence[int], sampling: Any) -> Any:
         message = verify_pb2.VerifyServiceGenerateResponse(
@@ -131,7 +183,12 @@ class VerifyHost:
         self._server: GrpcServer | None = None
 
     async def start(self) -> None:
-        self._server = GrpcServer(address=self.address, service_names=["outrider.v1.VerifyService"])
+        door = dict(self.service.door)
+        if door.get("tls") is not None:
+            door["tls"] = TlsSource(door["tls"])
+        self._server = GrpcServer(
+            address=self.address, service_names=["outrider.v1.VerifyService"], for_peers=True, **door
+        )
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(self.service, self._server.grpc)
         await self._server.start()
         self._server.set_serving(True)

@@ -77,6 +77,21 @@ async def test_metrics_tell_what_happened(world: World) -> None:
     assert f'model_name="{MODEL}"' in text
 
 
+async def test_load_generators_find_their_sums_by_the_beginning_of_a_name(world: World) -> None:
+    world.verify.round_size = 3
+    world.verify.say("one two three four five")
+    await world.http.post("/v1/completions", json={"prompt": "x"})
+    lines = [line for line in (await page(world)).splitlines() if not line.startswith("#")]
+    found = values("\n".join(lines) + "\n")
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos"):
+        begin = f"vllm:spec_decode_{name}"
+        # vLLM's own load generator adds up all lines that begin so.
+        total = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(begin))
+        assert total == sum(value for (full, _), value in found.items() if full == f"{begin}_total") > 0
+    positions = [line for line in lines if line.startswith("vllm:spec_decode_num_accepted_tokens_per_pos")]
+    assert sorted(line.split('position="')[1].split('"')[0] for line in positions) == ["0", "1"]
+
+
 async def test_a_scrape_does_not_wait_for_a_dead_verify_service(world: World) -> None:
     await world.host.stop()
     assert "vllm:num_requests_running" in await page(world)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from harness import Answer, make_engine, run_all
 from outrider.models.base import CausalLM
 from verify_service import session
 from verify_service.engine import Engine
+
+# What may come through a door is described with the layer below.
+sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 
 
 @pytest.fixture(scope="module")

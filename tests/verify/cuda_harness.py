@@ -12,6 +12,7 @@ from harness import PAGE_SIZE, Answer, Silence
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.triton_backend import TritonAttention
+from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
@@ -95,6 +96,7 @@ def make_paged_engine(
     max_graph_rows: int = 64,
     deterministic: bool = False,
     rule: AcceptRule = EXACT,
+    vocabulary: GrammarVocabulary | None = None,
     **limits: Any,
 ) -> tuple[Engine, CudaExecutor]:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
@@ -127,4 +129,4 @@ def make_paged_engine(
     executor.capture()
     widths = executor.buckets.widths
     cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
-    return Engine(executor, memory, cost, bounds, Silence()), executor
+    return Engine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor

@@ -20,7 +20,7 @@ from outrider.tree.messages import (
     Hello,
 )
 from outrider.tree.projection import ProjectionPart
-from verify_service.session import DraftDialer, DraftSession
+from verify_service.session import DraftDialer, DraftEvents, DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
@@ -88,10 +88,11 @@ async def dialled(
     behave: Behave,
     features: Behave | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    events: DraftEvents | None = None,
 ) -> AsyncIterator[Events]:
     """A dialer and a draft service that answers call number n in bytes, as `behave(context, n)` has it.
 
-    `features`: the same for calls of the features stream.
+    `features`: the same for calls of the features stream. `events` are told instead of what is yielded.
     """
     count = num_features = 0
 
@@ -114,10 +115,10 @@ async def dialled(
     address = f"unix:{folder}/d"
     server.add_insecure_port(address)
     await server.start()
-    events = Events()
-    task = asyncio.create_task(DraftDialer(address, HELLO, events, sleep).run())
+    notes = Events()
+    task = asyncio.create_task(DraftDialer(address, HELLO, events or notes, sleep).run())
     try:
-        yield events
+        yield notes
         assert not task.done()
     finally:
         task.cancel()

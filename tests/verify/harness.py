@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
@@ -82,13 +83,19 @@ def tiny_model(folder: Path) -> CausalLM:
     return load_model(folder, torch.float32)
 
 
-def make_engine(model: CausalLM, num_pages: int = 256, share_generated: bool = True, **limits: object) -> Engine:
+def make_engine(
+    model: CausalLM,
+    num_pages: int = 256,
+    share_generated: bool = True,
+    vocabulary: GrammarVocabulary | None = None,
+    **limits: object,
+) -> Engine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
     memory = Memory(num_pages, PAGE_SIZE, share_generated=share_generated)
     executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
     bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]
-    return Engine(executor, memory, cost, bounds, Silence())
+    return Engine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
 
 
 def make_request(

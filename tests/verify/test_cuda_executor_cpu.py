@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from harness import Answer, make_engine, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
+from kernels.sampling import sample_rows
+from kernels.sampling_state import RoundTokens
 from outrider.errors import InternalError
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
@@ -162,6 +165,27 @@ def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(
         for answer, want, usual in zip(others, expected, usable, strict=True):
             if usual:
                 assert answer.token_ids == want.token_ids
+
+
+def test_a_token_outside_the_vocabulary_fails_one_request_alone(
+    model: CausalLM, truth: list[Answer], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampling kernel with a fault: it gives no token in place of one that only the first answer has."""
+    others = {token for answer in truth[1:] for token in answer.token_ids}
+    place, wrong = next((i, token) for i, token in enumerate(truth[0].token_ids) if token not in others)
+
+    def faulty(logits: torch.Tensor, size: int, tokens: RoundTokens, *args: Any, **options: Any) -> None:
+        sample_rows(logits, size, tokens, *args, **options)
+        sampled = args[1].sampled[: len(tokens.token_ids)]
+        sampled[sampled == wrong] = 2**31 - 1
+
+    monkeypatch.setattr("outrider.sampling.device.sample_rows", faulty)
+    engine = start(made, model, oracle(texts(truth), VOCAB))
+    failed, *served = run_all(engine, jobs(), len(jobs()))
+    error = failed.updates[-1].error
+    assert isinstance(error, InternalError) and error.code == "illegal_token"
+    assert failed.token_ids == truth[0].token_ids[: len(failed.token_ids)] and len(failed.token_ids) <= place
+    check_same(served, truth[1:])
 
 
 def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:

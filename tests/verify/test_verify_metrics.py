@@ -58,12 +58,16 @@ def test_the_page_shows_the_engine_s_last_word() -> None:
     metrics = VerifyMetrics()
     peers = [PeerPart("far:1", True, 0.002)]
     snapshot = Snapshot(3, 4, 100, 50, 2, {"duplicate": 7}, {"gap": 1}, peers, {1: 0.5})
-    engine = SimpleNamespace(snapshot=snapshot, num_running=3, num_waiting=4, num_healthy=1)
+    backlog = SimpleNamespace(num_tokens=9, refused={"requests": 5, "tokens": 6}, slow_readers=8)
+    engine = SimpleNamespace(snapshot=snapshot, num_running=3, num_waiting=4, num_healthy=1, backlog=backlog)
     metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
     page = generate_latest(metrics.registry).decode()
     for line in (
         "running_requests 3.0",
         "waiting_requests 4.0",
+        "waiting_tokens 9.0",
+        'refused_requests_total{reason="tokens"} 6.0',
+        "slow_readers_total 8.0",
         "kv_pages_used 50.0",
         "healthy_drafts 1.0",
         'wasted_draft_tokens_total{reason="duplicate"} 7.0',
@@ -74,3 +78,18 @@ def test_the_page_shows_the_engine_s_last_word() -> None:
         'round_cost_seconds{tokens="1"} 0.5',
     ):
         assert f"outrider_verify_{line}\n" in page
+
+
+def test_a_round_of_tokens_that_no_draft_serves_is_a_fallback_only_where_drafts_are_configured() -> None:
+    def fallbacks(dialers: list[SimpleNamespace]) -> float | None:
+        metrics = VerifyMetrics()
+        backlog = SimpleNamespace(num_tokens=0, refused={"requests": 0, "tokens": 0}, slow_readers=0)
+        engine = SimpleNamespace(snapshot=Snapshot(), num_running=0, num_waiting=0, num_healthy=0, backlog=backlog)
+        metrics.watch(engine, dialers)  # type: ignore[arg-type]
+        metrics.observe(RoundReport(0, 0, [1], [], 0, 0.02, 0.0, 1e-4, None, None, []))
+        metrics.observe(RoundReport(0, 64, [], [], 0, 0.02, 0.0, 1e-4, None, None, []))
+        metrics.observe(RoundReport(4, 0, [2], [1], 0, 0.02, 0.0, 1e-4, None, 4, []))
+        return metrics.registry.get_sample_value("outrider_verify_fallback_rounds_total")
+
+    assert fallbacks([SimpleNamespace(address="far:1", state="connecting")]) == 1
+    assert fallbacks([]) == 0

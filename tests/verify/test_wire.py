@@ -21,7 +21,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from outrider.tree.messages import (
     Close,
     Commit,
@@ -60,18 +60,15 @@ from verify_service.wire import (
     from_engine,
     pack,
 )
-from verify_service.wire_codec import (
+from verify_service.wire_codec import pack_submission, pack_update, unpack_submission, unpack_update
+from verify_service.wire_draft_codec import (
     pack_begin,
     pack_drafts,
     pack_features,
-    pack_submission,
-    pack_update,
     pack_verify,
     unpack_begin,
     unpack_drafts,
     unpack_features,
-    unpack_submission,
-    unpack_update,
     unpack_verify,
 )
 
@@ -95,6 +92,28 @@ submissions = st.builds(
     max_tokens=st.integers(1, 99),
     stop_ids=st.frozensets(ids, max_size=4),
     speculate=st.booleans(),
+    num_prompt_logprobs=st.none() | st.integers(0, 20),
+    trace=st.booleans(),
+)
+
+
+def described(count: int, num_top: int) -> PromptLogprobs:
+    numbers = np.arange(count * (1 + num_top), dtype=np.float32) / -7
+    top_ids = np.arange(count * num_top, dtype=np.int32).reshape(count, num_top)
+    ranks = np.arange(1, count + 1, dtype=np.uint32)
+    return PromptLogprobs(3, numbers[:count], ranks, top_ids, numbers[count:].reshape(count, num_top))
+
+
+trees = st.builds(
+    RoundTree,
+    ids,
+    ids,
+    parents=st.lists(st.integers(-1, 9), max_size=4),
+    token_ids=tokens,
+    drafters=st.lists(st.integers(0, 9), max_size=4),
+    scores=st.lists(numbers, max_size=4),
+    accepted=st.lists(st.integers(0, 9), max_size=4),
+    drafter_names=st.lists(st.text(max_size=4), max_size=2),
 )
 updates = st.builds(
     Update,
@@ -108,6 +127,8 @@ updates = st.builds(
     num_accepted_tokens=st.integers(0, 99),
     num_cached_prompt_tokens=ids,
     finish=st.none() | st.sampled_from(FinishReason),
+    prompt_logprobs=st.none() | st.builds(described, st.integers(0, 4), st.integers(0, 3)),
+    tree=st.none() | trees,
 )
 words = st.text(max_size=9)
 errors: st.SearchStrategy[OutriderError] = st.one_of(

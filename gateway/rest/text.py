@@ -1,0 +1,139 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from gateway.admission import ServedModel, check_ids, render_chat
+from gateway.fields import MAX_MESSAGES, MAX_PROMPT_TOKENS, StrictModel, Text, TokenId
+from gateway.rest.body import read_json
+from gateway.rest.fields import Only
+from gateway.rest.requests import ChatMessage
+from gateway.rest.responses import Body
+from gateway.rest.stream import send_json
+from gateway.service import Gateway
+from gateway.validation import validate
+from outrider.config.gateway import GatewayOptions
+
+_INLINE = 4096
+"""Characters, or tokens, up to which the event loop does the work itself, in well under a millisecond."""
+
+
+class TokenizeRequest(StrictModel):
+    """Body of POST /tokenize: a prompt, or a conversation."""
+
+    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    prompt: Text | None = Field(None, description="Text.")
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = Field(
+        None, description="A conversation, rendered with the model's chat template."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false "
+        "for messages, whose template writes it.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="End the rendered messages where the answer begins. Default true."
+    )
+    return_token_strs: bool | None = Field(None, description="Tell each token's own text, too.")
+    continue_final_message: Annotated[Any, Only(False, why="a last message is not continued")] = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(
+                "input", "exactly one of prompt and messages is needed; set one", {"field": "input"}
+            )
+        return self
+
+
+class TokenizeBody(Body):
+    """Answer to POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of POST /detokenize."""
+
+    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)] = Field(
+        description="Token ids; special tokens are spelled out."
+    )
+
+
+class DetokenizeBody(Body):
+    """Answer to POST /detokenize."""
+
+    prompt: str
+
+
+class TextRoute(ABC):
+    """An ASGI application for one route that needs the tokenizer alone."""
+
+    def __init__(self, gateway: Gateway, options: GatewayOptions, door: str) -> None:
+        self._gateway = gateway
+        self._options = options
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. Raises OutriderError."""
+        with self._gateway.enter(self._door):
+            body = await read_json(
+                Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
+            )
+            answer = await self._answer(body, self._gateway.catalogue.model)
+        await send_json(send, answer.json_bytes())
+
+    @abstractmethod
+    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> Body:
+        """Raises OutriderError."""
+
+
+class TokenizeRoute(TextRoute):
+    """POST /tokenize."""
+
+    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> TokenizeBody:
+        parsed = validate(TokenizeRequest, body)
+        model.check_name(parsed.model)
+        plain = parsed.messages is None
+        text = parsed.prompt or ""
+        if parsed.messages is not None:
+            messages = [message.plain() for message in parsed.messages]
+            ends_open = parsed.add_generation_prompt is not False
+            text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
+        special = plain if parsed.add_special_tokens is None else parsed.add_special_tokens
+        tokenizer = model.tokenizer
+        if len(text) <= _INLINE:
+            token_ids = tokenizer.encode(text, add_special_tokens=special)
+        else:
+            token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
+        answer = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
+        if parsed.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+        return TokenizeBody(**answer)
+
+
+class DetokenizeRoute(TextRoute):
+    """POST /detokenize."""
+
+    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> DetokenizeBody:
+        parsed = validate(DetokenizeRequest, body)
+        model.check_name(parsed.model)
+        # Models pad their vocabulary: an id without a token may be generated, and has no text.
+        check_ids(parsed.tokens, model.vocab_size, "tokens")
+        decode = model.tokenizer.decode
+        if len(parsed.tokens) <= _INLINE:
+            return DetokenizeBody(prompt=decode(parsed.tokens, skip_special_tokens=False))
+        return DetokenizeBody(prompt=await asyncio.to_thread(decode, parsed.tokens, skip_special_tokens=False))

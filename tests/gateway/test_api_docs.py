@@ -1,0 +1,39 @@
+"""docs/api.md and /openapi.json hold every route and field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.main import build_gateway
+from gateway.rest import reference
+from gateway.rest.app import RestApp
+from gateway.rest.openapi import openapi
+from outrider.config.gateway import GatewayOptions
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def test_the_page_has_every_route_and_field() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert reference.updated(text) == text, "run scripts/api_docs"
+
+
+async def test_openapi_has_every_route() -> None:
+    options = GatewayOptions()
+    gateway = build_gateway(options)
+    try:
+        routes = RestApp(gateway, options).routes
+    finally:
+        await gateway.router.close()
+    served = {
+        (route.path.replace("{model:path}", "{model}"), *((route.methods or set()) - {"HEAD"})) for route in routes
+    }
+    paths = openapi(authenticated=False)["paths"]
+    assert served == {(path, method.upper()) for path, methods in paths.items() for method in methods}
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    names = {word.strip("`,;") for word in text.split() if word.strip("`,;").startswith(("tests/", "benchmarks/"))}
+    assert len(names) > 5
+    assert all((PAGE.parents[1] / name).exists() for name in names)

@@ -1,0 +1,117 @@
+"""What SGLang's clients send and read."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from gateway_world import World
+from scripted_verify import EOS, MODEL
+
+
+async def generate(world: World, **body: Any) -> Any:
+    response = await world.http.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def events(world: World, **body: Any) -> list[Any]:
+    response = await world.http.post("/generate", json=body | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def test_a_text_is_answered_with_text_ids_and_meta(world: World) -> None:
+    ids = world.verify.say("one two")
+    params = {"max_new_tokens": 9, "temperature": 0.5, "top_k": -1, "stop": None, "sampling_seed": 4}
+    answer = await generate(world, text="count", sampling_params=params, rid="mine")
+    assert answer["text"] == "one two" and answer["output_ids"] == [*ids, EOS]
+    meta = answer["meta_info"]
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert meta["completion_tokens"] == len(ids) + 1 and meta["prompt_tokens"] > 0 and meta["cached_tokens"] == 3
+    assert meta["spec_verify_ct"] > 0 and meta["spec_accept_length"] > 1 and meta["e2e_latency"] > 0
+    asked = world.verify.requests[-1]
+    assert (asked.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 4)
+
+
+async def test_defaults_are_sglangs(world: World) -> None:
+    world.verify.say("x" * 9, eos=False)
+    answer = await generate(world, input_ids=[5, 6, 7])
+    assert world.verify.requests[-1].max_tokens == 128 and list(world.verify.requests[-1].prompt_token_ids) == [5, 6, 7]
+    assert answer["meta_info"]["finish_reason"] == {
+        "type": "length",
+        "length": answer["meta_info"]["completion_tokens"],
+    }
+
+
+async def test_a_batch_and_several_answers_are_lists(world: World) -> None:
+    world.verify.scripts = {i: [*world.verify.say(f"answer {i}"), EOS] for i in range(2)}
+    batch = await generate(world, input_ids=[[5], [6, 7]], sampling_params={"n": 2})
+    assert [answer["text"] for answer in batch] == ["answer 0", "answer 1"] * 2
+    assert [answer["meta_info"]["prompt_tokens"] for answer in batch] == [1, 1, 2, 2]
+    assert [answer["text"] for answer in await generate(world, text=["a"])] == ["answer 0"]
+    streamed = await events(world, text=["a", "b"])
+    assert {event["index"] for event in streamed} == {0, 1}
+
+
+async def test_events_hold_the_text_so_far(world: World) -> None:
+    world.verify.say("one two three")
+    got = await events(world, text="count")
+    texts = [event["text"] for event in got]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+    assert texts[-1] == "one two three" and len(texts) > 2
+    reasons = [event["meta_info"]["finish_reason"] for event in got]
+    assert reasons[:-1] == [None] * (len(got) - 1) and reasons[-1]["type"] == "stop"
+    assert "index" not in got[0]
+
+
+async def test_a_stop_string_is_named(world: World) -> None:
+    world.verify.say("one two three")
+    answer = await generate(world, text="count", sampling_params={"stop": ["three", "two"]})
+    assert answer["text"] == "one " and answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "two"}
+
+
+async def test_logprobs_are_triples_of_value_id_and_text(world: World) -> None:
+    ids = world.verify.say("ok")
+    body = {"input_ids": [9, 8, 7, 6], "return_logprob": True, "top_logprobs_num": 2}
+    meta = (await generate(world, **body))["meta_info"]
+    assert meta["input_token_logprobs"] == [] and [entry[1] for entry in meta["output_token_logprobs"]] == [*ids, EOS]
+    assert all(len(top) == 2 and top[0][2] is None for top in meta["output_top_logprobs"])
+    assert not world.verify.requests[-1].HasField("num_prompt_logprobs")
+    meta = (await generate(world, **body, logprob_start_len=0, return_text_in_logprobs=True))["meta_info"]
+    assert [entry[:2] for entry in meta["input_token_logprobs"]] == [[None, 9], [-1.75, 8], [-0.25, 7], [-1.75, 6]]
+    assert meta["input_top_logprobs"][0] is None and meta["input_top_logprobs"][1][1][:2] == [-1.75, 8]
+    assert meta["input_token_logprobs"][1][2] == world.verify.tokenizer.token_bytes(8).decode("utf-8", "replace")
+    later = (await generate(world, **body, logprob_start_len=2))["meta_info"]["input_token_logprobs"]
+    assert later == [[-0.25, 7, None], [-1.75, 6, None]]
+
+
+async def test_choices_are_scored_without_an_answer(world: World) -> None:
+    # As SGLang's own frontend compares choices.
+    world.verify.say("never shown")
+    answers = await generate(
+        world,
+        input_ids=[[9, 8], [9, 7]],
+        sampling_params={"max_new_tokens": 0, "temperature": 0},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    assert [answer["text"] for answer in answers] == ["", ""]
+    assert [len(answer["meta_info"]["input_token_logprobs"]) for answer in answers] == [2, 2]
+    assert all(answer["meta_info"]["completion_tokens"] == 0 for answer in answers)
+
+
+async def test_the_model_and_its_health_are_told(world: World) -> None:
+    world.verify.say("ok")
+    info = (await world.http.get("/get_model_info")).json()
+    assert info["model_path"] == MODEL and info["is_generation"] is True
+    assert (await world.http.get("/model_info")).json() == info
+    assert (await world.http.get("/health_generate")).status_code == 200
+    assert world.verify.requests[-1].max_tokens == 1
+    world.verify.ends_silently = True
+    world.verify.script = []
+    sick = await world.http.get("/health_generate")
+    assert (sick.status_code, sick.json()["error"]["code"]) == (503, "answer_incomplete")

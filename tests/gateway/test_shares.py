@@ -1,0 +1,122 @@
+"""Several API keys: each opens both doors, and none takes all the places."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from gateway_world import World, open_world, until
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_verify import ScriptedVerify
+
+from gateway.shares import Shares
+from outrider.config.gateway import GatewayOptions
+from outrider.errors import ConfigError
+from outrider.v1 import gateway_pb2
+
+TEXT = "/v1/completions"
+Request = gateway_pb2.GatewayServiceGenerateRequest
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def post(world: World, key: str, **fields: object) -> httpx.Response:
+    return await world.http.post(TEXT, json={"prompt": "x"} | fields, headers=bearer(key))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# clients\nkey-alpha\nkey-beta\n\nkey-alpha\n")
+    return path
+
+
+async def test_every_key_opens_both_doors_and_no_other_does(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path, api_key_file=keys) as world:
+        for key, status in (("key-alpha", 200), ("key-beta", 200), ("key-gamma", 401), ("# clients", 401)):
+            assert (await post(world, key)).status_code == status
+        for key in ("key-alpha", "key-beta"):
+            call = world.stub.Generate(Request(prompt="x"), metadata=tuple(bearer(key).items()))
+            assert "".join([message.text async for message in call]) == "ok"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await world.stub.ListModels(
+                gateway_pb2.GatewayServiceListModelsRequest(), metadata=(("authorization", "x"),)
+            )
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_verify_learns_whom_a_request_is_for_but_neither_key_nor_name(
+    verify: ScriptedVerify, tmp_path: Path, keys: Path
+) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path, api_key_file=keys) as world:
+        await post(world, "key-alpha", user="ann")
+        await post(world, "key-alpha", user="bob")
+        await post(world, "key-beta", user="ann")
+        metadata = (*bearer("key-alpha").items(), ("x-user", "ann"), ("x-outrider-client", "forged"))
+        [message async for message in world.stub.Generate(Request(prompt="x"), metadata=metadata)]
+        first, second, third, fourth = (name.split("/") for name in verify.clients)
+        assert first[0] == second[0] != third[0] and first[1] == third[1] != second[1] and fourth == first
+        assert not any(
+            word in name for name in verify.clients for word in ("key-alpha", "key-beta", "ann", "bob", "forged")
+        )
+
+
+async def test_with_one_key_only_the_user_counts(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path, api_key="key-alpha") as world:
+        await post(world, "key-alpha")
+        await post(world, "key-alpha", user="ann")
+        assert verify.clients[0] == "" and verify.clients[1].startswith("0/")
+
+
+async def test_a_flood_of_one_key_leaves_places_for_another(verify: ScriptedVerify, tmp_path: Path, keys: Path) -> None:
+    verify.say("one two three")
+    verify.gate = asyncio.Event()
+    async with open_world(verify, tmp_path, api_key_file=keys, max_answers=8) as world:
+        flood = [asyncio.create_task(post(world, "key-alpha")) for _ in range(12)]
+        await until(lambda: verify.num_open == 6 and sum(task.done() for task in flood) == 6)
+        refused = [task.result() for task in flood if task.done()]
+        assert {(r.status_code, r.json()["error"]["code"]) for r in refused} == {(429, "share_used_up")}
+        assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
+        late = [asyncio.create_task(post(world, "key-beta")) for _ in range(2)]
+        await until(lambda: verify.num_open == 8)
+        verify.gate.set()
+        assert [r.status_code for r in await asyncio.gather(*late)] == [200, 200]
+        await asyncio.gather(*flood)
+        page = (await world.http.get("/metrics", headers=bearer("key-beta"))).text
+        assert 'outrider_gateway_errors_total{code="share_used_up",door="rest"} 6.0' in page
+        assert "outrider_gateway_max_answers 8.0" in page
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=60))
+def test_whoever_holds_nothing_gets_a_place_while_one_is_free(max_places: int, asked: list[tuple[str, int]]) -> None:
+    shares, taken = Shares(max_places), 0
+    for key, num_places in asked:
+        if taken + num_places <= max_places and shares.allows(key, taken, num_places):
+            shares.add(key, num_places)
+            taken += num_places
+    if taken < max_places:
+        assert shares.allows("new", taken, 1)
+
+
+def test_clients_that_no_key_tells_apart_share_all_places() -> None:
+    assert Shares(8).allows("", 7, 1) and Shares(8).allows("0", 0, 8)
+
+
+def test_a_file_of_keys_is_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for content, words in (("\n# nothing\n", "is empty"), ("\n".join(map(str, range(2000))), "at most 1024")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            GatewayOptions(api_key_file=path).read_api_keys()
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="it is no text"):
+        GatewayOptions(api_key_file=path).read_api_keys()

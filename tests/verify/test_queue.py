@@ -1,0 +1,113 @@
+"""Whose turn it is: priority, then who was preempted, then API keys and their users in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+
+import pytest
+from harness import Answer, make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.sampling.params import SamplingParams
+from verify_service.queue import FairQueue
+from verify_service.request import Request
+
+_arrivals = count()
+
+
+def request(client: str = "", priority: int = 0) -> Request:
+    made = make_request(Answer(), [1], SamplingParams(), 61, 1)
+    made.client, made.priority, made.arrival = client, priority, next(_arrivals)
+    return made
+
+
+def drain(queue: FairQueue) -> list[Request]:
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_a_flood_of_one_client_delays_another_by_one_request() -> None:
+    queue = FairQueue()
+    for _ in range(1000):
+        queue.add(request("key/ann"))
+    late = request("other/bob")
+    queue.add(late)
+    assert late in [queue.pop(), queue.pop()]
+
+
+def test_keys_take_turns_and_so_do_the_users_of_a_key() -> None:
+    queue = FairQueue()
+    for client in ("a/1", "a/1", "a/1", "a/1", "a/2", "a/2", "b/1", "b/1", "b/1"):
+        queue.add(request(client))
+    order = [one.client for one in drain(queue)]
+    assert [name[0] for name in order] == list("abababaaa")
+    assert [name for name in order if name[0] == "a"] == ["a/1", "a/2", "a/1", "a/2", "a/1", "a/1"]
+
+
+def test_a_lower_priority_goes_first_and_a_preempted_request_before_its_equals() -> None:
+    queue = FairQueue()
+    old = request("a/1")
+    waiting = [request("a/1"), request("b/1", priority=5), request("b/1", priority=-5)]
+    for one in waiting:
+        queue.add(one)
+    queue.put_back(old)
+    assert drain(queue) == [waiting[2], old, waiting[0], waiting[1]]
+
+
+def test_requests_of_one_client_keep_their_order() -> None:
+    queue = FairQueue()
+    ours = [request() for _ in range(20)]
+    for one in ours:
+        queue.add(one)
+    assert list(queue) == ours == drain(queue)
+
+
+def test_only_what_waits_can_be_taken_out() -> None:
+    queue = FairQueue()
+    queue.add(request("a/1"))
+    for stranger in (request("a/1"), request("b/1"), request("a/1", priority=3)):
+        assert stranger not in queue
+        with pytest.raises(ValueError, match="does not wait"):
+            queue.remove(stranger)
+    assert len(queue) == 1
+
+
+clients = st.sampled_from(["", "a", "a/1", "a/2", "b/1", "b/2/3", "/"])
+steps = st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "put_back"]), clients, st.integers(-1, 1)))
+
+
+@given(steps, st.randoms(use_true_random=False))
+def test_nothing_is_lost_or_served_twice_and_the_head_is_what_pops(steps: list[tuple[str, str, int]], random) -> None:  # type: ignore[no-untyped-def]
+    queue, waiting = FairQueue(), set()
+    for step, client, priority in steps:
+        if step in ("add", "put_back"):
+            made = request(client, priority)
+            (queue.add if step == "add" else queue.put_back)(made)
+            waiting.add(id(made))
+        elif len(queue):
+            head = queue.head
+            taken = queue.pop() if step == "pop" else random.choice(list(queue))
+            if step == "remove":
+                queue.remove(taken)
+            else:
+                assert taken is head
+            waiting.remove(id(taken))
+        assert len(queue) == len(waiting) and {id(one) for one in queue} == waiting
+    priorities = [one.priority for one in drain(queue)]
+    assert priorities == sorted(priorities) and not queue
+
+
+@given(st.lists(clients, min_size=1, max_size=80))
+def test_while_keys_wait_none_has_had_two_turns_more_than_another(names: list[str]) -> None:
+    queue = FairQueue()
+    for name in names:
+        queue.add(request(name))
+    left = Counter(name.split("/")[0] for name in names)
+    turns: Counter[str] = Counter()
+    while queue:
+        key = queue.pop().client.split("/")[0]
+        turns[key] += 1
+        left[key] -= 1
+        waiting = [turns[one] for one in left if left[one]]
+        assert not waiting or turns[key] <= min(waiting) + 1

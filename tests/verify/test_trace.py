@@ -1,0 +1,101 @@
+"""A traced request is told what each round verified; nobody else pays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cuda_harness import VOCAB, make_paged_engine, small_model
+from harness import Answer, make_engine, make_request
+from local_draft import Guess, LocalDraft, noise, oracle, wrong
+
+from outrider.models.base import CausalLM
+from outrider.sampling.params import SamplingParams
+from outrider.tokens import RoundTree, TokenOrigin
+from outrider.tree.author import TreeAuthor
+from outrider.tree.handshake import Terms
+from verify_service.engine import Engine
+
+PROMPT = [7, 3, 19, 4]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(params=["cpu", "device"])
+def engine(request: pytest.FixtureRequest, model: CausalLM) -> Iterator[Engine]:
+    made = make_engine(model) if request.param == "cpu" else make_paged_engine(model)[0]
+    made.start()
+    yield made
+    made.stop()
+
+
+def ask(engine: Engine, trace: bool = True, **fields: object) -> Answer:
+    answer = Answer()
+    engine.submit(make_request(answer, PROMPT, GREEDY, VOCAB, trace=trace, **fields))  # type: ignore[arg-type]
+    assert answer.done.wait(60)
+    return answer
+
+
+def trees(answer: Answer) -> list[RoundTree]:
+    return [update.tree for update in answer.updates if update.tree is not None]
+
+
+def test_trees_tell_where_every_token_came_from(engine: Engine) -> None:
+    plain = ask(engine, trace=False)
+    text = {tuple(PROMPT): PROMPT + plain.token_ids}
+    engine.draft_connected(LocalDraft(engine, VOCAB, oracle(text, VOCAB)), Terms(sources=("oracle",)))
+    answer = ask(engine)
+    assert answer.token_ids == plain.token_ids
+    position = len(PROMPT)
+    num_accepted = 0
+    for update in answer.updates:
+        tree = update.tree
+        assert tree is not None and (tree.position, tree.num_tokens) == (position, len(update.token_ids))
+        assert len(tree.parents) == len(tree.token_ids) == len(tree.scores) == update.num_draft_tokens
+        accepted = [tree.token_ids[node] for node in tree.accepted]
+        assert accepted == list(update.token_ids[: len(accepted)])
+        assert len(accepted) == sum(origin is TokenOrigin.ACCEPTED for origin in update.origins)
+        assert [tree.parents[node] for node in tree.accepted] == [-1, *tree.accepted][: len(accepted)]
+        assert all(tree.drafter_names[drafter] == "oracle" for drafter in tree.drafters)
+        assert all(parent < node for node, parent in enumerate(tree.parents))
+        position += tree.num_tokens
+        num_accepted += len(accepted)
+    assert num_accepted > 10
+
+
+@pytest.mark.parametrize("kind", ["wrong", "none", "off"])
+def test_rounds_without_a_right_guess_are_told_too(engine: Engine, kind: str) -> None:
+    plain = ask(engine, trace=False)
+    text = {tuple(PROMPT): PROMPT + plain.token_ids}
+    guess: Guess = wrong(text, VOCAB) if kind == "wrong" else oracle(text, VOCAB)
+    if kind != "none":
+        engine.draft_connected(LocalDraft(engine, VOCAB, guess))
+    answer = ask(engine, speculate=kind != "off")
+    assert answer.token_ids == plain.token_ids
+    told = trees(answer)
+    assert [tree.num_tokens for tree in told] == [1] * len(answer.token_ids)
+    assert not any(tree.accepted for tree in told)
+    assert any(tree.token_ids for tree in told) == (kind == "wrong")
+
+
+def test_scores_and_drafters_are_those_that_the_draft_sent(engine: Engine) -> None:
+    def two_sources(author: TreeAuthor) -> None:
+        for token in range(8):
+            author.add(author.root, token, -0.25 * (token + 1), token % 2 + 1)
+
+    terms = Terms(sources=("never", "odd one"))
+    engine.draft_connected(LocalDraft(engine, VOCAB, two_sources), terms)
+    (tree, *_) = [tree for tree in trees(ask(engine)) if tree.token_ids]
+    for token, drafter, score in zip(tree.token_ids, tree.drafters, tree.scores, strict=True):
+        assert score == pytest.approx(-0.25 * (token + 1))
+        # The second has no name in the draft's hello.
+        assert tree.drafter_names[drafter] == ("odd one" if token % 2 == 0 else "source 2")
+
+
+def test_nothing_is_told_unasked(engine: Engine) -> None:
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(9, VOCAB)))
+    assert trees(ask(engine, trace=False)) == []
