@@ -6,6 +6,7 @@ OutriderError
 ├── NotFoundError              404  NOT_FOUND            no such model
 ├── OverloadedError            429  RESOURCE_EXHAUSTED   a queue is full; try again later
 ├── UnavailableError           503  UNAVAILABLE          a service behind is away or draining
+├── DeadlineError              504  DEADLINE_EXCEEDED    the answer was not complete in the time that it had
 ├── InternalError              500  INTERNAL             ours; details go to the log alone
 └── ConfigError                 -   -                    a service cannot start with these options
 """
@@ -90,6 +91,14 @@ class UnavailableError(OutriderError):
     def __init__(self, message: str, *, retry_after: float = 1.0, code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.retry_after = retry_after
+
+
+class DeadlineError(OutriderError):
+    """The answer was not complete when its time was up."""
+
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
+    code = "deadline_exceeded"
 
 
 class InternalError(OutriderError):

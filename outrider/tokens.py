@@ -1,10 +1,13 @@
-"""What is known of a committed token, on its way from verify to a client. Torch-free."""
+"""What is known of tokens, on their way from verify to a client. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class TokenOrigin(IntEnum):
@@ -36,3 +39,50 @@ class TokenLogprobs:
     logprob: float
     top: Sequence[tuple[int, float]]
     """(token id, log-probability), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Natural-log probabilities of N consecutive prompt tokens, each given all before it; of the raw distribution."""
+
+    start: int
+    """Position of the first one; at least 1, since the prompt's first token has none."""
+    logprobs: NDArray[np.float32]
+    """[N]."""
+    ranks: NDArray[np.uint32]
+    """[N]: place of the prompt's token among all tokens, ties going to the lower id; 1 is the likeliest."""
+    top_ids: NDArray[np.int32]
+    """[N, K]: the K most likely tokens, likeliest first, equal ones in the order of their ids."""
+    top_logprobs: NDArray[np.float32]
+    """[N, K]."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PromptLogprobs):
+            return NotImplemented
+        return self.start == other.start and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("logprobs", "ranks", "top_ids", "top_logprobs")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTree:
+    """What a round verified for one request, and what became of it. Nodes are parents first."""
+
+    position: int
+    """Of the first token that the round committed."""
+    num_tokens: int
+    """Committed by the round: the accepted ones, then the target's own unless a limit or a stop token cut it off."""
+    parents: Sequence[int] = ()
+    """Index of each node's parent; -1 below the root."""
+    token_ids: Sequence[int] = ()
+    drafters: Sequence[int] = ()
+    """Who found each node, as an index into `drafter_names`."""
+    scores: Sequence[float] = ()
+    """The drafter's natural-log chance that a node is committed given that its parent is."""
+    accepted: Sequence[int] = ()
+    """Indices of accepted nodes, the child of the root first."""
+    drafter_names: Sequence[str] = ()

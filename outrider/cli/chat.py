@@ -25,8 +25,10 @@ from outrider.cli.options import (
 )
 from outrider.cli.services import make_cluster
 from outrider.cli.terminal import StartDisplay, make_console
+from outrider.config.tls import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.tls import TlsSource
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 
@@ -36,6 +38,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect", metavar="ADDRESS", help="gRPC address of a running gateway; by default, start one."
     )
+    for word, text in (
+        ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
+        ("cert", "certificate to show the gateway"),
+        ("key", "its private key"),
+    ):
+        parser.add_argument(f"--connect-tls-{word}", metavar="FILE", default="", help=f"With --connect: {text}.")
     parser.add_argument("--system", default="", help="System message.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")
@@ -58,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         speculation=not arguments.plain,
     )
     with _gateway(arguments, console) as (address, api_key), asyncio.Runner() as runner:
-        chat = Conversation(console, runner, runner.run(_open(address, api_key)), arguments.system, sampling)
+        channel = runner.run(_open(address, api_key, peer_tls(arguments, "connect")))
+        chat = Conversation(console, runner, channel, arguments.system, sampling)
         try:
             chat.greet()
             for question in questions(console):
@@ -159,5 +168,6 @@ def summary(answer: Answer) -> str:
     )
 
 
-async def _open(address: str, api_key: str) -> grpc.aio.Channel:
-    return open_channel(address, auth_token=api_key, option="--connect")
+async def _open(address: str, api_key: str, tls: TlsFiles | None) -> grpc.aio.Channel:
+    source = TlsSource(tls) if tls is not None else None
+    return open_channel(address, auth_token=api_key, tls=source, option="--connect")

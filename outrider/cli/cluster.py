@@ -132,9 +132,16 @@ class Cluster:
         return self.address("draft")
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Which drafters the draft service was told to guess with; AUTO where it chooses."""
+        options = self._given["draft"]
+        return options.speculative_algorithm if isinstance(options, DraftOptions) else ()
+
+    @property
     def rest_url(self) -> str:
         """Of the gateway's REST door, without a trailing slash."""
-        return f"http://{self.address('gateway', 'rest_address')}"
+        scheme = "https" if self._options["gateway"].tls_cert else "http"
+        return f"{scheme}://{self.address('gateway', 'rest_address')}"
 
     @property
     def api_key(self) -> str:
@@ -148,7 +155,9 @@ class Cluster:
 
     def metrics_url(self, name: str) -> str:
         """Of a service's Prometheus page; empty when it is off."""
-        address = self.address(name, "rest_address" if name == "gateway" else "metrics_address")
+        if name == "gateway":
+            return f"{self.rest_url}/metrics"
+        address = self.address(name, "metrics_address")
         return f"http://{address}/metrics" if address else ""
 
     def restart(self, name: str) -> None:

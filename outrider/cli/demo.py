@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from rich.console import Console
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)
+        console.print(f"  guesses  {drafters_text(cluster.drafters)}", soft_wrap=True)
         asyncio.run(_show(console, cluster, arguments.prompt, arguments.max_tokens))
         console.print("\nstopping")
         endings = cluster.close()
@@ -71,6 +72,12 @@ async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int
     console.print()
     console.print(figures(with_drafts, plain))
     console.print(compare(with_drafts.text, plain.text))
+
+
+def drafters_text(names: Sequence[str]) -> str:
+    """Who guesses, for somebody who sees the names for the first time."""
+    words = {"NGRAM": "n-grams of prompt and answers (NGRAM)", "EAGLE3": "a trained head (EAGLE3)"}
+    return " and ".join(words.get(name, name) for name in names)
 
 
 def figures(with_drafts: Answer, plain: Answer) -> Table:

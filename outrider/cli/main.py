@@ -22,9 +22,11 @@ COMMANDS = {
     "up": "Start draft, verify and gateway, and run them until Ctrl-C.",
     "chat": "Talk to the model in the terminal.",
     "demo": "Start everything, stream one answer with its figures, stop everything.",
+    "health": "Ask a service whether it serves; the exit code says so.",
     "models": "Fetch models, and list those that are here.",
     "inflate": "Make a large model that answers as a small one does, to measure speed.",
     "train": "Train a drafter for a model on the model's own text.",
+    "evaluate-draft": "Measure offline how well a drafter guesses what a model says.",
     "convert": "Turn a draft head or token map saved by torch into safetensors or JSON.",
     "version": "Print the version.",
 }
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"outrider.cli.{command}")
+    return importlib.import_module(f"outrider.cli.{command.replace('-', '_')}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -71,6 +71,8 @@ class ServiceFlag:
 def service_flags() -> list[ServiceFlag]:
     """Every option of every service that a user may set, in the order of the services."""
     names = Counter(field.name for kind in OPTION_TYPES.values() for field in fields(kind))
+    # The gateway's verify_tls_ca is not the tls_ca of verify.
+    taken = {f"{service}_{name}" for name, count in names.items() if count > 1 for service in SERVICES}
     flags = []
     for service in SERVICES:
         kind = OPTION_TYPES[service]
@@ -78,7 +80,7 @@ def service_flags() -> list[ServiceFlag]:
             if (service, field.name) in HIDDEN:
                 continue
             targets = service == "verify" and field.name in TARGETS
-            plain = names[field.name] == 1 or field.name in SHARED or targets
+            plain = (names[field.name] == 1 and field.name not in taken) or field.name in SHARED or targets
             flag = row.flag if plain else f"--{service}-{row.flag.removeprefix('--')}"
             default = "a unix socket" if field.name == "address" and service != "gateway" else row.default
             flags.append(ServiceFlag(flag, service, field.name, field.type == "bool", row.help, default))

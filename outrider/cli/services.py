@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -14,10 +14,11 @@ from rich.console import Console
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import Cluster
 from outrider.cli.wiring import is_default
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
+from outrider.models.shipped import choose_drafters, shipped_head
 from outrider.models.store import resolve_model
 
 
@@ -31,8 +32,10 @@ def make_cluster(
     """
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     target = resolve_model(verify.model)
+    gpus = num_gpus()
+    draft = draft_for(draft, verify, gpus, lambda text: console.print(f"outrider: {text}", soft_wrap=True))
     if draft.speculative_algorithm != ("NGRAM",):
-        draft = place_draft_model(draft, verify, target, num_gpus())
+        draft = place_draft_model(draft, verify, target, gpus)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
     return Cluster(
@@ -44,6 +47,16 @@ def make_cluster(
         on_line=on_line,
         on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
     )
+
+
+def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Callable[[str], object]) -> DraftOptions:
+    """The options with drafters chosen where that was left open; `say` is told why where n-grams are alone."""
+    on_gpu = gpus and verify.device != "cpu"
+    if draft.speculative_algorithm == AUTO and gpus == 1 and on_gpu and is_default(draft, "device"):
+        if shipped_head(verify.model) is not None:
+            say("n-grams alone draft: a head wants a GPU of its own, or --draft-device")
+        return replace(draft, speculative_algorithm=("NGRAM",))
+    return choose_drafters(draft, verify.model, say)
 
 
 def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, gpus: int) -> DraftOptions:

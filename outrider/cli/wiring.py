@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
@@ -71,6 +71,11 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
             address = linked[peer].address if peer in linked else ""
             value: Any = address if kind is str else tuple(part for part in (address,) if part)
             linked[name] = replace(linked[name], **{field: value})
+    draft, verify = linked.get("draft"), linked.get("verify")
+    # A draft that is to choose its drafters must know for whom; n-grams have no tokenizer of their own for grammars.
+    chosen = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
+    if isinstance(draft, DraftOptions) and isinstance(verify, VerifyOptions) and chosen in (AUTO, ("NGRAM",)):
+        linked["draft"] = replace(draft, target_model_path=draft.target_model_path or verify.model)
     return linked
 
 

@@ -13,7 +13,9 @@ from kernels.logprobs import logprobs
 from kernels.sampling import sample_rows
 from kernels.sampling_state import (
     BIASED,
+    ILLEGAL_TOKEN,
     IN_PROMPT,
+    MASKED,
     PENALIZED,
     LogprobOutputs,
     RoundTokens,
@@ -23,9 +25,17 @@ from kernels.sampling_state import (
 )
 from kernels.walk import walk
 from outrider.device import put
+from outrider.errors import InternalError
 from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import TokenLogprobs
+
+
+def failure(error: int) -> InternalError:
+    """What a row's `error` of `DeviceSampler.commit`, not 0, means. Such a row commits nothing."""
+    if error == ILLEGAL_TOKEN:
+        return InternalError("sampling gave a token outside the vocabulary", code="illegal_token")
+    return InternalError("the model's logits are unusable", code="unusable_logits")
 
 
 class DeviceSampler:
@@ -52,11 +62,13 @@ class DeviceSampler:
         )
         self._buffers = SampleBuffers.new(max_tokens, vocab_size, device)
         self._mask = torch.full((max_tokens, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        self._pinned_mask = torch.full(self._mask.shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._logprobs = LogprobOutputs.new(num_rows, max_depth, device)
 
     def admit(self, row: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
         """Give a row to a request whose committed tokens are `tokens`."""
         flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
+        flags += MASKED * (params.grammar is not None)
         wanted = -1 if params.num_logprobs is None else params.num_logprobs
         words = [params.seed & 0xFFFFFFFF, params.seed >> 32, params.choice_index]
         ints = np.array([*words, min(params.top_k, self._vocab_size), wanted & 0xFFFFFFFF, flags, 0, 0], np.uint32)
@@ -73,6 +85,20 @@ class DeviceSampler:
             dense[list(params.logit_bias)] = list(params.logit_bias.values())
             put(dense, device, into=tables.bias[row])
 
+    def set_masks(self, runs: Sequence[tuple[int, Sequence[NDArray[np.int32]]]]) -> None:
+        """Masks of a round's tokens, for requests with a grammar: runs of rows, each with its first token, in order.
+
+        A mask is int32 [ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed. One copy, queued before
+        the round; the last round must be over. What other requests' rows hold does not matter.
+        """
+        if not runs:
+            return
+        rows = self._pinned_mask.numpy()
+        for first, masks in runs:
+            rows[first : first + len(masks)] = masks
+        begin, end = runs[0][0], runs[-1][0] + len(runs[-1][1])
+        self._mask[begin:end].copy_(self._pinned_mask[begin:end], non_blocking=True)
+
     def commit(
         self,
         logits: Tensor,
@@ -86,7 +112,7 @@ class DeviceSampler:
         """Sample at every token of a round and walk its trees, on the device.
 
         Writes, for B rows, what is committed: `num_tokens` [B], `committed` [B, D], the accepted nodes' places in the
-        round `accepted` [B, D], and `error` [B], 1 where logits were unusable. All int32.
+        round `accepted` [B, D], and `error` [B], not 0 where a row failed, see `failure`. All int32.
         """
         out = WalkOutputs(num_tokens, committed, accepted, error)
         size, tables, lossy = self._vocab_size, self._tables, self._lossy

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from outrider.grammar.spec import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling fields of one request, already validated; torch-free.
 
     Processors run in the order of design section 4: repetition, frequency and presence penalty, logit bias,
-    temperature, top-k, top-p, min-p. A field at its default costs nothing.
+    grammar mask, temperature, top-k, top-p, min-p. A field at its default costs nothing.
     """
 
     temperature: float = 1.0
@@ -36,6 +38,8 @@ class SamplingParams:
     """Token id to a number added to its logit."""
     num_logprobs: int | None = None
     """None: no log-probabilities; k: those of the committed token and of the k most likely."""
+    grammar: Grammar | None = None
+    """What the answer must be; tokens that it forbids are masked. None allows any."""
 
     @property
     def greedy(self) -> bool:

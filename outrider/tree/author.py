@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,16 @@ class Node(NamedTuple):
     """Draft tokens from node 0 of the epoch."""
 
 
+class Guide(Protocol):
+    """Which tokens may come behind nodes."""
+
+    def allows(self, parent: int, token: int) -> bool:
+        """Whether `token` may come behind a live node."""
+
+    def forced(self, parent: int) -> int | None:
+        """The one token that may come behind a live node; None if there are several, or if that is not known."""
+
+
 class TreeAuthor:
     """The tree of one request as the draft grows it.
 
@@ -56,6 +66,8 @@ class TreeAuthor:
         self.tokens: list[int] = message.token_ids.tolist()
         self.credit = message.credit
         self.epoch = 0
+        self.guide: Guide | None = None
+        """What a grammar says, for a request whose answer is bound to one."""
         self._vocab_size = vocab_size
         self._acked_len = 0
         self._next_id = 1
@@ -107,8 +119,14 @@ class TreeAuthor:
         else:
             self._reroot(walked)
 
+    def forbids(self, parent: int, token: int) -> bool:
+        """Whether a grammar rules out `token` behind a node, if that is live."""
+        return self.guide is not None and parent in self._nodes and not self.guide.allows(parent, token)
+
     def add(self, parent: int, token: int, score: float, source: int) -> int | None:
         """Append a node. None if its parent is dead, it is an alias, the token is illegal, or the credit is used up.
+
+        Illegal is also what the guide forbids.
 
         Raises ValueError for a score that is no log-probability.
         """
@@ -119,7 +137,7 @@ class TreeAuthor:
         if above is None or len(nodes) > self.credit or not 0 <= token < self._vocab_size:
             return None
         siblings = self._children[parent]
-        if token in siblings:
+        if token in siblings or self.forbids(parent, token):
             return None
         node_id = self._next_id
         self._next_id += 1

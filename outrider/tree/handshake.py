@@ -12,6 +12,11 @@ from outrider.tree.projection import MAX_PROJECTION_BYTES
 MAX_FEATURE_LAYERS = 8
 """Layers of the target that a drafter may take: each costs verify memory for every token that it keeps."""
 
+MAX_SOURCES = 256
+"""A node's source travels as a byte."""
+MAX_SOURCE_NAME = 64
+"""Characters of a drafter's name that clients are told."""
+
 _RELEASE = "run the same release on both sides"
 
 
@@ -41,6 +46,8 @@ class Terms:
     """Of the matrix that the draft offers for its features; 0 for none."""
     projection_hash: str = ""
     """Names this matrix."""
+    sources: tuple[str, ...] = ()
+    """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
 
 
 def agree(verify: Hello, draft: Hello) -> Terms:
@@ -69,6 +76,7 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         hidden_size=draft.hidden_size,
         projection_columns=draft.projection_columns,
         projection_hash=draft.projection_hash,
+        sources=tuple(name[:MAX_SOURCE_NAME] for name in draft.sources[:MAX_SOURCES]),
     )
 
 
