@@ -72,16 +72,16 @@ def _training(record: dict[str, Any]) -> list[list[str]]:
         ["target", record["target"]],
         ["answers", str(record["answers"])],
         ["tokens of answers", str(record["answer_tokens"])],
-        ["questions given", str(record["options"]["prompts"] or "none")],
+        ["questions given", str(record["questions_given"] or "none")],
         ["steps", str(training["total_steps"])],
-        ["tokens a step", str(trainer["batch_tokens"])],
+        ["tokens a step", str(trainer["batch_tokens"] * record["processes"])],
         ["steps on own features", str(trainer["unroll"])],
-        ["peak learning rate", f"{trainer['learning_rate']:g}"],
+        ["peak learning rate", _rates(trainer)],
         ["seed", str(trainer["seed"])],
         ["last loss", f"{points[-1]['loss']:.3f}" if points else "none"],
         ["parameters trained", str(record["trained_parameters"])],
         ["weights", f"{record['weight_bytes'] / 1e6:.1f} MB"],
-        ["device", record["device"]],
+        ["device", f"{record['processes']} x {record['device']}" if record["processes"] > 1 else record["device"]],
         ["minutes of training", f"{training['seconds'] / 60:.1f}"],
         ["minutes in all", f"{sum(seconds.values()) / 60:.1f}"],
         ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
@@ -105,9 +105,15 @@ def _use(record: dict[str, Any]) -> str:
     )
 
 
+def _rates(trainer: dict[str, Any]) -> str:
+    if trainer["optimizer"] == "muon":
+        return f"{trainer['muon_learning_rate']:g} (Muon), {trainer['learning_rate']:g} (AdamW)"
+    return f"{trainer['learning_rate']:g}"
+
+
 def _licence(record: dict[str, Any]) -> str:
-    given = record["options"]["prompts"]
-    asked = f", and to those of `{given}`, which has a licence of its own" if given else ""
+    count = record["questions_given"]
+    asked = f", and to {count} questions that it was given, whose licence is their own" if count else ""
     return (
         f"The text that it learned from was written by {record['target']} itself, in answer to questions that it "
         f"invented{asked}. No other text was used. The weights derive from the target's, and begin from some of them, "

@@ -15,11 +15,11 @@ class TrainerOptions:
     minutes: float = 2.0
     batch_tokens: int = 16384
     """Of each process; so a step on several GPUs sees several times as many."""
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     """One of OPTIMIZERS: "muon" moves the new 2-D weights by Muon, and what begins as the target's own by AdamW."""
     learning_rate: float = 1e-3
     """Peak rate of AdamW for weights that begin at random."""
-    muon_learning_rate: float = 2e-3
+    muon_learning_rate: float = 5e-3
     """Peak rate of Muon; scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
     output_share: float = 0.3
     """Learning rate of the output matrix and the norm before it, as a share: they begin as the target's own."""

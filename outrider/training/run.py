@@ -94,6 +94,7 @@ def train(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processes": processes,
         "versions": {"outrider": outrider.__version__, "torch": torch.__version__},
+        "questions_given": found.num_given,
         "answers": len(texts),
         "answer_tokens": texts.num_answer_tokens,
         "trained_parameters": sum(parameter.numel() for parameter in trainee.module.parameters()),

@@ -25,6 +25,8 @@ class RunTexts:
 
     texts: Texts
     questions: list[Question]
+    num_given: int
+    """Questions that the text answers beside invented ones."""
 
 
 def run_texts(
@@ -37,15 +39,15 @@ def run_texts(
     """
     given, held_out = _questions(options)
     if options.text is not None:
-        texts, own = _earlier(options.text, target)
+        texts, own, num_given = _earlier(options.text, target)
     else:
         corpus = Corpus(target.model, form, options.corpus, work, report, peers)
-        texts, own = corpus.texts(given), corpus.held_out
+        texts, own, num_given = corpus.texts(given), corpus.held_out, len(given)
     asked = held_out or [Question(form.decode(prompt)) for prompt in own]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
-    return RunTexts(texts.without(form.ask(question.text) for question in asked), asked)
+    return RunTexts(texts.without(form.ask(question.text) for question in asked), asked, num_given)
 
 
 def _questions(options: RunOptions) -> tuple[list[Question], list[Question]]:
@@ -58,8 +60,8 @@ def _questions(options: RunOptions) -> tuple[list[Question], list[Question]]:
     return given, held_out
 
 
-def _earlier(folder: Path, target: Target) -> tuple[Texts, list[list[int]]]:
-    """Text, and questions that were held back, of a run's folder or of the folder `work` in it."""
+def _earlier(folder: Path, target: Target) -> tuple[Texts, list[list[int]], int]:
+    """Text, questions that were held back, and how many were given, of a run's folder or of the folder `work` in it."""
     if (folder / WORK_FOLDER / TEXTS).is_file():
         folder = folder / WORK_FOLDER
     path, record = folder / TEXTS, folder / TEXTS_RECORD
@@ -72,4 +74,5 @@ def _earlier(folder: Path, target: Target) -> tuple[Texts, list[list[int]]]:
             f"--text {folder}: holds token {largest}, and the target has {target.config.vocab_size}; "
             "it is another target's text"
         )
-    return texts, json.loads(record.read_text("utf-8"))["held_out"]
+    found = json.loads(record.read_text("utf-8"))
+    return texts, found["held_out"], int(found["options"]["given"])

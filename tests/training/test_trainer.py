@@ -33,7 +33,7 @@ def test_loss_falls_and_deep_guesses_get_better(target: Target) -> None:
     assert all(last > first + 0.2 for first, last in zip(points[0].rates, points[-1].rates, strict=True))
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "average": 0.7}])
+@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"optimizer": "muon", "average": 0.7}])
 def test_a_resumed_training_equals_an_uninterrupted_one(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
