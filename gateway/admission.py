@@ -34,6 +34,8 @@ class ServedModel:
     """Unix time at which this gateway first served it."""
     fingerprint: str
     """Changes with the model, its tokenizer or the release."""
+    dtype: str = ""
+    """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is empty or this model's."""

@@ -91,4 +91,5 @@ def _served(info: VerifyInfo, tokenizer: Tokenizer) -> ServedModel:
         tokenizer=tokenizer,
         created=int(time.time()),
         fingerprint="outrider-" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+        dtype=info.dtype,
     )

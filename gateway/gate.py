@@ -24,10 +24,11 @@ class Ticket:
 
     def reserve(self, num_answers: int) -> None:
         """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
-        if num_answers > self._gate.max_answers:
+        limit = self._gate.most(self.key)
+        if num_answers > limit:
             raise InvalidRequestError(
                 "n",
-                f"{num_answers} answers are more than the limit of {self._gate.max_answers}",
+                f"{num_answers} answers are more than the limit of {limit}",
                 "ask for fewer answers or send fewer prompts at once",
             )
         self._gate.take(num_answers - self.num_answers, self.key)
@@ -63,6 +64,10 @@ class Gate:
             self._shares.add(ticket.key, -ticket.num_answers)
             if self.num_requests == 0:
                 self._empty.set()
+
+    def most(self, key: str) -> int:
+        """Answers that one request with this key can ever have."""
+        return self._shares.most(key)
 
     def take(self, num_answers: int, key: str = "") -> None:
         """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""

@@ -33,6 +33,8 @@ from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 _logger = get_logger(__name__)
 
 _WATCH_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 1.0
+"""How long clients whose answers are cancelled get to take the error that says so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,6 +133,8 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
     if not await gateway.gate.drain(seconds):
         _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
+        gateway.router.end_answers()
+        await gateway.gate.drain(_LAST_WORDS_SECONDS)
 
 
 def _metrics_app(gateway: Gateway) -> Router:

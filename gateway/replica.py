@@ -63,6 +63,8 @@ class Replica:
         )
         self._stub = VerifyServiceStub(self._channel)
         self._look_now = asyncio.Event()
+        self._calls: set[grpc.aio.Call] = set()
+        self._ended = asyncio.Event()
 
     async def follow(self, accept: Accept) -> None:
         """Keeps the state true until cancelled."""
@@ -129,7 +131,10 @@ class Replica:
 
     async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
         """One answer; closing the iterator cancels the call. Raises OutriderError, also when the end is missing."""
+        if self._ended.is_set():
+            raise _shutting_down()
         call = self._stub.Generate(encode_request(job, choice_index))
+        self._calls.add(call)
         self.num_answers += 1
         try:
             async for message in call:
@@ -145,8 +150,15 @@ class Replica:
             if isinstance(told, UnavailableError):
                 self.doubt()
             raise told from None
+        except asyncio.CancelledError:
+            # A call that this side has cancelled raises it, too; the task itself goes on then, and its client is told.
+            task = asyncio.current_task()
+            if not self._ended.is_set() or (task is not None and task.cancelling()):
+                raise
+            raise _shutting_down() from None
         finally:
             self.num_answers -= 1
+            self._calls.discard(call)
             call.cancel()
         self.doubt()
         raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
@@ -155,6 +167,16 @@ class Replica:
         """A call failed: look at once whether the replica is still there."""
         self._look_now.set()
 
+    def end_answers(self) -> None:
+        """Ends the answers in the making, and begins no more: they raise UnavailableError with code draining."""
+        self._ended.set()
+        for call in tuple(self._calls):
+            call.cancel()
+
     async def close(self) -> None:
         """Ends all calls."""
         await self._channel.close()
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the gateway is shutting down and its time to drain is over; try again", code="draining")

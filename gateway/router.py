@@ -46,6 +46,11 @@ class Router:
         """Begins to look for the replicas."""
         self._tasks = [asyncio.create_task(self._follow(r), name=f"follow {r.address}") for r in self.replicas]
 
+    def end_answers(self) -> None:
+        """Ends the answers in the making with an error that says why."""
+        for replica in self.replicas:
+            replica.end_answers()
+
     async def close(self) -> None:
         """Ends looking and all calls."""
         for task in self._tasks:

@@ -26,6 +26,10 @@ class Shares:
         num_keys = max(2, len({*self._held, key}))
         return self._held[key] + num_places <= max(1, self._max_places // num_keys)
 
+    def most(self, key: str) -> int:
+        """Places that `key` can have at best, when nobody else has any."""
+        return self._max_places if key in NOBODY else self._max_places - self._max_places // 4
+
     def add(self, key: str, num_places: int) -> None:
         """A key takes places, or gives them back if the number is negative."""
         self._held[key] += num_places

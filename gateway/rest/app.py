@@ -19,6 +19,7 @@ from gateway.rest.errors import HttpError, error_response
 from gateway.rest.generation import DOOR, ChatRoute, CompletionRoute
 from gateway.rest.info import InfoRoutes
 from gateway.rest.openapi import openapi
+from gateway.rest.page import Page
 from gateway.rest.sglang import GenerateRoute
 from gateway.rest.text import DetokenizeRoute, TokenizeRoute
 from gateway.service import Gateway
@@ -37,7 +38,7 @@ class RestApp:
     """Everything that HTTP clients reach."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Sequence[str] = ()) -> None:
-        """With `api_keys` every path but /health and /ready needs one of them as bearer token."""
+        """With `api_keys` every path but /health, /ready and the page's needs one of them as bearer token."""
         self._gateway = gateway
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()
@@ -50,7 +51,9 @@ class RestApp:
             *InfoRoutes(gateway, DOOR).routes(),
             Route("/openapi.json", self._document),
         ]
-        self._router = Router(self.routes, redirect_slashes=False)
+        page = None if options.no_page else Page(needs_key=bool(api_keys))
+        self._open_paths = _OPEN_PATHS | (page.paths if page else frozenset())
+        self._router = Router([*self.routes, *(page.routes() if page else ())], redirect_slashes=False)
         self._entry: ASGIApp = self._serve
         if options.cors_origins:
             self._entry = CORSMiddleware(
@@ -93,7 +96,7 @@ class RestApp:
             await error_response(_told(error, scope))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> None:
-        if not self._api_keys or path in _OPEN_PATHS:
+        if not self._api_keys or path in self._open_paths:
             return
         key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
         # A door with one key knows nothing of its clients by it.

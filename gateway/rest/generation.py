@@ -43,6 +43,11 @@ _logger = get_logger(__name__)
 
 DOOR = "rest"
 
+_MAX_DESCRIBED = 1 << 21
+"""Log-probabilities of prompts in one answer, which is built in memory: about 0.7 KB each."""
+_INLINE_ECHO = 4096
+"""Prompt tokens that the event loop spells out itself, in some milliseconds."""
+
 
 class GenerationRoute(ABC):
     """An ASGI application for one route."""
@@ -62,6 +67,7 @@ class GenerationRoute(ABC):
             name_user(user if isinstance(user, str) else "")
             model = self._gateway.model
             jobs, shape, stream = await self._prepare(body, model)
+            _check_described(shape)
             ticket.reserve(sum(job.n for job in jobs))
             deltas = self._gateway.engine.generate(jobs, model)
             answer = self._stream if stream else self._whole
@@ -108,6 +114,15 @@ class GenerationRoute(ABC):
         return error
 
 
+def _check_described(shape: Shape) -> None:
+    if shape.num_described > _MAX_DESCRIBED:
+        raise InvalidRequestError(
+            "",
+            f"log-probabilities of prompts would be {shape.num_described}, over the limit of {_MAX_DESCRIBED}",
+            "send fewer prompts at once, or ask for fewer likely tokens",
+        )
+
+
 def _events(shape: Shape, delta: Delta) -> bytes:
     return b"".join(event(body.json_bytes()) for body in shape.chunks(delta))
 
@@ -140,7 +155,11 @@ class CompletionRoute(GenerationRoute):
         jobs = []
         for index, (request, names) in enumerate(requests):
             jobs.append(await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names))
-        echoes = _echoes(parsed, jobs, model) if parsed.echo else ()
+        echoes: Sequence[Echo] = ()
+        if parsed.echo and sum(len(job.prompt_token_ids) for job in jobs) > _INLINE_ECHO:
+            echoes = await asyncio.to_thread(_echoes, parsed, jobs, model)
+        elif parsed.echo:
+            echoes = _echoes(parsed, jobs, model)
         shape = CompletionShape(model, jobs, parsed.stream_options, echoes, parsed.prompt_logprobs)
         return jobs, shape, bool(parsed.stream)
 

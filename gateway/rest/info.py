@@ -39,6 +39,8 @@ class ModelInfo(Body):
     weight_version: str
     max_model_len: int
     vocab_size: int
+    dtype: str
+    """What the model computes in: "float32", "bfloat16" or "float16"; empty where verify does not say."""
 
 
 class TokenizerInfo(Body):
@@ -98,6 +100,7 @@ class InfoRoutes:
             weight_version=model.fingerprint,
             max_model_len=model.context_length,
             vocab_size=model.vocab_size,
+            dtype=model.dtype,
         )
         return _json(body)
 

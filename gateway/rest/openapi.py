@@ -57,6 +57,7 @@ _ERRORS = {
     "429": "Too many answers in the making; see Retry-After.",
     "500": "A fault of the server.",
     "503": "No verify service is ready, or the gateway is shutting down; see Retry-After.",
+    "504": "The answer was not complete in the time that it had.",
 }
 
 

@@ -15,6 +15,9 @@ from outrider.rpc.tls import TlsSource, http_context
 from outrider.rpc.transport import split_host_port
 
 _BACKLOG = 2048
+_IDLE_SECONDS = 75
+"""Until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): they may send a
+request while this side closes, and one that is no GET is not sent again."""
 
 
 class _Server(uvicorn.Server):
@@ -35,7 +38,14 @@ class HttpServer:
         self._socket = bind(host.strip("[]"), port, address, option)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False, loop="none"
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            loop="none",
+            timeout_keep_alive=_IDLE_SECONDS,
         )
         if tls is not None:
             config.load()  # which would set the context anew

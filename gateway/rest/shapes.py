@@ -30,8 +30,8 @@ from gateway.rest.responses import (
 from gateway.rest.trace import trace_body
 from outrider.tokens import FinishReason, PromptLogprobs, RoundTree
 
-_INLINE_LOGPROBS = 4096
-"""Log-probabilities of prompts that are put into JSON in the event loop, in a few milliseconds."""
+_INLINE = 1024
+"""Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
 
 
 @dataclass(slots=True)
@@ -72,6 +72,8 @@ class Shape(ABC):
         self._answers = [Collected() for job in jobs for _ in range(job.n)]
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._completion_tokens = 0
+        self._num_collected = 0
+        """Log-probabilities and tree nodes of the answers that are kept."""
         self._usage = Usage()
         self._head: dict[str, Any] = {
             "id": jobs[0].request_id,
@@ -81,9 +83,14 @@ class Shape(ABC):
         }
 
     @property
+    def num_described(self) -> int:
+        """Log-probabilities that are told of prompts."""
+        return sum(_described(job) for job in self._jobs)
+
+    @property
     def is_large(self) -> bool:
-        """Whether so much is told of prompts that bodies are better built beside the event loop."""
-        return sum(_described(job) for job in self._jobs) > _INLINE_LOGPROBS
+        """Whether so much is told of prompts and tokens that bodies are better built beside the event loop."""
+        return self.num_described + self._num_collected > _INLINE
 
     def collect(self, delta: Delta) -> None:
         """Keeps a delta for `whole`."""
@@ -96,6 +103,8 @@ class Shape(ABC):
         answer.num_accepted += delta.num_accepted
         answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
         answer.finish_reason = delta.finish_reason or answer.finish_reason
+        self._num_collected += sum(1 + len(token.logprobs.top) for token in delta.tokens if token.logprobs is not None)
+        self._num_collected += sum(len(tree.token_ids) for tree in delta.trees)
         self._usage = delta.usage or self._usage
 
     @abstractmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -93,18 +94,21 @@ class TextRoute(ABC):
             body = await read_json(
                 Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
             )
-            answer = await self._answer(body, self._gateway.catalogue.model)
-        await send_json(send, answer.json_bytes())
+            size, work = self.prepare(body, self._gateway.catalogue.model)
+            # A list of a million tokens takes a second to put into JSON, as long as to find them.
+            answer = work() if size <= _INLINE else await asyncio.to_thread(work)
+        await send_json(send, answer)
 
     @abstractmethod
-    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> Body:
-        """Raises OutriderError."""
+    def prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[int, Callable[[], bytes]]:
+        """Characters or tokens to work on, and the work: it returns the answer's body. Raises OutriderError."""
 
 
 class TokenizeRoute(TextRoute):
     """POST /tokenize."""
 
-    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> TokenizeBody:
+    def prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[int, Callable[[], bytes]]:
+        """See the base."""
         parsed = validate(TokenizeRequest, body)
         model.check_name(parsed.model)
         plain = parsed.messages is None
@@ -114,26 +118,29 @@ class TokenizeRoute(TextRoute):
             ends_open = parsed.add_generation_prompt is not False
             text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
         special = plain if parsed.add_special_tokens is None else parsed.add_special_tokens
-        tokenizer = model.tokenizer
-        if len(text) <= _INLINE:
-            token_ids = tokenizer.encode(text, add_special_tokens=special)
-        else:
-            token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
-        answer = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
-        if parsed.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
-        return TokenizeBody(**answer)
+        return len(text), partial(_tokenized, model, text, special, bool(parsed.return_token_strs))
 
 
 class DetokenizeRoute(TextRoute):
     """POST /detokenize."""
 
-    async def _answer(self, body: Mapping[str, Any], model: ServedModel) -> DetokenizeBody:
+    def prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[int, Callable[[], bytes]]:
+        """See the base."""
         parsed = validate(DetokenizeRequest, body)
         model.check_name(parsed.model)
         # Models pad their vocabulary: an id without a token may be generated, and has no text.
         check_ids(parsed.tokens, model.vocab_size, "tokens")
-        decode = model.tokenizer.decode
-        if len(parsed.tokens) <= _INLINE:
-            return DetokenizeBody(prompt=decode(parsed.tokens, skip_special_tokens=False))
-        return DetokenizeBody(prompt=await asyncio.to_thread(decode, parsed.tokens, skip_special_tokens=False))
+        return len(parsed.tokens), partial(_detokenized, model, parsed.tokens)
+
+
+def _tokenized(model: ServedModel, text: str, add_special_tokens: bool, with_text: bool) -> bytes:
+    tokenizer = model.tokenizer
+    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
+    if with_text:
+        answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+    return TokenizeBody(**answer).json_bytes()
+
+
+def _detokenized(model: ServedModel, token_ids: Sequence[int]) -> bytes:
+    return DetokenizeBody(prompt=model.tokenizer.decode(token_ids, skip_special_tokens=False)).json_bytes()

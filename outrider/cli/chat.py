@@ -42,8 +42,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
         ("cert", "certificate to show the gateway"),
         ("key", "its private key"),
+        ("name", "name in the gateway's certificate, if it is not the address"),
     ):
-        parser.add_argument(f"--connect-tls-{word}", metavar="FILE", default="", help=f"With --connect: {text}.")
+        metavar = "NAME" if word == "name" else "FILE"
+        parser.add_argument(f"--connect-tls-{word}", metavar=metavar, default="", help=f"With --connect: {text}.")
     parser.add_argument("--system", default="", help="System message.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")

@@ -23,6 +23,10 @@ COMMANDS = {
     "chat": "Talk to the model in the terminal.",
     "demo": "Start everything, stream one answer with its figures, stop everything.",
     "health": "Ask a service whether it serves; the exit code says so.",
+    "bench": "Send a running gateway load, and measure latency, throughput and acceptance.",
+    "doctor": "Look for what keeps the services from starting, finding each other, or being safe.",
+    "plan": "Tell what a configuration takes of a GPU's memory, from config.json alone.",
+    "top": "Watch services as they work: tokens, acceptance, rounds, memory, errors.",
     "models": "Fetch models, and list those that are here.",
     "inflate": "Make a large model that answers as a small one does, to measure speed.",
     "train": "Train a drafter for a model on the model's own text.",
@@ -31,7 +35,7 @@ COMMANDS = {
     "version": "Print the version.",
 }
 
-WITH_SERVICES = ("up", "chat", "demo")
+WITH_SERVICES = ("up", "chat", "demo", "doctor", "plan")
 """Commands that take the services' options."""
 
 

@@ -52,7 +52,8 @@ def make_cluster(
 def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Callable[[str], object]) -> DraftOptions:
     """The options with drafters chosen where that was left open; `say` is told why where n-grams are alone."""
     on_gpu = gpus and verify.device != "cpu"
-    if draft.speculative_algorithm == AUTO and gpus == 1 and on_gpu and is_default(draft, "device"):
+    is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
+    if is_open and gpus == 1 and on_gpu and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
             say("n-grams alone draft: a head wants a GPU of its own, or --draft-device")
         return replace(draft, speculative_algorithm=("NGRAM",))

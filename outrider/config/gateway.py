@@ -63,6 +63,7 @@ class GatewayOptions(ServiceOptions):
     cors_origins: tuple[str, ...] = option(
         (), "Origins, like https://example.org, whose pages may call the REST door, comma separated; * for all."
     )
+    no_page: bool = option(False, "Leave out the page at / of the REST door, where people can try the model.")
     affinity_tokens: int = option(
         64, "First tokens of a prompt that choose the replica, so that equal beginnings meet its cache.", minimum=1
     )

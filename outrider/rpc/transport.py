@@ -29,10 +29,11 @@ def keepalive_options() -> ChannelOptions:
 
 
 def size_options(max_message_bytes: int) -> ChannelOptions:
-    """Options that bound a message in both directions."""
+    """Options that bound a message: one that comes at so much, one that goes out at no less than the default."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        # A limit of what others may send must not break off our own answers, which can be longer than what was asked.
+        ("grpc.max_send_message_length", max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)),
     ]
 
 

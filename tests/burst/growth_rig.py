@@ -53,6 +53,11 @@ def continuation(tokens: Sequence[int], length: int, pick: random.Random | None 
     return path[len(tokens) :]
 
 
+def path_scores(held: dict[tuple[int, ...], float]) -> list[float]:
+    """Path scores of nodes that are given with their edge scores, the best first."""
+    return sorted((sum(held[path[: end + 1]] for end in range(len(path))) for path in held), reverse=True)
+
+
 GOES_ON = {"region": 256, "max_steps": 8}
 """Of a shape: the runner is a GPU's, so that bursts go on while nothing waits for their end."""
 
@@ -188,10 +193,10 @@ class Rig:
 
     def check_nothing_left(self) -> None:
         """Every row, slot and page is free."""
-        growth = self.growth
+        growth, roster = self.growth, self.growth._roster
         assert not self.runner.rows
         assert not self.runner.page_owner
-        assert sorted(growth._free_rows) == list(range(self.runner.shape.num_rows))
+        assert sorted(roster._free_rows) == list(range(self.runner.shape.num_rows))
         assert growth._keeper.pool.num_free == self.runner.shape.num_pages
         growth._keeper.pool.check_integrity()
         growth._forest.slots.check_integrity()
@@ -200,5 +205,5 @@ class Rig:
         growth._forest._compact()
         assert growth._forest.entries.count == 0
         assert self.requests.growth.num_live == 0
-        for group in (growth._contexts, growth._rows, growth._unsettled, growth._changed, growth._opening):
+        for group in (roster._contexts, roster.rows, roster._unsettled, roster._changed, roster._opening):
             assert not group

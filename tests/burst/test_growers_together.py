@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from growth_rig import GOES_ON, VOCAB, Rig, continuation, scripted
+from growth_steps import act, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_burst_growth import act, steps
 
 from draft_service.drafters.base import Needs, build_drafter
 from draft_service.drafters.ngram import NgramDrafter

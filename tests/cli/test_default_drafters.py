@@ -63,6 +63,9 @@ def test_what_is_said_about_drafting_holds(head: Path) -> None:
     assert choose_drafters(given) == given
     with pytest.raises(ConfigError, match="--speculative-algorithm"):
         choose_drafters(DraftOptions(speculative_draft_model_path="X"))
+    for gpus in (0, 1, 2):
+        with pytest.raises(ConfigError, match="--speculative-algorithm"):
+            draft_for(DraftOptions(speculative_draft_model_path="X"), VerifyOptions(), gpus, print)
 
 
 def test_the_only_gpu_is_left_to_verify(head: Path) -> None:

@@ -19,6 +19,7 @@ from gateway.rest.server import HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.status import error_from_rpc
 from outrider.v1 import gateway_pb2
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
 
@@ -185,6 +186,27 @@ async def test_after_the_drain_time_what_is_left_is_cancelled(verify: ScriptedVe
         await world.task
         await asyncio.gather(running, return_exceptions=True)
         await until(lambda: verify.num_open == 0)
+
+
+async def test_who_is_cut_off_by_the_end_of_the_drain_is_told_so(verify: ScriptedVerify, tmp_path: Path) -> None:
+    async with open_world(verify, tmp_path, drain_seconds=0.05) as world:
+        verify.say("one two three")
+        verify.gate = asyncio.Event()
+        streamed = asyncio.create_task(events_of(world, {"prompt": "x", "stream": True}))
+        whole = asyncio.create_task(world.http.post(TEXT, json={"prompt": "x", "n": 2}))
+        call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x"))
+        assert (await call.read()).text
+        await until(lambda: verify.num_open == 4)
+        world.stop.set()
+        assert json.loads((await streamed)[-1])["error"]["code"] == "draining"
+        refused = await whole
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        told = error_from_rpc(caught.value)
+        assert isinstance(told, UnavailableError) and told.code == "draining"
+        await world.task
 
 
 async def test_every_door_but_health_and_ready_wants_the_key(verify: ScriptedVerify, tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_countless_entries_are_refused_by_their_number(request_: dict[str, Any],
         decode_request(gateway_pb2.GatewayServiceGenerateRequest(**request_))
 
 
+async def test_a_short_limit_of_messages_does_not_bound_answers(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.script = [10] * 64
+    verify.round_size = 64
+    async with open_world(verify, tmp_path, max_body_bytes=1024) as world:
+        messages = await collect(world, Request(prompt="x", max_tokens=64, sampling={"num_logprobs": 20}))
+        assert sum(len(m.token_ids) for m in messages) == 64 and max(m.ByteSize() for m in messages) > 1024
+        with pytest.raises(OutriderError):
+            await collect(world, Request(prompt="x" * 2000))
+
+
 async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerify, tmp_path: Path) -> None:
     verify.context_length = 1_000_000
     verify.script = [10] * 400_000

@@ -9,6 +9,7 @@ import pytest
 from gateway_world import World, open_world, until
 from scripted_verify import MODEL, ScriptedVerify
 
+from gateway.rest.server import HttpServer
 from outrider import __version__
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
@@ -123,6 +124,13 @@ async def test_an_error_behind_a_comment_is_an_event(verify: ScriptedVerify, tmp
                     verify.gate.set()
         assert response.status_code == 200
         assert '"error"' in text and "[DONE]" not in text
+
+
+async def test_an_idle_connection_outlives_those_of_proxies_and_client_libraries() -> None:
+    server = HttpServer(None, "127.0.0.1:0", option="--rest-address")
+    # nginx and the load balancers of clouds keep idle connections for 60 s, httpx for 5 s.
+    assert server._server.config.timeout_keep_alive > 60
+    await server.stop(0)
 
 
 async def test_requests_carry_an_id_back(world: World) -> None:

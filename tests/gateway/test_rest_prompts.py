@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
+from gateway.admission import ServedModel
+from gateway.gate import Gate
+from gateway.metrics import GatewayMetrics
+from gateway.rest.text import TokenizeRoute
+from gateway.service import Gateway
+from gateway.tokenizer import Tokenizer
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import OverloadedError
 
 PROMPT = "Grüße aus 東京 🙂"
+
+
+@dataclass
+class _Known:
+    """A catalogue whose model is known."""
+
+    model: ServedModel
 
 
 def lm_eval_score(choice: Any, num_context: int) -> tuple[float, bool]:
@@ -109,6 +126,36 @@ async def test_other_requests_are_served_while_a_long_prompt_is_described(
             answered_meanwhile += 1
         assert (await long).text.count("null") >= 2 and len((await long).content) > 1_000_000
         assert answered_meanwhile > 1
+
+
+async def test_more_than_fits_memory_is_refused_before_anything_is_computed(
+    verify: ScriptedVerify, tmp_path: Path
+) -> None:
+    verify.context_length = 40_000
+    async with open_world(verify, tmp_path) as world:
+        body = {"prompt": [[5] * 30_000] * 8, "prompt_logprobs": 20, "max_tokens": 0}
+        refused = await world.http.post("/v1/completions", json=body)
+        assert refused.status_code == 400 and "over the limit of 2097152" in refused.json()["error"]["message"]
+        assert verify.requests == []
+
+
+async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: ScriptedVerify) -> None:
+    threads: set[str] = set()
+
+    class Watched(Tokenizer):
+        def token_bytes(self, token_id: int) -> bytes:
+            threads.add(threading.current_thread().name)
+            return super().token_bytes(token_id)
+
+    verify.tokenizer = Watched.load(verify.folder)
+    model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
+    gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics())  # type: ignore[arg-type]
+    application = TokenizeRoute(gateway, GatewayOptions(), "rest")
+    transport = httpx.ASGITransport(app=application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        answer = await http.post("/tokenize", json={"prompt": PROMPT * 1000, "return_token_strs": True})
+    assert answer.json()["count"] == len(answer.json()["token_strs"]) > 1000
+    assert threads and threading.current_thread().name not in threads
 
 
 async def test_an_echo_without_logprobs_asks_verify_for_none(world: World) -> None:

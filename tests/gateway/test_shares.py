@@ -107,6 +107,17 @@ def test_whoever_holds_nothing_gets_a_place_while_one_is_free(max_places: int, a
         assert shares.allows("new", taken, 1)
 
 
+async def test_what_no_key_can_ever_have_is_a_mistake_and_no_matter_of_time(
+    verify: ScriptedVerify, tmp_path: Path, keys: Path
+) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path, api_key_file=keys, max_answers=8) as world:
+        assert (await post(world, "key-alpha", n=6)).status_code == 200
+        never = await post(world, "key-alpha", n=7)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+        assert "limit of 6" in never.json()["error"]["message"]
+
+
 def test_clients_that_no_key_tells_apart_share_all_places() -> None:
     assert Shares(8).allows("", 7, 1) and Shares(8).allows("0", 0, 8)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import logs
-from outrider.rpc.interceptors import clean_request_id
+from outrider.rpc.interceptors import BoundaryInterceptor, clean_request_id
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest
@@ -39,6 +39,31 @@ async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> No
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
     assert running.verify.request_ids == []
     assert not running.verify.entered.is_set()
+
+
+async def test_nothing_is_decoded_for_who_may_not_call() -> None:
+    seen: list[bytes] = []
+    handler = grpc.unary_unary_rpc_method_handler(_answer, request_deserializer=seen.append)
+
+    async def found(details: Any) -> Any:
+        return handler
+
+    class Details:
+        method = "/outrider.v1.VerifyService/GetLoad"
+        invocation_metadata: Any = ()
+
+    boundary = BoundaryInterceptor(auth_tokens=("s3cret",))
+    closed: Any = await boundary.intercept_service(found, Details())
+    closed.request_deserializer(b"16 MiB of them")
+    assert seen == []
+    Details.invocation_metadata = (("authorization", "Bearer s3cret"),)
+    opened: Any = await boundary.intercept_service(found, Details())
+    opened.request_deserializer(b"16 MiB of them")
+    assert seen == [b"16 MiB of them"]
+
+
+async def _answer(request: Any, context: Any) -> None:
+    return None
 
 
 async def test_health_needs_no_token(start: Any) -> None:

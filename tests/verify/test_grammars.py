@@ -19,6 +19,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason
 from verify_service import grammars
 from verify_service.engine import Engine
+from verify_service.forest import Forest
 from verify_service.grammars import Grammars
 
 PROMPT = [1, 2, 3]
@@ -192,6 +193,38 @@ def test_masks_are_computed_ahead_of_the_round_that_needs_them(
         assert finished(ask(plain, OBJECT)).token_ids == ahead.token_ids
     finally:
         plain.stop()
+
+
+def test_a_look_ahead_takes_one_request_s_tree_and_all_have_their_turn(
+    model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(model, vocabulary=vocabulary)
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)))
+    forests: list[Forest] = []
+    monkeypatch.setattr(grammars, "Forest", lambda *given: (forests.append(Forest(*given)), forests[-1])[1])
+    together: list[int] = []
+    launch = engine._executor.launch
+
+    def launching(entries):  # type: ignore[no-untyped-def]
+        pending = launch(entries)
+        idle = 0
+        while idle < len(entries):
+            before = len(forests)
+            idle = 0 if engine.grammars.work(entries) else idle + 1
+            assert len(forests) <= before + 1
+        links = [engine.drafts.link(entry.request) for entry in entries]
+        if len(entries) == 3 and all(link is not None and link.mirror.num_nodes for link in links):
+            together.append(sum(bool(entry.request.grammar.root.children) for entry in entries))
+        return pending
+
+    monkeypatch.setattr(engine._executor, "launch", launching)
+    answers = [ask(engine, OBJECT) for _ in range(3)]
+    engine.start()
+    try:
+        assert all(finished(answer).updates[-1].error is None for answer in answers)
+    finally:
+        engine.stop()
+    assert 3 in together
 
 
 def test_nodes_whose_masks_are_not_there_in_time_wait_for_a_later_round(

@@ -1,0 +1,73 @@
+// The gateway's REST door, as the page uses it. Addresses are relative, so that the page works below a proxy's prefix.
+
+/** What a request came to, when it is no success. */
+export class ApiError extends Error {
+  constructor(status, message, retryAfter) {
+    super(retryAfter ? `${message} (try again in ${retryAfter} s)` : message);
+    this.status = status;
+  }
+}
+
+function headers(key) {
+  return key ? { authorization: `Bearer ${key}` } : {};
+}
+
+async function failure(response) {
+  let message = `the gateway answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // A proxy's page of HTML says no more than the status does.
+  }
+  return new ApiError(response.status, message, response.headers.get("retry-after"));
+}
+
+async function read(path, key) {
+  const response = await fetch(path, { headers: headers(key), cache: "no-store" });
+  if (!response.ok) throw await failure(response);
+  return response.json();
+}
+
+/** Whether an API key is asked for: {needs_key}. Open to everybody. */
+export const settings = () => read("page/settings.json", "");
+
+/** The served model: {model_path, dtype, max_model_len, ...}. */
+export const modelInfo = (key) => read("get_model_info", key);
+
+/** Streams a chat answer: yields each chunk, parsed. Throws ApiError; aborting `signal` throws AbortError. */
+export async function* chat(body, key, signal) {
+  const response = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json", ...headers(key) },
+    body: JSON.stringify({ ...body, stream: true, trace: true }),
+    signal,
+  });
+  if (!response.ok) throw await failure(response);
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(0, chunk.error.message);
+    yield chunk;
+  }
+  throw new ApiError(0, "the answer broke off");
+}
+
+/** Data of server-sent events; comments are skipped. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ")) yield part.slice(6);
+      }
+    }
+  } finally {
+    // Ends the request, too, where it is left early. What a broken stream says here has been said already.
+    await reader.cancel().catch(() => {});
+  }
+}

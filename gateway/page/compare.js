@@ -1,0 +1,48 @@
+// Whether an answer with speculation and one without are the same, token for token.
+
+import { quoted } from "./dom.js";
+
+/** Index of the first token in which two lists differ; -1 if one begins with the other. */
+export function parting(one, other) {
+  const length = Math.min(one.length, other.length);
+  for (let index = 0; index < length; index += 1) {
+    if (one[index].id !== other[index].id) return index;
+  }
+  return -1;
+}
+
+/** {kind: "equal" | "parted" | "open", text, at}; `dtype` is the target's, `whole` says that both came to their ends. */
+export function verdict(withDrafts, without, { dtype, whole }) {
+  const [one, other] = [withDrafts.tokens, without.tokens];
+  const at = parting(one, other);
+  if (at >= 0) return { kind: "parted", at, text: `${where(one, other, at)} ${why(dtype)}` };
+  if (whole && one.length === other.length) {
+    return { kind: "equal", at, text: `Equal: both texts are the same, all ${one.length} tokens.` };
+  }
+  const length = Math.min(one.length, other.length);
+  if (whole) return { kind: "parted", at: length, text: `${where(one, other, length)} ${why(dtype)}` };
+  return { kind: "open", at, text: `Equal so far: ${length} tokens were compared before the end.` };
+}
+
+function where(one, other, at) {
+  const [first, second] = [one[at]?.text ?? "", other[at]?.text ?? ""];
+  return `The texts part at token ${at + 1}: ${quoted(first)} with speculation, ${quoted(second)} without.`;
+}
+
+function why(dtype) {
+  if (dtype === "float32") {
+    return "In float32 on a CPU, and with --deterministic on a GPU, this must not happen: please report it.";
+  }
+  return (
+    `In ${dtype || "half precision"} rounding may part them, since forwards of different widths round differently; ` +
+    "neither is the better one. With --deterministic on a GPU, or in float32 on a CPU, they are equal."
+  );
+}
+
+/** How much faster the first was, as a sentence; empty where nothing can be said. */
+export function speedup(withDrafts, without, order) {
+  if (!withDrafts.rate || !without.rate) return "";
+  const times = (withDrafts.rate / without.rate).toFixed(2);
+  const shared = order === "beside" ? " They ran at the same time and shared rounds, so this is no measure." : "";
+  return `Speed with speculation: ${times} times that without.${shared}`;
+}

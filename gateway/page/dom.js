@@ -1,0 +1,53 @@
+// Elements. Text goes in as text, never as markup: what a model writes must not become part of the page.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+/** An HTML element with attributes and children; a child that is a string becomes text. */
+export function element(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+/** An SVG element, likewise. */
+export function shape(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const MOST_QUOTED = 40;
+
+/** A token's text in at most `limit` signs, so that it can be seen: spaces, breaks and emptiness have signs, too. */
+export function visible(text, limit) {
+  return shortened(breaksShown(text).replaceAll(" ", "␣"), limit) || "end";
+}
+
+/** A token's text in quotes, for sentences. */
+export function quoted(text) {
+  return text ? `“${shortened(breaksShown(text), MOST_QUOTED)}”` : "the end";
+}
+
+const breaksShown = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+
+function shortened(text, limit) {
+  const characters = Array.from(text);
+  return characters.length > limit ? `${characters.slice(0, limit - 1).join("")}…` : text;
+}
+
+/** Calls `work` once before the next paint, however often it is asked for. */
+export function beforePaint(work) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => {
+      asked = false;
+      work();
+    });
+  };
+}

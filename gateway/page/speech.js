@@ -1,0 +1,36 @@
+// What is read aloud: whole sentences instead of tokens, which would be stammering.
+
+import { byId, element } from "./dom.js";
+
+const SENTENCE = /^[\s\S]*?[.!?:]["”)]*\s+|^[\s\S]*?\n/;
+const KEPT = 20;
+
+export class Speech {
+  constructor() {
+    this.region = byId("speech");
+    this.pending = "";
+  }
+
+  /** Adds text of an answer; complete sentences are said. */
+  write(text) {
+    this.pending += text;
+    let match;
+    while ((match = SENTENCE.exec(this.pending))) {
+      this.say(match[0].trim());
+      this.pending = this.pending.slice(match[0].length);
+    }
+  }
+
+  /** Says what is left of an answer, and then `text`. */
+  end(text) {
+    this.say(this.pending.trim());
+    this.pending = "";
+    this.say(text);
+  }
+
+  say(text) {
+    if (!text) return;
+    this.region.append(element("p", {}, text));
+    while (this.region.children.length > KEPT) this.region.firstElementChild.remove();
+  }
+}

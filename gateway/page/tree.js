@@ -1,0 +1,130 @@
+// The tree of a round: which nodes are drawn, where, and the same in words.
+
+import { element, quoted, shape, visible } from "./dom.js";
+
+const MOST_NODES = 24;
+const BOX = { width: 76, height: 22 };
+const STEP = { x: 98, y: 29 };
+const MARGIN = 4;
+
+/** The root of a round's tree; a node is {text, state, drafter, chance, children}. */
+export function grown(round) {
+  const accepted = new Set(round.accepted);
+  const nodes = round.parents.map((parent, index) => ({
+    index,
+    parent,
+    text: round.texts[index],
+    state: accepted.has(index) ? "accepted" : "rejected",
+    drafter: round.drafters[index],
+    chance: Math.exp(round.scores[index]),
+    children: [],
+  }));
+  // A path's score is the sum of its edges'. Nodes are parents first.
+  for (const node of nodes) node.path = round.scores[node.index] + (nodes[node.parent]?.path ?? 0);
+  const root = { text: round.root, state: "root", drafter: null, children: [], numHidden: 0 };
+  const kept = likeliest(nodes);
+  for (const node of kept) (node.parent < 0 ? root : nodes[node.parent]).children.push(node);
+  root.numHidden = nodes.length - kept.length;
+  if (round.bonus) {
+    const last = round.accepted.length ? nodes[round.accepted.at(-1)] : root;
+    last.children.push({ text: round.bonus.text, state: "bonus", drafter: null, children: [] });
+  }
+  order(root);
+  return root;
+}
+
+/** At most so many nodes as can be looked at: the accepted ones, then the likeliest. Parents come with children. */
+function likeliest(nodes) {
+  if (nodes.length <= MOST_NODES) return nodes;
+  const ranked = [...nodes].sort((a, b) => (b.state === "accepted") - (a.state === "accepted") || b.path - a.path);
+  const kept = new Set();
+  for (const node of ranked) {
+    const line = [];
+    for (let at = node; at && !kept.has(at); at = nodes[at.parent]) line.push(at);
+    if (kept.size + line.length <= MOST_NODES || node.state === "accepted") line.forEach((each) => kept.add(each));
+  }
+  return nodes.filter((node) => kept.has(node));
+}
+
+/** What was committed comes first, so that it runs along the top. */
+function order(node) {
+  const rank = { accepted: 0, bonus: 0, rejected: 1 };
+  node.children.sort((a, b) => rank[a.state] - rank[b.state] || (b.chance ?? 0) - (a.chance ?? 0));
+  node.children.forEach(order);
+}
+
+/** Places of all nodes: depth to the right, a row for each leaf. Returns {nodes: [{node, parent, x, y}], width, height}. */
+function placed(root) {
+  const nodes = [];
+  let rows = 0;
+  let depths = 0;
+  const place = (node, parent, depth) => {
+    const item = { node, parent, x: MARGIN + depth * STEP.x, y: MARGIN + rows * STEP.y };
+    nodes.push(item);
+    depths = Math.max(depths, depth);
+    node.children.forEach((child) => place(child, item, depth + 1));
+    if (!node.children.length) rows += 1;
+  };
+  place(root, null, 0);
+  return { nodes, width: 2 * MARGIN + depths * STEP.x + BOX.width, height: 2 * MARGIN + (rows - 1) * STEP.y + BOX.height };
+}
+
+/** The drawing and its caption, as a figure. */
+export function drawn(round) {
+  const root = grown(round);
+  const { nodes, width, height } = placed(root);
+  const caption = element("figcaption", { id: `round-${round.number}-caption` }, summary(round));
+  const picture = shape("svg", { role: "img", "aria-labelledby": caption.id, width, height, viewBox: `0 0 ${width} ${height}` });
+  picture.append(...nodes.filter((item) => item.parent).map(edge), ...nodes.map(box));
+  const figure = element("figure", { class: "round", "data-round": round.number - 1 }, caption, picture);
+  if (root.numHidden) figure.append(element("p", { class: "hint" }, `${root.numHidden} less likely nodes are not drawn`));
+  return figure;
+}
+
+function edge({ node, parent, x, y }) {
+  const middle = BOX.height / 2;
+  const [from, to] = [parent.x + BOX.width, x];
+  const bend = (from + to) / 2;
+  const path = `M${from} ${parent.y + middle}C${bend} ${parent.y + middle} ${bend} ${y + middle} ${to} ${y + middle}`;
+  return shape("path", { class: `edge ${node.state}`, d: path });
+}
+
+const SIGNS = { accepted: "✓", bonus: "+", root: "", rejected: "" };
+
+function box({ node, x, y }) {
+  const label = node.state === "root" && node.text === null ? "prompt" : visible(node.text, 8);
+  const group = shape("g", { class: `node ${node.state}`, transform: `translate(${x} ${y})` });
+  group.append(shape("title", {}, told(node)), shape("rect", { width: BOX.width, height: BOX.height, rx: 5 }));
+  group.append(shape("text", { x: 6, y: 15 }, `${SIGNS[node.state]}${label}`));
+  if (node.drafter) group.append(shape("text", { class: "by", x: BOX.width - 5, y: 15 }, letter(node.drafter)));
+  return group;
+}
+
+/** The sign of a drafter in a node. */
+export const letter = (drafter) => drafter.slice(0, 1).toUpperCase();
+
+function told(node) {
+  if (node.state === "root") return node.text === null ? "root: the prompt's last token" : `root: ${quoted(node.text)}`;
+  if (node.state === "bonus") return `${quoted(node.text)}, the model's own token`;
+  return `${quoted(node.text)}, ${node.state}, guessed by ${node.drafter} at ${(100 * node.chance).toFixed(0)} %`;
+}
+
+/** A round in a sentence. */
+export function summary(round) {
+  const all = round.parents.length;
+  const own = round.bonus ? `the model's own ${quoted(round.bonus.text)}` : "nothing of the model's own";
+  if (!all) return `Round ${round.number}: no guesses; ${own}`;
+  return `Round ${round.number}: ${round.accepted.length} of ${all} guesses accepted, then ${own}`;
+}
+
+/** The tree as nested lists. */
+export function asText(round) {
+  const list = (nodes) => {
+    const items = nodes.map((node) => element("li", {}, told(node), ...(node.children.length ? [list(node.children)] : [])));
+    return element("ul", {}, ...items);
+  };
+  const root = grown(round);
+  const parts = [element("p", {}, `${summary(round)}.`), list([root])];
+  if (root.numHidden) parts.push(element("p", {}, `${root.numHidden} less likely nodes are left out.`));
+  return parts;
+}

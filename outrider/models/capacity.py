@@ -1,0 +1,172 @@
+"""What fits a GPU beside a model's weights, and how fast a round can be at best. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.footprint import ITEM_BYTES, Elements, kv_elements, model_elements
+
+GIB = 2**30
+CONTEXT_BYTES = GIB // 2
+"""What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
+GRAPH_BYTES = 4 << 20
+"""A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/gpu.md)."""
+SCRATCH_BYTES = 16
+"""Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
+_TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Memory in bytes, and memory bandwidth in bytes a second, as the maker states them."""
+
+    memory: int
+    bandwidth: float
+
+
+GPUS = {
+    "B200": Gpu(180 * GIB, 8.0e12),
+    "H200": Gpu(140 * GIB, 4.8e12),
+    "H100": Gpu(80 * GIB, 3.35e12),
+    "H100-PCIE": Gpu(80 * GIB, 2.0e12),
+    "A100-80GB": Gpu(80 * GIB, 2.04e12),
+    "A100-40GB": Gpu(40 * GIB, 1.56e12),
+    "L40S": Gpu(48 * GIB, 0.86e12),
+    "A10": Gpu(24 * GIB, 0.6e12),
+    "L4": Gpu(24 * GIB, 0.3e12),
+    "RTX-5090": Gpu(32 * GIB, 1.79e12),
+    "RTX-4090": Gpu(24 * GIB, 1.01e12),
+    "RTX-3090": Gpu(24 * GIB, 0.94e12),
+}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": GIB,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str, option: str) -> float:
+    """Bytes of "80GiB", "4.8TB", "512"; raises ConfigError, naming `option`."""
+    found = _SIZE.fullmatch(text.strip().removesuffix("/s"))
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise ConfigError(f"{option}: {text!r} is no size; write it like 80GiB or 4.8TB")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Where a target's memory goes, in bytes, and what is left for tokens."""
+
+    memory: float
+    """0 where there is no limit to hold it against."""
+    elements: Elements
+    item_bytes: int
+    weights: int
+    kv_per_token: int
+    features_per_token: int
+    page_size: int
+    scratch: int
+    graphs: int
+    num_graphs: int
+    budget: float
+    """What --mem-fraction-static allows for weights, KV and scratch."""
+    outside: float
+    """What is left for CUDA, graphs and the work of prompts."""
+    kv_tokens: int
+    num_pages: int
+    context: int
+    """Tokens of the longest request."""
+    max_running: int
+    """--max-running-requests"""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the longest context that fit at once, as far as a round takes them."""
+        return min(self.num_fitting, self.max_running)
+
+    @property
+    def num_fitting(self) -> int:
+        """The same, by memory alone."""
+        return self.kv_tokens // max(self.context, 1)
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens for each of as many requests as a round takes."""
+        return min(self.kv_tokens // self.max_running, self.context)
+
+    def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
+        """A round takes at least this long, by the bytes that it reads: weights, and the KV of all contexts."""
+        read = self.elements.read * self.item_bytes + num_requests * context * self.kv_per_token
+        return read / bandwidth
+
+
+def plan_target(
+    config: ModelConfig,
+    dtype: str,
+    options: VerifyOptions,
+    memory: float,
+    feature_elements: int = 0,
+    beside: float = 0.0,
+) -> Capacity:
+    """The plan of a verify service on a GPU of `memory` bytes, of which `beside` are somebody else's.
+
+    `feature_elements` are what a draft's features take of a token. The sums are those that the service does itself.
+    """
+    item = ITEM_BYTES[dtype]
+    elements = model_elements(config)
+    weights = elements.total * item
+    per_token = kv_elements(config) * item
+    round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)
+    rows = options.max_running_requests + 1 + round_tokens
+    scratch = rows * config.vocab_size * SCRATCH_BYTES
+    num_graphs = 0 if options.disable_cuda_graph else count_graphs(round_tokens, options)
+    budget = memory * options.mem_fraction_static
+    outside = memory - budget
+    # Features are stored when a draft asks for them, in what is left outside of the budget.
+    room = max(0.0, memory - CONTEXT_BYTES - beside - weights - outside - scratch) if memory else 0.0
+    tokens = options.max_total_tokens or int(room // per_token)
+    pages = tokens // options.page_size
+    tokens = pages * options.page_size
+    longest = max(0, min(config.max_positions, tokens - options.max_draft_tokens - options.page_size))
+    return Capacity(
+        memory=memory,
+        elements=elements,
+        item_bytes=item,
+        weights=weights,
+        kv_per_token=per_token,
+        features_per_token=feature_elements * item,
+        page_size=options.page_size,
+        scratch=scratch,
+        graphs=num_graphs * GRAPH_BYTES,
+        num_graphs=num_graphs,
+        budget=budget,
+        outside=outside,
+        kv_tokens=tokens,
+        num_pages=pages,
+        context=min(options.context_length or longest, longest)
+        if tokens
+        else options.context_length or config.max_positions,
+        max_running=options.max_running_requests,
+    )
+
+
+def count_graphs(round_tokens: int, options: VerifyOptions) -> int:
+    """Rounds that are captured: every number of requests with every number of tokens that holds them."""
+    if options.deterministic:
+        return 1
+    tokens = [width for width in _TOKEN_BUCKETS if width < round_tokens] + [round_tokens]
+    most = min(options.max_running_requests, options.cuda_graph_max_bs)
+    rows = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    return len({(max(width, min(count, tokens[-1])), count) for count in rows for width in tokens if width >= count})

@@ -1,0 +1,276 @@
+"""What a user of the page sees and does, in a real browser before the real services."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.cli.cluster import Cluster
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+QUESTION = "List the days of the week, and then list them again."
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script><b>bold</b>"
+Open = Callable[..., Any]
+
+
+def alter(page: Any, when: Callable[[dict[str, Any]], bool], **changes: Any) -> None:
+    """Changes bodies of requests for answers on their way; the services answer what they were really asked."""
+
+    def handle(route: Any) -> None:
+        body = route.request.post_data_json
+        route.continue_(post_data=json.dumps(body | changes)) if when(body) else route.continue_()
+
+    page.route("**/v1/chat/completions", handle)
+
+
+def picture(page: Any, name: str) -> None:
+    """Keeps a screenshot, where a folder for them is named."""
+    folder = os.environ.get("OUTRIDER_TEST_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def test_tokens_are_marked_as_they_arrive_and_trees_are_drawn(visit: Open, cluster: Cluster) -> None:
+    here = visit()
+    here.set(max_tokens=60)
+    here.ask(QUESTION)
+    here.page.wait_for_selector(".text .token")
+    assert here.page.is_enabled("#stop"), "tokens are shown while the answer grows"
+    here.until_done()
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 60, "trace": True}
+    answer = httpx.post(f"{cluster.rest_url}/v1/chat/completions", json=body, timeout=60).json()
+    choice = answer["choices"][0]
+    assert here.texts() == [choice["message"]["content"]]
+    tokens = here.page.locator(".text .token")
+    shown = tokens.evaluate_all("all => all.map(each => each.className.split(' ')[1])")
+    assert "accepted" in shown and set(shown) <= {"accepted", "bonus", "plain"}
+    decorations = here.page.evaluate(
+        """() => ['accepted', 'bonus', 'plain'].map(name => {
+            const token = document.querySelector(`.text .token.${name}`);
+            const style = token && getComputedStyle(token);
+            return style && [name, style.textDecorationLine, style.textDecorationStyle];
+        })"""
+    )
+    wanted = {"accepted": ("underline", "solid"), "bonus": ("underline", "dotted"), "plain": ("none", "solid")}
+    for name, line, style in filter(None, decorations):
+        assert (line, style) == wanted[name], "colour is not the only sign"
+
+
+def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
+    here = visit()
+    here.set(max_tokens=60)
+    here.ask(QUESTION)
+    here.until_done()
+    page = here.page
+    page.wait_for_function("document.querySelectorAll('#trees figure').length === 3")
+    rounds, length = int(page.inner_text("#rounds")), float(page.inner_text("#accept-length"))
+    accepted, _, drafts = page.inner_text("#accepted").split()
+    assert 1.0 < length < 20 and float(page.inner_text("#rate")) > 0
+    assert 0 < int(accepted) <= int(drafts)
+    # Every round commits its accepted tokens and one of its own; limits cut the last one short.
+    assert abs(length * rounds - (int(accepted) + rounds)) <= 0.01 * rounds + 1
+    assert rounds == int(page.locator("#trees figure").first.get_attribute("data-round")) + 1
+    while page.is_enabled("#older") and page.locator("#trees .node.accepted").count() == 0:
+        page.click("#older")
+    assert page.locator("#trees .node.accepted").count() > 0
+    figure = page.locator("#trees figure").first
+    nodes = figure.locator(".node")
+    assert figure.locator("path.edge").count() == nodes.count() - 1, "every node but the root hangs on another"
+    page.click("#as-text summary")
+    page.wait_for_selector("#tree-text li")
+    assert page.locator("#tree-text li").count() == nodes.count()
+    said = figure.locator(".node title").all_text_contents()
+    items = page.locator("#tree-text li").evaluate_all("all => all.map(each => each.firstChild.textContent)")
+    assert sorted(said) == sorted(items), "the text tells what is drawn"
+    page.click(".text .token >> nth=0")
+    page.wait_for_function("document.querySelector('#trees figure').getAttribute('data-round') === '0'")
+    page.click("#live")
+    page.wait_for_function(f"document.querySelector('#trees figure').getAttribute('data-round') === '{rounds - 1}'")
+
+
+@pytest.mark.parametrize(("order", "temperature"), [("after", 0), ("beside", 0.8)])
+def test_both_texts_are_equal_in_float32(visit: Open, order: str, temperature: float) -> None:
+    here = visit()
+    here.set(max_tokens=48, temperature=temperature)
+    here.page.select_option("#order", order)
+    here.page.check("#compare")
+    here.ask(QUESTION)
+    here.until_done()
+    drafted, plain = here.asked()
+    assert "speculation" not in drafted and plain == drafted | {"speculation": "off"}
+    one, other = here.texts()
+    assert one == other and len(one) > 20
+    assert here.page.get_attribute(".verdict", "class") == "verdict equal"
+    assert "Equal: both texts are the same" in here.page.inner_text(".verdict")
+    assert here.page.locator(".answer:nth-child(2) .token:not(.plain)").count() == 0
+    picture(here.page, f"equal_{order}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("float32", "must not happen"), ("bfloat16", "In bfloat16 rounding may part them")]
+)
+def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype: str, words: str) -> None:
+    here = visit()
+    # The second run gets another seed, so that the texts really part.
+    alter(here.page, lambda body: body.get("speculation") == "off", seed=12)
+    info = httpx.get(f"{here.url}get_model_info").json() | {"dtype": dtype}
+    here.page.route("**/get_model_info", lambda route: route.fulfill(json=info))
+    here.page.reload()
+    here.page.wait_for_function(f"document.getElementById('model').textContent.includes('{dtype}')")
+    here.set(max_tokens=32, temperature=1, seed=11)
+    here.page.check("#compare")
+    here.ask("Write a story.")
+    here.until_done()
+    one, other = here.texts()
+    assert one != other
+    told = here.page.inner_text(".verdict")
+    assert words in told and "The texts part at token" in told
+    at = int(told.split("at token ")[1].split(":")[0]) - 1
+    marked = here.page.locator(".token.parting")
+    assert marked.count() == 2
+    before = [here.page.locator(f".answer:nth-child({side}) .token").all_text_contents()[:at] for side in (1, 2)]
+    assert before[0] == before[1], "nothing before it differs"
+    assert marked.nth(0).text_content() != marked.nth(1).text_content()
+
+
+def test_an_answer_can_be_stopped_and_the_next_one_asked(visit: Open, cluster: Cluster) -> None:
+    here = visit()
+    here.set(max_tokens=1500)
+    for way in ("Escape", "click"):
+        here.ask("Write a very long story about the sea.")
+        here.page.wait_for_selector("article:last-of-type .text .token")
+        here.page.keyboard.press("Escape") if way == "Escape" else here.page.click("#stop")
+        here.until_done()
+        assert here.page.inner_text("article:last-of-type .note").endswith("; stopped")
+    here.page.wait_for_function("document.activeElement.id === 'question'")
+    here.set(max_tokens=8)
+    here.ask("Hello")
+    here.until_done()
+    assert here.texts()[0]
+    roles = [message["role"] for message in here.asked()[-1]["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"], "what was said so far goes along"
+
+
+def test_what_the_model_writes_never_becomes_markup(visit: Open) -> None:
+    here = visit()
+    # A choice of one: the model has to write this, token by token.
+    alter(here.page, lambda body: True, structured_outputs={"choice": [MARKUP]})
+    here.page.check("#compare")
+    here.ask(MARKUP)
+    here.until_done()
+    assert here.texts() == [MARKUP, MARKUP]
+    here.page.click("#as-text summary")
+    assert here.page.inner_text(".question") == MARKUP
+    assert here.page.locator("#chat img, #watch img, article script, article b, #watch b").count() == 0
+    assert here.page.title() == "Outrider"
+    refused = here.page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } }")
+    assert refused == "TypeError", "the browser itself refuses markup made of text"
+    here.complaints = [text for text in here.complaints if "TrustedHTML" not in text]
+
+
+def test_everything_can_be_done_by_keyboard(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    focused = "document.activeElement.id || document.activeElement.tagName.toLowerCase()"
+    assert page.evaluate(focused) == "question", "typing may begin at once"
+    order = []
+    page.evaluate("document.activeElement.blur(); document.body.focus()")
+    page.evaluate("document.querySelector('.skip').focus()")
+    for _ in range(20):
+        order.append(page.evaluate(focused))
+        page.keyboard.press("Tab")
+        if page.evaluate(focused) == "body":
+            break
+    wanted = ["a", "fresh", "turns", "question", "send", "compare", "summary", "trees", "summary"]
+    assert order[: len(wanted)] == wanted
+    page.evaluate("document.querySelector('.skip').focus()")
+    page.keyboard.press("Enter")
+    assert page.evaluate(focused) == "question"
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    assert page.evaluate(focused) == "max-tokens"
+    page.keyboard.press("ControlOrMeta+A")
+    page.keyboard.type("16")
+    page.focus("#question")
+    page.keyboard.type("Say hello.")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Twice.")
+    page.keyboard.press("Enter")
+    here.until_done()
+    assert here.asked()[0]["max_tokens"] == 16
+    assert here.asked()[0]["messages"][0]["content"] == "Say hello.\nTwice."
+    # Whole sentences are read aloud, and how the answer ended.
+    said = page.locator("#speech p").all_text_contents()
+    assert said and "The answer is complete" in said[-1]
+
+
+def test_wrong_fields_and_errors_are_told(visit: Open) -> None:
+    here = visit(quiet=False)
+    page = here.page
+    page.press("#question", "Enter")
+    assert page.inner_text("#complaint") == "Write a question first."
+    here.set(temperature=7)
+    page.evaluate("document.getElementById('settings').open = false")
+    here.ask("Hello")
+    assert page.evaluate("document.activeElement.id") == "temperature", "the wrong field is shown"
+    assert here.asked() == []
+    here.set(temperature=0)
+    alter(page, lambda body: True, top_p=9)
+    here.ask("Hello")
+    here.until_done()
+    assert "top_p" in page.inner_text(".answer .complaint[role=alert]")
+
+
+def test_a_key_is_asked_for_used_and_never_stored(visit: Open, locked: Cluster) -> None:
+    here = visit(url=locked.rest_url, quiet=False)
+    page = here.page
+    page.wait_for_selector("#key")
+    here.set(max_tokens=8)
+    here.ask("Hello")
+    here.until_done()
+    assert "API key" in page.inner_text("article .complaint")
+    page.wait_for_function("document.activeElement.id === 'key'")
+    page.keyboard.type("k3y-for-pages")
+    page.keyboard.press("Tab")
+    page.wait_for_function("document.getElementById('model').textContent.includes('float32')")
+    here.ask("Hello again")
+    here.until_done()
+    assert here.texts()[0]
+    kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
+    assert "k3y" not in kept
+    page.reload()
+    page.wait_for_selector("#key")
+    assert page.input_value("#key") == ""
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible_and_fits_its_window(visit: Open, size: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    # axe adds itself as a script, which the page's policy refuses to everybody.
+    here = visit(size, scheme, bypass_csp=True)
+    picture(here.page, f"{size}_{scheme}_empty")
+    assert axe.Axe().run(here.page).response["violations"] == []
+    here.set(max_tokens=60)
+    here.page.click("#settings summary")
+    here.page.check("#compare")
+    here.ask(QUESTION)
+    here.page.wait_for_selector(".text .token")
+    here.until_done()
+    here.page.wait_for_selector("#trees .node")
+    picture(here.page, f"{size}_{scheme}")
+    here.page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    violations = axe.Axe().run(here.page).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in violations] == []
+    wide = here.page.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+    assert wide <= 0, "nothing has to be scrolled sideways but trees"

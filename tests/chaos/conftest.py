@@ -1,0 +1,60 @@
+"""The worlds of benchmarks/chaos.py on a tiny model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+ROOT = Path(__file__).parents[2]
+for _folder in (ROOT / "benchmarks", ROOT / "tests" / "verify"):
+    sys.path.append(str(_folder))
+
+from chaos_load import Question, Request, answered_plainly  # noqa: E402
+from chaos_worlds import Setup, World, open_world  # noqa: E402
+from tiny_service import tiny_folder, tiny_options  # noqa: E402
+
+from outrider.config.draft import DraftOptions  # noqa: E402
+from outrider.config.gateway import GatewayOptions  # noqa: E402
+from outrider.v1 import common_pb2, gateway_pb2  # noqa: E402
+
+VOCAB = 61
+MAX_TOKENS = 120
+
+
+@pytest.fixture(scope="session")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    folder = tiny_folder(tmp_path_factory.mktemp("tiny"))
+    verify = tiny_options(folder, disable_radix_cache=True, max_running_requests=8)
+    return Setup(verify, DraftOptions(), GatewayOptions(), VOCAB)
+
+
+@pytest.fixture(scope="session")
+def known() -> list[Question]:
+    """Questions with their answers, once a world has been asked."""
+    return []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(request: pytest.FixtureRequest, setup: Setup, known: list[Question]) -> AsyncIterator[World]:
+    async with open_world(request.param, setup) as running:
+        if not known:
+            known += await answered_plainly(running.cluster.gateway_address, asked())
+        yield running
+    assert set(running.cluster.close().values()) == {"ended"}, "a service did not end by itself"
+
+
+def asked() -> list[Question]:
+    """Greedy and sampled requests; answers of this model soon repeat themselves, so that drafts find something."""
+    made = []
+    for number in range(8):
+        sampling = common_pb2.SamplingParams(temperature=0.0)
+        if number % 2:
+            sampling = common_pb2.SamplingParams(temperature=0.4, seed=number)
+        prompt = gateway_pb2.TokenIds(ids=[number + 1, 2 * number + 3, 40 - number])
+        request = Request(prompt_token_ids=prompt, sampling=sampling, max_tokens=MAX_TOKENS, ignore_eos=True)
+        made.append(Question(request))
+    return made

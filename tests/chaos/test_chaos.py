@@ -1,0 +1,96 @@
+"""Whatever befalls the services under load: no token is wrong, nothing leaks, and speculation comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from chaos_cases import Case
+from chaos_link import Link
+from chaos_list import CASES
+from chaos_load import Load, Question
+from chaos_proxy import Proxy
+from chaos_relay import Relay
+from chaos_worlds import World
+from soak import settle
+
+CLIENTS = 4
+QUICK = {
+    "draft_flapping",
+    "client_vanishes",
+    "gateway_drained",
+    "messages_garbage",
+    "messages_hostile",
+    "tokens_foreign",
+    "proxy_cut",
+}
+LINKABLE = Link.possible()
+
+
+def parameters() -> list[object]:
+    made = []
+    for name, case in CASES.items():
+        marks = [] if name in QUICK else [pytest.mark.slow]
+        if case.world == "linked":
+            marks.append(pytest.mark.skipif(not LINKABLE, reason="needs Linux, root and /dev/net/tun"))
+        made.append(pytest.param(case.world, name, id=name, marks=marks))
+    return made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("world", "name"), parameters(), indirect=["world"])
+async def test_no_token_is_wrong_nothing_leaks_and_drafts_are_accepted_again(
+    world: World, name: str, known: list[Question]
+) -> None:
+    case, befallen = CASES[name], num_befallen(world)
+    async with Load(world.cluster.gateway_address, known, CLIENTS) as load:
+        await load.answers(2)
+        await load.accepted()
+        async with case.fault(world, random.Random(name)):
+            await trouble(load, world, case, befallen)
+        await load.accepted()
+        await load.answers(2)
+    record = load.record
+    assert not record.wrong and not record.wrong_texts
+    assert case.may_fail or not record.failed, record.errors
+    assert case.may_fail or case.may_refuse or not record.refused, record.errors
+    left = await asyncio.to_thread(settle, world.cluster)
+    assert not any(left.gauges.values()), left.gauges
+    assert world.num_alive == 3
+
+
+async def trouble(load: Load, world: World, case: Case, befallen: int) -> None:
+    """Wait until the fault has shown itself, and the load has gone on in spite of it."""
+    if case.may_refuse:
+        await load.until(lambda: load.record.failed or load.record.refused)
+    else:
+        await load.answers(6)
+    if tool(world) is not None:
+        await load.until(lambda: num_befallen(world) > befallen)
+
+
+def tool(world: World) -> Relay | Proxy | Link | None:
+    """What does the harm in a world, if it is not done to its processes."""
+    return world.relay or world.proxy or world.link
+
+
+def num_befallen(world: World) -> int:
+    """Messages, connections and packets that faults have harmed so far."""
+    harmful = tool(world)
+    return harmful.num_harmed if harmful is not None else 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("world", ["plain"], indirect=True)
+async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: World, known: list[Question]) -> None:
+    first = known[0]
+    other = (first.token_ids[0] + 1) % 61
+    spoilt = Question(first.request, (*first.token_ids[:5], other, *first.token_ids[5:]), first.text)
+    async with Load(world.cluster.gateway_address, [spoilt], 1) as load:
+        await load.answers(1)
+    assert load.record.wrong > 1
+    short = Question(first.request, first.token_ids[:-1], first.text + "x")
+    async with Load(world.cluster.gateway_address, [short], 1) as load:
+        await load.answers(1)
+    assert load.record.wrong and load.record.wrong_texts

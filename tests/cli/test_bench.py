@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.clients import Ask, GrpcClient, RestClient
+from outrider.bench.figures import acceptance, errors_of, rows_of, spread_of
+from outrider.bench.plots import draw, points_of
+from outrider.bench.record import ACCEPTED, BONUS, PLAIN, Record
+from outrider.bench.report import Row
+from outrider.bench.runner import Point, Run, run_point
+from outrider.bench.workload import Prompt, RandomLengths, arrivals, random_prompts, read_prompts
+from outrider.cli.cluster import Cluster
+from outrider.cli.main import main
+from outrider.errors import ConfigError
+from outrider.metrics_page import Page
+
+LENGTHS = RandomLengths(12, 24, vocab_size=61)
+SHAPE = ["--random-vocab-size=61", "--random-input-len=12", "--random-output-len=24", "--ignore-eos"]
+
+
+def values(rows: list[Row], metric: str) -> list[float]:
+    return [row.value for row in rows if row.metric == metric]
+
+
+def test_percentiles_are_values_below_which_that_share_of_the_weight_lies() -> None:
+    spread = spread_of([(float(value), 1) for value in range(1, 101)])
+    assert spread is not None
+    assert (spread.percentiles, spread.mean, spread.largest) == ({50: 50.0, 90: 90.0, 99: 99.0}, 50.5, 100.0)
+    weighted = spread_of([(1.0, 9), (2.0, 1)])
+    assert weighted is not None and weighted.percentiles == {50: 1.0, 90: 1.0, 99: 2.0}
+    assert spread_of([]) is None
+
+
+def test_origins_tell_rounds_and_depths_apart() -> None:
+    record = Record(due=0.0)
+    record.take_origins([PLAIN, ACCEPTED, ACCEPTED])
+    record.take_origins([BONUS, BONUS, PLAIN, ACCEPTED])
+    record.finish(1.0)
+    assert record.accepted_at == {1: 2, 2: 1}
+    assert record.drafted_rounds == 3, "two that ended with a bonus token, one that a limit cut"
+
+
+def test_tokens_of_one_message_share_its_time_and_later_ones_do_not_count_for_throughput() -> None:
+    record = Record(due=1.0, arrivals=[(2.0, 1), (4.0, 4), (11.0, 1)], end=11.0, prompt_tokens=3)
+    rows = rows_of(Run(Point(concurrency=1, seconds=10.0), [record], window=10.0), "case")
+    assert values(rows, "tokens_per_second") == [0.5] and values(rows, "requests_per_second") == [0.0]
+    assert values(rows, "ttft_ms_p50") == [1000.0] and values(rows, "itl_ms_p50") == [500.0]
+    assert values(rows, "message_gap_ms_max") == [7000.0] and values(rows, "tpot_ms_p50") == [1800.0]
+    assert values(rows, "e2e_ms_p50") == [10000.0]
+
+
+def test_arrivals_are_repeatable_and_come_at_their_rate() -> None:
+    def first(count: int, seed: int, burstiness: float = 1.0) -> list[float]:
+        schedule = arrivals(4.0, burstiness, seed)
+        return [next(schedule) for _ in range(count)]
+
+    assert first(50, 1) == first(50, 1) != first(50, 2)
+    assert first(4001, 1)[-1] == pytest.approx(1000, rel=0.1)
+
+    def unevenness(times: list[float]) -> float:
+        gaps = [after - before for before, after in pairwise(times)]
+        mean = sum(gaps) / len(gaps)
+        return math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean
+
+    assert unevenness(first(4000, 1)) == pytest.approx(1.0, rel=0.15), "a Poisson process"
+    assert unevenness(first(4000, 1, 100.0)) < 0.2 < 2 < unevenness(first(4000, 1, 0.1))
+
+
+def test_random_prompts_are_repeatable_within_their_lengths_and_differ() -> None:
+    lengths = RandomLengths(100, 10, spread=0.5, vocab_size=1000)
+    prompts = random_prompts(50, lengths, "1")
+    assert prompts == random_prompts(50, lengths, "1") != random_prompts(50, lengths, "2")
+    assert {len(prompt.token_ids) for prompt in prompts} <= set(range(50, 151))
+    assert len({prompt.token_ids[:4] for prompt in prompts}) == 50
+    assert all(min(prompt.token_ids) >= 256 and max(prompt.token_ids) < 1000 for prompt in prompts)
+
+
+def test_prompts_are_read_in_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, object]] = [
+        {"prompt": "one"},
+        {"turns": ["two", "more"], "max_tokens": 3},
+        {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "three"}]},
+        {"prompt_token_ids": [1, 2]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert read_prompts(path, 9) == [
+        Prompt(9, text="one"),
+        Prompt(3, text="two"),
+        Prompt(9, text="three", system="be"),
+        Prompt(9, token_ids=(1, 2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[]", "{}", '{"prompt": ""}', '{"prompt_token_ids": [-1]}', '{"turns": []}']
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"--dataset-path: .*, line 2: "):
+        read_prompts(path, 9)
+
+
+async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptance(live: Cluster) -> None:
+    prompts = random_prompts(6, LENGTHS, "doors")
+    ask = Ask(ignore_eos=True)
+    runs = []
+    for client in (GrpcClient(live.gateway_address, ask), RestClient(live.rest_url, ask)):
+        before = Page.read(live.metrics_url("gateway"))
+        run = await run_point(client, prompts, Point(concurrency=3, num_prompts=6))
+        page = Page.read(live.metrics_url("gateway")).since(before)
+        await client.close()
+        assert not errors_of(run.records), run.records[0].detail
+        assert [record.tokens for record in run.records] == [24] * 6
+        assert [record.prompt_tokens for record in run.records] == [12] * 6
+        assert sum(record.rounds for record in run.records) == page.total("outrider_gateway_rounds")
+        told, counted = acceptance(run.records, page), acceptance([], page)
+        assert told is not None and counted is not None
+        assert told.at_depth == counted.at_depth and told.at_depth[1] > 0
+        runs.append(run)
+    assert acceptance(runs[0].records, None).source == "responses"  # type: ignore[union-attr]
+
+
+async def test_an_open_loop_sends_when_requests_are_due(live: Cluster) -> None:
+    client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
+    point = Point(rate=200.0, num_prompts=10, seed=3)
+    run = await run_point(client, random_prompts(10, LENGTHS, "open"), point)
+    await client.close()
+    schedule = arrivals(200.0, 1.0, 3)
+    assert [record.due for record in run.records] == [next(schedule) for _ in range(10)]
+    assert not errors_of(run.records)
+
+
+@pytest.mark.parametrize("door", ["grpc", "rest"])
+async def test_failures_are_counted_by_code(live: Cluster, door: str) -> None:
+    client = GrpcClient(live.gateway_address, Ask()) if door == "grpc" else RestClient(live.rest_url, Ask())
+    run = await run_point(
+        client, [Prompt(4, token_ids=(99,)), Prompt(4, token_ids=(9,))], Point(concurrency=1, num_prompts=4)
+    )
+    await client.close()
+    assert sum(errors_of(run.records).values()) == 2
+    rows = rows_of(run, "case")
+    assert values(rows, "failed") == [2] and values(rows, "failed_invalid_value") == [2]
+
+
+async def test_a_gateway_that_is_gone_is_an_error_of_each_request() -> None:
+    for client in (GrpcClient("127.0.0.1:1", Ask()), RestClient("http://127.0.0.1:1", Ask())):
+        run = await run_point(client, [Prompt(4, token_ids=(9,))], Point(concurrency=1, num_prompts=2, timeout=20))
+        await client.close()
+        assert sum(errors_of(run.records).values()) == 2
+
+
+def test_the_command_writes_a_report_in_the_common_form(live: Cluster, tmp_path: Path) -> None:
+    out, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    command = ["bench", f"--connect={live.gateway_address}", *SHAPE, "--num-prompts=6", "--max-concurrency=1,3"]
+    command += ["--num-warmups=2", "--label=tiny ngram split", f"--out={out}", f"--plot={plot}", "--save-detailed"]
+    assert main(command) == 0
+    report = json.loads(out.read_text())
+    assert {"benchmark", "device", "commit", "date", "command", "versions", "rows"} <= set(report)
+    rows = [Row(**row) for row in report["rows"]]
+    assert {row.case for row in rows} == {"tiny ngram split b1 greedy", "tiny ngram split b3 greedy"}
+    assert values(rows, "completion_tokens") == [144, 144]
+    assert values(rows, "cached_prompt_tokens") == [0, 0], "no part finds another one's prompts in the cache"
+    assert all(values(rows, f"{name}_p99") for name in ("ttft_ms", "itl_ms", "e2e_ms"))
+    assert [len(part) for part in report["requests"]] == [6, 6]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_request_is_told_at_once(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"--connect={live.gateway_address}", "--random-vocab-size=99999"]) == 1
+    assert "the first request failed: invalid_value" in capsys.readouterr().err
+
+
+def test_a_time_without_a_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--duration=1"]) == 2
+    assert "--max-concurrency: not set" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--connect=127.0.0.1:1", "--plot=x.png"]) == 2
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        draw([], Path("x.png"), "")
+
+
+def test_plots_order_cases_by_load() -> None:
+    rows = [Row(f"x b{size} greedy", "tokens_per_second", size * 10.0, "") for size in (8, 1)]
+    assert [(kind, size) for kind, size, _ in points_of(rows)] == [("b", 1.0), ("b", 8.0)]
+    assert points_of([Row("x b4 rate2.5 greedy", "failed", 0, "")])[0][:2] == ("rate", 2.5)

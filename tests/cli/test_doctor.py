@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.cluster import Cluster
+from outrider.cli.main import main
+from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
+from outrider.config.verify import VerifyOptions
+from outrider.doctor import machine
+from outrider.doctor.doors import check_doors, check_exposure
+from outrider.doctor.finding import Finding, Level
+from outrider.doctor.machine import check_disk
+from outrider.doctor.models import check_devices, check_models
+from outrider.models.shipped import shipped_head
+
+ELSEWHERE = [f"--{name}-address=127.0.0.1:0" for name in ("gateway", "verify", "draft")]
+ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draft-metrics-address="]
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
+    code = main(["doctor", "--json", *words])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] == (code == 0)
+    return code, told["findings"]
+
+
+def of(findings: list[dict[str, str]], check: str) -> list[tuple[str, str]]:
+    return [(found["level"], found["text"]) for found in findings if found["check"] == check]
+
+
+def words(findings: list[Finding], level: Level) -> str:
+    return "\n".join(f"{found.check}: {found.text} -> {found.fix}" for found in findings if found.level is level)
+
+
+def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    addresses = [f"--{name}-address={live.address(name)}" for name in ("gateway", "verify", "draft")]
+    rest = f"--rest-address={live.address('gateway', 'rest_address')}"
+    code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *addresses, rest)
+    assert code == 0, found
+    assert of(found, "gateway") == [("ok", f"gateway {live.gateway_address}: serves tiny (context 256)")]
+    ((level, text),) = of(found, "verify")
+    assert level == "ok" and "tiny, float32" in text and "1 healthy drafts" in text
+    ((level, text),) = of(found, "draft")
+    assert level == "ok" and "ngram" in text and "1 sessions" in text
+    assert len(of(found, "round trip")) == 3 and all("median" in text for _, text in of(found, "round trip"))
+    taken = [text for _, text in of(found, "port") if "taken by" in text]
+    assert any("taken by a running gateway" in text for text in taken)
+    assert any("an Outrider process (gateway, " in text for text in taken), "the REST door, which has no gRPC health"
+
+
+def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere = ["--verify=127.0.0.1:1", "--draft="]
+    code, found = doctor(capsys, "--skip-models", *ELSEWHERE, *nowhere)
+    assert code == 0 and of(found, "verify") == [("ok", "verify 127.0.0.1:1: not running, or not reachable")]
+    code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *nowhere)
+    assert code == 1 and of(found, "verify")[0][0] == "problem"
+
+
+def test_a_taken_port_and_who_has_it_are_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = {"gateway": GatewayOptions(address=f"127.0.0.1:{port}", rest_address="127.0.0.1:0")}
+        text = words(list(check_doors(options, {})), Level.PROBLEM)
+    assert f"gateway --address 127.0.0.1:{port}: Address already in use; process " in text
+    assert words(list(check_doors(options, {})), Level.PROBLEM) == ""
+
+
+def test_one_port_for_two_doors_is_a_problem() -> None:
+    options = {"gateway": GatewayOptions(address="127.0.0.1:4711", rest_address="127.0.0.1:4711")}
+    assert "gateway --rest-address 127.0.0.1:4711 is gateway --address's too" in words(
+        list(check_doors(options, {})), Level.PROBLEM
+    )
+
+
+def test_doors_that_others_can_reach_without_key_or_tls_are_warned_of(tmp_path: Path) -> None:
+    key = tmp_path / "api.keys"
+    key.write_text("secret\n")
+    key.chmod(0o644)
+    options = {
+        "gateway": GatewayOptions(address="0.0.0.0:50051", api_key_file=key, tls_cert="c.pem", tls_key="c.key"),
+        "verify": VerifyOptions(address="[::]:50052", metrics_address="0.0.0.0:9102"),
+        "draft": DraftOptions(address="10.0.0.1:50053", auth_token="x"),
+    }
+    text = words(list(check_exposure(options)), Level.WARNING)
+    assert "gateway --address" not in text
+    assert "verify --address [::]:50052 can be reached from other machines without a key and without TLS" in text
+    assert "draft --address 10.0.0.1:50053 can be reached from other machines without TLS" in text
+    assert "verify --metrics-address" in text
+    assert f"{key} can be read by other users -> chmod 600" in text
+    key.chmod(0o600)
+    assert "chmod" not in words(list(check_exposure(options)), Level.WARNING)
+    (fine,) = check_exposure({"gateway": GatewayOptions()})
+    assert fine.level is Level.OK
+
+
+def look(target: Path, draft: DraftOptions | None = None) -> str:
+    """What the probe finds wrong, without a process of its own."""
+    from outrider.doctor.probe import look_at_models  # imports torch
+
+    asked = {"target": str(target), "draft": asdict(draft) | {"target_model_path": str(target)} if draft else None}
+    found = look_at_models(asked)
+    return "\n".join(f"{one['check']}: {one['text']}" for one in found if one["level"] != "ok")
+
+
+def test_a_head_of_another_target_is_refused_as_the_loader_refuses_it(tiny_model: Path) -> None:
+    head = shipped_head("smollm2")
+    assert head is not None
+    options = DraftOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
+    assert "draft model: the head takes features of hidden size 576, the target's is" in look(tiny_model, options)
+
+
+def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(tiny_model, tmp_path / "draft")
+    same = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(draft))
+    assert look(tiny_model, same) == ""
+    tokenizer = draft / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    assert "handshake: hello.tokenizer_hash: verify has" in look(tiny_model, same)
+
+
+def test_a_target_without_a_tensor_is_told_before_weights_are_read(tiny_model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    found = check_models(VerifyOptions(model=str(broken)), DraftOptions(speculative_algorithm=("NGRAM",)))
+    assert "target: " in words(found, Level.PROBLEM) and "missing from the checkpoint" in words(found, Level.PROBLEM)
+    assert "cpu: " in words(found, Level.OK) + words(found, Level.WARNING)
+
+
+def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None:
+    gib = 2**30
+    gpu = {"name": "H200", "capability": [9, 0], "free": 130 * gib, "total": 140 * gib}
+    told = {"torch": {"cuda": "13.0"}, "gpus": [gpu, gpu | {"free": gib}], "peers": [[True, False], [False, True]]}
+    found = list(check_devices(told, VerifyOptions(), DraftOptions()))
+    assert "1: H200, 1.0 of 140.0 GiB free" in words(found, Level.WARNING)
+    assert "no direct access between GPUs 0-1" in words(found, Level.WARNING)
+    assert "0: H200" in words(found, Level.OK)
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:
+    told = {"torch": {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2"}, "gpus": [], "peers": []}
+    found = list(check_devices(told, VerifyOptions(device="cuda:1"), DraftOptions()))
+    assert "torch sees none, and --device cuda:1 asks for one" in words(found, Level.PROBLEM)
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "file" / "cache"))
+    (found,) = check_disk()
+    assert found.level is Level.PROBLEM and "OUTRIDER_HOME" in found.fix
+
+
+def test_a_package_out_of_its_range_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["grpcio>=1", "numpy<1", "no-such-package>=2", "triton>=3 ; extra == 'cuda'"]
+    monkeypatch.setattr(machine, "requires", lambda name: wanted)
+    text = words(list(machine.check_packages()), Level.PROBLEM)
+    assert "numpy is " in text and "no-such-package is not installed" in text
+    assert "grpcio" not in text and "triton" not in text
+
+
+def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
+    found = check_models(VerifyOptions(), DraftOptions())
+    assert "SmolLM2-135M-Instruct is not here yet -> outrider models pull" in words(found, Level.WARNING)
+    assert words(found, Level.PROBLEM) == "" and not (tmp_path / "empty").exists()
+
+
+def test_lines_for_people_name_level_check_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--skip-models", *ELSEWHERE, "--verify=127.0.0.1:1", "--draft=", "--running"]) == 1
+    out = capsys.readouterr().out
+    assert "problem verify         verify 127.0.0.1:1: " in out and "-> start it" in out and out.endswith("problem\n")

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.main import main
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.models.capacity import CONTEXT_BYTES, GIB, count_graphs, parse_size, plan_target
+from outrider.models.config import ModelConfig
+from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
+from outrider.models.footprint import head_elements, kv_elements, model_elements
+from outrider.models.shipped import shipped_head
+from outrider.models.store_config import config_folder
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def allocated(model: object) -> int:
+    """Bytes of the distinct tensors that an object holds, rotary tables aside."""
+    import torch
+
+    from outrider.layers.rotary import Rotary
+
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def walk(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item)
+        elif type(value).__module__.startswith("outrider.") and not isinstance(value, Rotary) and id(value) not in seen:
+            seen.add(id(value))
+            for item in getattr(value, "__dict__", {}).values():
+                walk(item)
+
+    walk(model)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_formula_is_what_the_loader_allocates_for_smollm2(model_path: Path, dtype: str) -> None:
+    import torch
+
+    from outrider.cache.kv import KVCache
+    from outrider.layers.linear import can_pack
+    from outrider.models.loader import load_model
+
+    kind = getattr(torch, dtype)
+    packed = can_pack(torch.empty(1, 1, dtype=kind))
+    model = load_model(model_path, kind)
+    config = ModelConfig.from_folder(model_path)
+    assert allocated(model) == model_elements(config, packed).total * kind.itemsize
+    kv = KVCache(config.num_layers, 16, config.num_kv_heads, config.head_dim, kind)
+    assert kv.k.nbytes + kv.v.nbytes == 16 * kv_elements(config) * kind.itemsize
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"]},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+)
+def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None:
+    import torch
+
+    from outrider.models.llama import LlamaFamily
+
+    config = ModelConfig.from_fields(LLAMA_8B | changes, {})
+    assert allocated(LlamaFamily(config, torch.bfloat16, torch.device("meta"))) == 2 * model_elements(config).total
+
+
+def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
+    import torch
+
+    from outrider.models.drafters.eagle import EagleHead
+    from outrider.models.drafters.loader import load_draft_model
+    from outrider.models.drafters.mtp import MtpHead
+    from outrider.models.shipped import DraftOptions, choose_drafters
+
+    meta = torch.device("meta")
+    folder = shipped_head("smollm2")
+    assert folder is not None
+    options = choose_drafters(DraftOptions(target_model_path=str(model_path)), "smollm2")
+    head: Any = load_draft_model(options, meta, torch.bfloat16)
+    config: HeadConfig = head.config
+    # The ids that it may guess, and what is made of fc when it is loaded, are no weights.
+    built = sum(tensor.numel() for tensor in head.checkpoint_tensors().values())
+    assert head_elements("EAGLE3", config, head.vocab_size).total == built
+    eagle = eagle_config(LLAMA_8B | {"num_hidden_layers": 2}, ("fc.bias",), 32, 4096)
+    mtp = mtp_config(ModelConfig.from_fields(LLAMA_8B, {}), ("input_proj.weight",))
+    for name, kind, described in (("EAGLE", EagleHead, eagle), ("NEXTN", MtpHead, mtp)):
+        assert allocated(kind(described, torch.bfloat16, meta)) == 2 * head_elements(name, described).total
+
+
+def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, llama_8b: Path) -> None:
+    import torch
+
+    from outrider.models.llama import LlamaFamily
+    from verify_service.device import kv_tokens, num_parameters
+
+    config = ModelConfig.from_folder(llama_8b)
+    options = VerifyOptions(max_running_requests=16, max_draft_tokens=31, mem_fraction_static=0.8)
+    plan = plan_target(config, "bfloat16", options, 80 * GIB)
+    free = 80 * GIB - CONTEXT_BYTES - plan.weights
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
+    model = LlamaFamily(config, torch.bfloat16, torch.device("meta"))
+    real = kv_tokens(model, 0.8, (16 + 1 + 47) * config.vocab_size * 16)
+    assert plan.kv_tokens == real // 16 * 16
+    assert num_parameters(config) == pytest.approx(plan.elements.total, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("running", "nodes", "most"), [(32, 63, 64), (1, 0, 64), (16, 31, 8), (100, 63, 64), (48, 200, 32)]
+)
+def test_graphs_are_counted_as_they_are_captured(running: int, nodes: int, most: int) -> None:
+    from verify_service.cuda_graphs import Buckets
+
+    options = VerifyOptions(max_running_requests=running, max_draft_tokens=nodes, cuda_graph_max_bs=most)
+    captured = [one for one in Buckets(running + nodes, running).all() if one.rows <= most]
+    assert count_graphs(running + nodes, options) == len(captured)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", "--json", *words])
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, told
+
+
+def test_an_8b_model_on_a_known_gpu(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=h100", "--request-tokens=4096")
+    assert code == 0 and told["fits"]
+    assert (told["kv_per_token"], told["kv_per_page"]) == (131072, 2 << 20)
+    assert told["weights"] == 2 * told["parameters"] == 16060522496
+    assert told["requests"] == 32, "as many as a round takes"
+    # All but the embedding's 1 GiB is read.
+    assert told["round_floor_seconds"] == pytest.approx((16060522496 - 2 * 128256 * 4096) / 3.35e12)
+    assert told["num_graphs"] == 48
+
+
+def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
+    llama_8b: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = plan(capsys, f"--model={llama_8b}", "--gpu-memory=12GiB")
+    assert code == 1 and not told["fits"] and "do not fit" in told["warnings"][0]
+    assert main(["plan", f"--model={llama_8b}", "--gpu-memory=12GiB"]) == 1
+    assert "warning: weights and KV do not fit" in capsys.readouterr().out
+
+
+def test_a_draft_on_the_same_gpu_takes_room_from_the_cache(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, alone = plan(capsys, f"--model={model_path}", "--gpu=L4")
+    _, beside = plan(capsys, f"--model={model_path}", "--gpu=L4", "--colocated")
+    assert alone["draft"]["algorithm"] == "EAGLE3" and alone["features_per_token"] == 2 * 576
+    lost = (alone["kv_tokens"] - beside["kv_tokens"]) * alone["kv_per_token"]
+    assert lost == pytest.approx(alone["draft"]["weights"] + alone["draft"]["tree_slots"], abs=1.1 * GIB)
+    assert lost > 0
+
+
+def test_features_that_find_no_room_are_warned_of(
+    llama_8b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}))
+    words = [f"--model={llama_8b}", "--gpu=H200", "--speculative-algorithm=EAGLE3"]
+    words += [f"--speculative-draft-model-path={head}"]
+    _, told = plan(capsys, *words, "--mem-fraction-static=0.98")
+    assert told["features_per_token"] == 8192 and "the head is not used" in told["warnings"][0]
+    _, told = plan(capsys, *words, "--mem-fraction-static=0.8")
+    assert told["warnings"] == []
+
+
+def test_without_a_gpu_the_sizes_alone_are_told(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"--model={model_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "134.5 M parameters in bfloat16" in out and "KV of a page" in out and "requests at once" not in out
+
+
+def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert parse_size("80GiB", "x") == 80 * GIB and parse_size("4.8TB/s", "x") == 4.8e12
+    for words in (["--gpu-memory=many"], ["--gpu=H300"], ["--bandwidth=-1"], [f"--model={tmp_path}"]):
+        assert main(["plan", *words]) == 2
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        config_folder(str(tmp_path))

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.bench.clients import Ask, GrpcClient
+from outrider.bench.runner import Point, run_point
+from outrider.bench.workload import Prompt, RandomLengths, random_prompts
+from outrider.cli.cluster import Cluster
+from outrider.cli.main import main
+from outrider.cli.top import Watch, line_of, page_url, picture_of
+from outrider.cli.top_figures import View, view_of
+from outrider.errors import ConfigError
+from outrider.metrics_page import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def figures(view: View) -> dict[str, str]:
+    return {figure.name.strip(): figure.value for figure in view.figures}
+
+
+def number(text: str) -> float:
+    found = re.match(r"[\d.]+", text)
+    assert found, text
+    return float(found[0])
+
+
+@pytest.fixture
+def views(live: Cluster) -> dict[str, View]:
+    """What a load leaves on the pages of all three services."""
+    watch = Watch([live.metrics_url(name) for name in live.services])
+    watch.read()
+
+    async def load() -> None:
+        client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
+        prompts = [*random_prompts(4, RandomLengths(12, 40, vocab_size=61), "top"), Prompt(4, token_ids=(99,))]
+        await run_point(client, prompts, Point(concurrency=2, num_prompts=5))
+        await client.close()
+
+    asyncio.run(load())
+    return {view.kind: view for view in watch.read()}
+
+
+def test_real_pages_tell_what_a_load_did(views: dict[str, View]) -> None:
+    gateway, verify, draft = (figures(views[name]) for name in ("gateway", "verify", "draft"))
+    for told in (gateway, verify):
+        assert number(told["tokens/s"]) > 0 and number(told["accept length"]) > 1
+        assert number(told["accepted by depth, %"]) > 0
+        assert told["running"] == "0"
+    assert gateway["errors"] == "1" and gateway["invalid_value grpc"] == "1"
+    assert gateway["replicas"] == "1 of 1 ready" and number(gateway["ttft p99"]) > 0
+    assert verify["drafts"] == "1 of 1" and verify["preemptions"] == "0" and verify["pages"].endswith(" of 256")
+    assert {"hit rate", "round p50", "gap p50", "hold", "plain rounds"} <= set(verify)
+    assert number(draft["nodes/s"]) > 0 and number(draft["commits/s"]) > 0 and draft["sessions"] == "1"
+    alarms = {figure.name.strip() for view in views.values() for figure in view.figures if figure.alarm}
+    assert alarms == {"errors", "invalid_value grpc"}
+
+
+def test_a_view_is_a_line_and_a_picture(views: dict[str, View]) -> None:
+    line = line_of(views["verify"])
+    assert (
+        re.match(r"\d\d:\d\d:\d\d verify 127\.0\.0\.1:\d+  running 0  waiting 0  tokens/s ", line) and "\n" not in line
+    )
+    console = Console(record=True, width=150, file=io.StringIO())
+    console.print(picture_of(list(views.values())))
+    text = console.export_text()
+    assert all(f" {name} 127.0.0.1" in text for name in views) and "accept length" in text
+
+
+def test_once_prints_a_line_for_each_page(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [live.metrics_url(name) for name in live.services]
+    assert main(["top", "--once", "--interval=0.05", *pages]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == live.services
+    assert main(["top", "--count=2", "--interval=0.05", *pages[:1]]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_page_that_is_gone_is_told_beside_the_others(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["top", "--once", "--interval=0.05"]
+    assert main([*words, live.metrics_url("verify"), "127.0.0.1:1"]) == 0
+    assert "127.0.0.1:1: http://127.0.0.1:1/metrics cannot be read" in capsys.readouterr().out
+    assert main([*words, "127.0.0.1:1"]) == 1
+
+
+def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "outrider.cli", "top", "--count=2", "--interval=0.05", live.metrics_url("verify")]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=ROOT) as process:
+        os.close(theirs)
+        told = b""
+        with contextlib.suppress(OSError):  # Linux's end of a terminal whose other side is gone
+            while part := os.read(ours, 65536):
+                told += part
+        assert process.wait(30) == 0
+    os.close(ours)
+    screen, _, left = told.decode().partition("\x1b[?1049l")
+    assert "\x1b[?1049h" in screen and screen.count("hit rate") == 2
+    assert "hit rate" in left and "verify 127.0.0.1" in left
+
+
+def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
+    def page(tokens: int) -> Page:
+        return Page.parse(
+            f"# TYPE outrider_verify_committed_tokens_total counter\noutrider_verify_committed_tokens_total {tokens}\n"
+        )
+
+    assert figures(view_of("x", page(10), page(1000), 5.0))["tokens/s"] == "2.0"
+    assert figures(view_of("x", page(1010), page(1000), 5.0))["tokens/s"] == "2.0"
+
+
+def test_a_page_of_somebody_else_is_told() -> None:
+    view = view_of("x", Page.parse("# TYPE a gauge\na 1\n"), Page(), 1.0)
+    assert view.error == "none of our services' pages"
+
+
+class Asking(http.server.BaseHTTPRequestHandler):
+    """Shows a page to holders of a key alone, if `key` is set, and keeps what it was sent."""
+
+    key = ""
+    sent: list[str | None]
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization")
+        self.sent.append(given)
+        self.send_response(200 if given == (self.key or None) else 401)
+        self.end_headers()
+        self.wfile.write(b"# TYPE outrider_verify_kv_pages gauge\noutrider_verify_kv_pages 1\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(params=["", "Bearer k1"])
+def door(request: pytest.FixtureRequest) -> Iterator[tuple[str, type[Asking]]]:
+    handler = type("Handler", (Asking,), {"key": request.param, "sent": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_key_goes_to_pages_alone_that_ask_for_one(door: tuple[str, type[Asking]]) -> None:
+    address, handler = door
+    watch = Watch([address], token="k1")
+    assert [watch.read()[0].kind for _ in range(2)] == ["verify", "verify"]
+    assert handler.sent == ([None, "Bearer k1", "Bearer k1"] if handler.key else [None, None])
+    if handler.key:
+        assert "401" in Watch([address]).read()[0].error
+
+
+def test_pages_are_named_by_address_or_url() -> None:
+    assert page_url("host:1") == "http://host:1/metrics" == page_url("http://host:1/")
+    assert page_url("https://host:1/other") == "https://host:1/other"
+    with pytest.raises(ConfigError, match="is no metrics page"):
+        page_url("ftp://host")

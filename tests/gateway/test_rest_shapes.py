@@ -1,0 +1,36 @@
+"""Bodies that take long to build are built beside the event loop."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_verify import MODEL, ScriptedVerify
+
+from gateway.admission import ServedModel, admit
+from gateway.events import Delta, Token
+from gateway.request import GenerateRequest
+from gateway.rest.shapes import ChatShape
+from outrider.tokens import RoundTree, TokenLogprobs, TokenOrigin
+
+
+@pytest.mark.parametrize("what", ["logprobs", "trees"])
+async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, what: str) -> None:
+    model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
+    job = await admit(GenerateRequest(prompt="x", trace=True), model, "r")
+    shape = ChatShape(model, [job], None)
+    logprobs = TokenLogprobs(-1.0, tuple((i, -1.0) for i in range(20))) if what == "logprobs" else None
+    tree = RoundTree(
+        position=1,
+        num_tokens=1,
+        parents=(-1,) * 20,
+        token_ids=(5,) * 20,
+        drafters=(0,) * 20,
+        scores=(-1.0,) * 20,
+        accepted=(),
+        drafter_names=("ngram",),
+    )
+    delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), trees=(tree,) if what == "trees" else ())
+    shape.collect(delta)
+    assert not shape.is_large
+    for _ in range(200):
+        shape.collect(delta)
+    assert shape.is_large
