@@ -27,7 +27,7 @@ from outrider.logs import get_logger, hide_secret
 from outrider.rpc.door import door_options, peer_source
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -71,6 +71,8 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         stack.push_async_callback(grpc_server.stop, 1.0)
         for server in http:
             await server.start()
+        if not (api_keys or options.tls_ca or is_local(http[0].address)):
+            _logger.warning("--rest-address: whoever reaches %s may use it; set an API key", http[0].address)
         gateway.router.start()
         scheme = "http" if door["tls"] is None else "https"
         _logger.info("REST on %s://%s, waiting for verify at %s", scheme, http[0].address, ", ".join(options.verify))

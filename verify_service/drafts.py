@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import (
     Close,
@@ -23,8 +21,9 @@ from outrider.tree.messages import (
 )
 from outrider.tree.mirror import Observation, TreeMirror, token_array
 from verify_service.calibration import Calibrator
+from verify_service.expectations import Expectations
 from verify_service.health import PeerHealth
-from verify_service.link import PROMISE_NODES, DraftPort, Link, Peer
+from verify_service.link import DraftPort, Link, Peer
 from verify_service.request import Request
 
 REOPEN_SECONDS = 1.0
@@ -40,8 +39,6 @@ When a round is chosen, the draft has not heard of the last commit; what the nex
 its tree reaches over two rounds in depth: the nodes in flight, and those below the most likely of them. And since no
 more than a part of either is on the path that is committed, as much again lies beside them.
 """
-
-_IN_VAIN = 1.5
 
 _LEAST_SHARE = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
@@ -76,9 +73,8 @@ class Drafts:
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._clock = clock
-        self._lockstep = lockstep
         self._turns = turns
-        self._launched_at = math.inf
+        self._expectations = Expectations(lockstep=lockstep, turns=turns)
         self._next_number = 1
 
     def link(self, request: Request) -> Link | None:
@@ -98,36 +94,11 @@ class Drafts:
         link = self._links.get(request)
         if link is not None:
             link.mirror.commit()
-            self._launched_at = math.inf
-            if (
-                self._turns
-                and link.peer is not None
-                and (not link.num_answers or (link.num_late and link.num_answers > 1))
-            ):
-                link.answers(link.peer).tempt()
-            elif link.answered_at is not None:
-                self._end_wait(link, 0.0, None)
-            link.answered_at = None
-            link.num_answers = link.num_late = 0
-            link.asked_at = None
-            always = self._lockstep or self._turns
-            link.awaited = link.peer is not None and (always or not link.mirror.num_nodes)
-            link.after_hit = self._turns and link.mirror.num_nodes > 0
-            link.promised = self._promise(link) if link.after_hit else 0.0
+            self._expectations.committed(link)
 
     def launched(self, at: float) -> None:
         """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
-        if not self._turns:
-            return
-        self._launched_at = at
-        for link in self._links.values():
-            # What was waited for in vain takes longer than that.
-            if link.peer is not None and link.expects and link.asked_at is not None:
-                answers = link.answers(link.peer)
-                if link.answered_at is not None:
-                    answers.more.note(_IN_VAIN * max(at - link.answered_at, 0.0))
-                else:
-                    answers.answer.note(_IN_VAIN * max(at - link.asked_at, 0.0))
+        self._expectations.launched(self._links.values(), at)
 
     def credit(self, request: Request, share: int, num_nodes: int) -> int:
         """Live nodes that the request's draft may hold from now on, after a round that took `num_nodes` of them.
@@ -151,7 +122,7 @@ class Drafts:
             return
         mirror = link.mirror
         link.credit = credit
-        link.asked_at = self._clock()
+        self._expectations.told(link, self._clock())
         link.peer.health.sent(link.number, request.committed_len)
         message = Commit(
             request=link.number,
@@ -297,10 +268,8 @@ class Drafts:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
         link.number, self._next_number = self._next_number, self._next_number + 1
         link.peer = peer
-        link.opened_at = link.asked_at = self._clock()
-        link.awaited, link.answered_at = True, None
-        link.after_hit, link.promised = False, 0.0
-        link.num_answers = link.num_late = 0
+        link.opened_at = self._clock()
+        self._expectations.opened(link, link.opened_at)
         link.mirror.forget()
         link.mirror.calibrate = peer.calibrator
         link.features_sent = 0
@@ -320,7 +289,7 @@ class Drafts:
             if tell:
                 link.peer.outbox.append(Close(link.number))
             link.peer = None
-        link.awaited, link.answered_at = False, None
+        self._expectations.given_up(link)
         link.mirror.forget()
 
     def _grow(self, peer: Peer, grow: Grow, arrived_at: float) -> None:
@@ -331,53 +300,7 @@ class Drafts:
         link.mirror.insert(grow)
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.mirror.acked_len == link.request.committed_len:
-            self._answered(link, peer, arrived_at)
-
-    def _answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
-        """The draft has said something that follows the newest commit."""
-        link.num_answers += 1
-        if arrived_at > self._launched_at:
-            # What nobody could wait for says nothing of what a wait would bring.
-            link.num_late += 1
-            link.awaited, link.answered_at = False, None
-        elif link.awaited:
-            link.awaited = False
-            promise = self._promise(link)
-            self._gained(link, max(promise - link.promised, 0.0))
-            link.promised = promise
-            if link.asked_at is not None:
-                seconds = max(arrived_at - link.asked_at, 0.0)
-                link.answers(peer).answer.note(seconds)
-            # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
-            link.answered_at = None if self._lockstep else arrived_at
-        elif link.answered_at is not None:
-            promise = self._promise(link)
-            if arrived_at > link.answered_at:
-                self._end_wait(link, promise - link.promised, arrived_at - link.answered_at)
-            else:
-                # One answer in several messages.
-                if link.after_hit:
-                    link.hit_gain += 0.2 * (promise - link.promised)
-                else:
-                    link.gain += 0.2 * (promise - link.promised)
-                link.promised = promise
-
-    def _gained(self, link: Link, gain: float) -> None:
-        """The first answer to a commit brought so many tokens that are likely to be accepted."""
-        if link.after_hit:
-            link.hit_gain += 0.2 * (gain - link.hit_gain)
-        else:
-            link.gain += 0.2 * (gain - link.gain)
-
-    def _end_wait(self, link: Link, gain: float, seconds: float | None) -> None:
-        """More of an answer came, or did not."""
-        link.answered_at = None
-        if link.peer is not None:
-            link.answers(link.peer).followed(max(gain, 0.0), seconds)
-
-    def _promise(self, link: Link) -> float:
-        """Tokens that the best nodes of a tree are expected to have accepted."""
-        return float(np.exp(np.sort(link.mirror.log_probs)[::-1][:PROMISE_NODES]).sum())
+            self._expectations.answered(link, peer, arrived_at)
 
     def _decline(self, peer: Peer, decline: Decline) -> None:
         link = peer.links.get(decline.request)

@@ -216,7 +216,8 @@ class Engine:
             while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
                 # A draft cannot answer what it has not been told.
                 self._aftermath.settle()
-                self._wait_in_hold(seconds, entries, offer.awaited)
+                left = self.limits.max_hold_seconds - held
+                self._wait_in_hold(min(seconds, left), entries, offer.awaited)
                 self.drafts.flush()
                 entries = [entry for entry in entries if not entry.request.finished]
                 offer = self.scheduler.choose(entries)

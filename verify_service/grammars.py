@@ -62,6 +62,7 @@ class Grammars:
         self._orders: SimpleQueue[Grammar | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Grammar, CompiledGrammar | OutriderError]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._num_looks = 0
 
     @property
     def compiling(self) -> bool:
@@ -150,17 +151,22 @@ class Grammars:
             entry.masks = [root, *masks]
 
     def work(self, entries: Sequence[Entry]) -> bool:
-        """Compute one mask ahead of the next round, if any is missing; whether there was one."""
-        for entry in entries:
-            state, link = entry.request.grammar, self._drafts.link(entry.request)
-            if state is None or link is None or not link.mirror.num_nodes or entry.request.finished:
-                continue
-            forest = Forest([link.mirror], [_ANY_DEPTH])
-            best = np.sort((-forest.log_probs).argsort(kind="stable")[:_AHEAD_NODES])
-            follow(state, entry.request)
-            if self._prepare_one(state, forest.take(best)[0]):
-                return True
-        return False
+        """Compute one mask ahead of the next round, if a request lacks any; whether it did.
+
+        Another request has its turn with each call: to look over many trees would hide the end of a round.
+        """
+        bound = [entry.request for entry in entries if entry.request.grammar is not None]
+        if not bound:
+            return False
+        self._num_looks += 1
+        request = bound[self._num_looks % len(bound)]
+        state, link = request.grammar, self._drafts.link(request)
+        if state is None or link is None or not link.mirror.num_nodes or request.finished:
+            return False
+        forest = Forest([link.mirror], [_ANY_DEPTH])
+        best = np.sort((-forest.log_probs).argsort(kind="stable")[:_AHEAD_NODES])
+        follow(state, request)
+        return self._prepare_one(state, forest.take(best)[0])
 
     def _prepare_one(self, state: GrammarState, nodes: Nodes) -> bool:
         if state.root.mask is None:

@@ -22,6 +22,12 @@ LEAST_MORE = 0.05
 PROMISE_NODES = 8
 """Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
 
+_MOST_VAIN = 3
+"""Waits in a row that may be in vain. A draft that answers after the longest wait would cost one in every round."""
+
+_TRY_EVERY = 16
+"""Commits from then on after which it is waited for again."""
+
 
 class DraftPort(Protocol):
     """A session with one draft service. Methods must not block; `send` is called on the engine thread alone."""
@@ -124,6 +130,9 @@ class Link:
     """Messages that followed the last commit."""
     num_late: int = 0
     """Of these, those that came after the round was launched, on cores that the round had taken."""
+    num_vain: int = 0
+    """Waits in a row that brought no answer, and commits that were not waited for because of that; counted where drafts
+    take turns with rounds."""
     asked_at: float | None = None
     """When the draft was told of what it should answer; None while it has not been."""
     answered_at: float | None = None
@@ -137,7 +146,12 @@ class Link:
     @property
     def expects(self) -> bool:
         """Whether the draft may bring nodes soon that a round would want."""
-        return self.awaited or self.answered_at is not None
+        return (self.awaited or self.answered_at is not None) and not self.paused and not self.waits_in_vain
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Whether the draft has answered too late so often that it is not waited for now."""
+        return self.num_vain >= _MOST_VAIN and self.num_vain % _TRY_EVERY != 0
 
     def first_wait(self) -> Wait | None:
         """For the answer to a miss."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
@@ -13,11 +13,12 @@ import grpc
 import numpy as np
 
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.grammar.check import MAX_SOURCE_BYTES
 from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
 from outrider.rpc.codec import decode_draft, encode_verify, in_parts
 from outrider.tree.handshake import HandshakeError, Terms, agree
-from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, VerifyMessage
+from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, Open, VerifyMessage
 from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.feature_stream import Dial, FeatureStream
@@ -30,6 +31,8 @@ RETRY_SECONDS = 0.5
 REFUSED_SECONDS = 30.0
 MALFORMED_LOG_SECONDS = 10.0
 MAX_QUEUED_MESSAGES = 4096
+MAX_BATCH_BYTES = 1 << 20
+"""After a reconnect all requests are opened at once, each with all its tokens: too much for one message."""
 
 SpeculateCall = grpc.aio.StreamStreamCall[
     draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
@@ -139,8 +142,8 @@ class DraftSession:
             self._filled.clear()
             messages, self._queue = self._queue, []
             self._last_commit.clear()
-            if messages:
-                await self._call.write(encode_verify(messages))
+            for batch in _batches(messages):
+                await self._call.write(encode_verify(batch))
 
     async def read(self) -> None:
         """Pass on what comes in until the stream ends."""
@@ -174,6 +177,29 @@ class DraftSession:
                 return
             self._last_commit[message.request] = len(self._queue)
         self._queue.append(message)
+
+
+def _batches(messages: Sequence[VerifyMessage]) -> Iterator[Sequence[VerifyMessage]]:
+    """Messages in their order, in batches of about `MAX_BATCH_BYTES` at most; one that is longer goes alone."""
+    first = num_bytes = 0
+    for index, message in enumerate(messages):
+        size = _num_bytes(message)
+        if index > first and num_bytes + size > MAX_BATCH_BYTES:
+            yield messages[first:index]
+            first, num_bytes = index, 0
+        num_bytes += size
+    if messages:
+        yield messages[first:]
+
+
+def _num_bytes(message: VerifyMessage) -> int:
+    """About what a message takes, and rather more."""
+    size = 128
+    if isinstance(message, Open | Commit):
+        size += message.token_ids.nbytes
+    if isinstance(message, Open):
+        size += 16 * len(message.sampling.logit_bias) + MAX_SOURCE_BYTES * (message.sampling.grammar is not None)
+    return size
 
 
 class DraftDialer:

@@ -1,4 +1,4 @@
-"""Appends the best entries of a forest to the authors' trees, and takes in what others appended there."""
+"""Appends the best entries of a forest to the authors' trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from draft_service.burst.entries import DEAD, REFUSED, Ints
 from draft_service.burst.forest import DraftForest, places_within
 from draft_service.tree import Ledger
 from draft_service.tree_growth import Limits
-from outrider.tree.author import TreeAuthor
 
 _LOOK_EVERY = 32
 """Nodes between two looks at the clock."""
@@ -123,35 +122,6 @@ class Announcer:
         for row, context in self._contexts.items():
             late_rooms[row], rooms[row] = self._room(context, share)
         return rooms, late_rooms
-
-    def take_in(self, context: DraftContext) -> None:
-        """Nodes of the author that other growers appended become entries."""
-        author, entries, row = context.tree.author, self._forest.entries, context.row
-        first, context.seen = context.seen, author.next_id
-        if first >= author.next_id or not self._forest.make_room(author.num_live):
-            return
-        self._forest.may_know = True
-        here = np.flatnonzero((entries.rows[: entries.count] == row) & (entries.scores[: entries.count] > DEAD))
-        known = dict(zip(entries.nodes[here].tolist(), here.tolist(), strict=True))
-        parents, tokens = entries.parents[here].tolist(), entries.tokens[here].tolist()
-        edges = dict(zip(zip(parents, tokens, strict=True), here.tolist(), strict=True))
-        for node_id in range(first, author.next_id):
-            if node_id not in known and author.is_live(node_id):
-                self._take_in(author, node_id, known, edges)
-
-    def _take_in(
-        self, author: TreeAuthor, node_id: int, known: dict[int, int], edges: dict[tuple[int, int], int]
-    ) -> None:
-        entries, node = self._forest.entries, author.node(node_id)
-        parent = known.get(node.parent)
-        if parent is None:
-            return
-        entry = edges.get((parent, node.token))
-        if entry is None:
-            entry = entries.append(parent, node.token, node.score, node_id)
-        else:
-            entries.nodes[entry] = node_id
-        known[node_id] = entry
 
     def _room(self, context: DraftContext, share: int) -> list[int]:
         """Nodes that may be appended, unripe ones and ripe ones; none while the forest has not followed the author.

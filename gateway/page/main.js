@@ -1,19 +1,22 @@
 // The page: what the user does, and what follows.
 
 import { ApiError, chat, modelInfo, settings } from "./api.js";
-import { AnswerView } from "./answer.js";
+import { Answer, AnswerView } from "./answer.js";
 import { speedup, verdict } from "./compare.js";
 import { byId, element } from "./dom.js";
 import { Speech } from "./speech.js";
 import { Watch } from "./watch.js";
 
 const RETRY_MS = 2000;
+const NEAR = 80; // pixels: so near to its end the conversation is kept in view as it grows
+const END_SPACE = 20;
 
 class Page {
   constructor() {
     this.model = null;
     this.messages = [];
     this.running = null; // AbortController of the turn in the making
+    this.welcome = byId("welcome");
     this.watch = new Watch();
     this.speech = new Speech();
     this.#listen();
@@ -66,7 +69,8 @@ class Page {
   #clear() {
     this.running?.abort();
     this.messages = [];
-    byId("turns").replaceChildren();
+    byId("turns").replaceChildren(this.welcome);
+    this.watch.follow(new Answer());
     byId("question").focus();
   }
 
@@ -104,8 +108,9 @@ class Page {
     field.value = "";
     const turn = new Turn(question, byId("compare").checked);
     turn.onRound((answer, round) => this.watch.show(answer, round));
-    byId("welcome")?.remove();
+    this.welcome.remove();
     byId("turns").append(turn.node);
+    reveal(overhang());
     this.#busy(new AbortController());
     try {
       await this.#answer(turn, body);
@@ -188,11 +193,23 @@ class Page {
 
   /** Does `work`, and keeps the end of the conversation in view if it was. */
   #following(work) {
-    const box = byId("turns");
-    const near = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+    const near = overhang() < NEAR;
     work();
-    if (near) box.scrollTop = box.scrollHeight;
+    if (near) reveal(overhang());
   }
+}
+
+/** How far the conversation reaches below the composer's upper edge, in pixels; less than 0 while there is room. */
+function overhang() {
+  const last = byId("turns").lastElementChild;
+  return last ? last.getBoundingClientRect().bottom - byId("composer").getBoundingClientRect().top : 0;
+}
+
+/** Scrolls the conversation up; in narrow windows that is the whole page. */
+function reveal(pixels) {
+  const box = byId("turns");
+  const scroller = getComputedStyle(box).overflowY === "auto" ? box : document.scrollingElement;
+  if (pixels > 0) scroller.scrollBy(0, pixels + END_SPACE);
 }
 
 /** A question and its answers. */

@@ -3,8 +3,10 @@
 import { element, quoted, shape, visible } from "./dom.js";
 
 const MOST_NODES = 24;
-const BOX = { width: 76, height: 22 };
-const STEP = { x: 98, y: 29 };
+const MOST_SIGNS = 12; // of a token's text in a box
+const SIGN = 6.8; // pixels: the width of a sign in page.css's font of the boxes
+const BOX = { height: 22, padding: 7, least: 30, letter: 14 };
+const STEP = { x: 18, y: 29 }; // between boxes; from row to row
 const MARGIN = 4;
 
 /** The root of a round's tree; a node is {text, state, drafter, chance, children}. */
@@ -53,20 +55,27 @@ function order(node) {
   node.children.forEach(order);
 }
 
-/** Places of all nodes: depth to the right, a row for each leaf. Returns {nodes: [{node, parent, x, y}], width, height}. */
+/** Places of all nodes: a column for each depth, a row for each leaf. Returns {nodes: [{node, parent, x, y, width}], width, height}. */
 function placed(root) {
   const nodes = [];
+  const columns = []; // their widths: those of their widest boxes
   let rows = 0;
-  let depths = 0;
   const place = (node, parent, depth) => {
-    const item = { node, parent, x: MARGIN + depth * STEP.x, y: MARGIN + rows * STEP.y };
+    const item = { node, parent, depth, y: MARGIN + rows * STEP.y };
     nodes.push(item);
-    depths = Math.max(depths, depth);
+    columns[depth] = Math.max(columns[depth] ?? BOX.least, boxWidth(node));
     node.children.forEach((child) => place(child, item, depth + 1));
     if (!node.children.length) rows += 1;
   };
   place(root, null, 0);
-  return { nodes, width: 2 * MARGIN + depths * STEP.x + BOX.width, height: 2 * MARGIN + (rows - 1) * STEP.y + BOX.height };
+  const begins = [MARGIN];
+  columns.forEach((width, depth) => begins.push(begins[depth] + width + STEP.x));
+  for (const item of nodes) [item.x, item.width] = [begins[item.depth], columns[item.depth]];
+  return { nodes, width: begins.at(-1) - STEP.x + MARGIN, height: 2 * MARGIN + (rows - 1) * STEP.y + BOX.height };
+}
+
+function boxWidth(node) {
+  return Array.from(label(node)).length * SIGN + 2 * BOX.padding + (node.drafter ? BOX.letter : 0);
 }
 
 /** The drawing and its caption, as a figure. */
@@ -83,7 +92,7 @@ export function drawn(round) {
 
 function edge({ node, parent, x, y }) {
   const middle = BOX.height / 2;
-  const [from, to] = [parent.x + BOX.width, x];
+  const [from, to] = [parent.x + parent.width, x];
   const bend = (from + to) / 2;
   const path = `M${from} ${parent.y + middle}C${bend} ${parent.y + middle} ${bend} ${y + middle} ${to} ${y + middle}`;
   return shape("path", { class: `edge ${node.state}`, d: path });
@@ -91,12 +100,17 @@ function edge({ node, parent, x, y }) {
 
 const SIGNS = { accepted: "✓", bonus: "+", root: "", rejected: "" };
 
-function box({ node, x, y }) {
-  const label = node.state === "root" && node.text === null ? "prompt" : visible(node.text, 8);
+/** What stands in a node's box. */
+function label(node) {
+  if (node.state === "root" && node.text === null) return "prompt";
+  return SIGNS[node.state] + visible(node.text, MOST_SIGNS);
+}
+
+function box({ node, x, y, width }) {
   const group = shape("g", { class: `node ${node.state}`, transform: `translate(${x} ${y})` });
-  group.append(shape("title", {}, told(node)), shape("rect", { width: BOX.width, height: BOX.height, rx: 5 }));
-  group.append(shape("text", { x: 6, y: 15 }, `${SIGNS[node.state]}${label}`));
-  if (node.drafter) group.append(shape("text", { class: "by", x: BOX.width - 5, y: 15 }, letter(node.drafter)));
+  group.append(shape("title", {}, told(node)), shape("rect", { width, height: BOX.height, rx: 5 }));
+  group.append(shape("text", { x: BOX.padding, y: 15 }, label(node)));
+  if (node.drafter) group.append(shape("text", { class: "by", x: width - 5, y: 15 }, letter(node.drafter)));
   return group;
 }
 

@@ -5,7 +5,8 @@ import { beforePaint, byId, element, shape } from "./dom.js";
 
 const TREES = 3;
 const BARS = 60;
-const CHART = { width: 240, height: 48 };
+const FEWEST = 20; // so many have room before a chart grows denser
+const HEIGHT = 48;
 
 export class Watch {
   constructor() {
@@ -88,41 +89,49 @@ export class Watch {
     const figures = wanted.map((round) => there.get(String(round)) ?? drawn(this.answer.rounds[round]));
     if (figures.length) holder.replaceChildren(...figures);
     else holder.replaceChildren(element("p", { class: "hint" }, "No round yet."));
-    if (byId("as-text").open && last >= 0) byId("tree-text").replaceChildren(...asText(this.answer.rounds[last]));
+    if (byId("as-text").open) byId("tree-text").replaceChildren(...(last < 0 ? [] : asText(this.answer.rounds[last])));
   }
 }
 
 /** A bar for each round: accepted tokens, and the model's own on top. */
 function bars(svg, rounds) {
-  svg.setAttribute("viewBox", `0 0 ${CHART.width} ${CHART.height}`);
-  const most = Math.max(4, ...rounds.map((round) => round.committed));
-  const [width, unit] = [CHART.width / BARS, CHART.height / most];
+  const most = Math.max(0, ...rounds.map((round) => round.committed));
+  const width = measured(svg) / Math.max(FEWEST, rounds.length);
+  const unit = HEIGHT / Math.max(4, most);
   const parts = rounds.flatMap((round, index) => {
     const accepted = Math.min(round.accepted.length, round.committed);
-    const place = { x: index * width, width: width - 1 };
+    const place = { x: index * width, width: Math.max(1, width - 1) };
     return [
-      shape("rect", { class: "accepted", ...place, y: CHART.height - accepted * unit, height: accepted * unit }),
+      shape("rect", { class: "accepted", ...place, y: HEIGHT - accepted * unit, height: accepted * unit }),
       shape("rect", {
         class: "bonus",
         ...place,
-        y: CHART.height - round.committed * unit,
+        y: HEIGHT - round.committed * unit,
         height: Math.max(0, (round.committed - accepted) * unit - 1),
       }),
     ];
   });
-  svg.replaceChildren(...parts, amount(most));
+  svg.replaceChildren(...parts);
+  tellMost(svg, most);
 }
 
 function line(svg, rates) {
-  svg.setAttribute("viewBox", `0 0 ${CHART.width} ${CHART.height}`);
   const known = rates.filter((rate) => rate > 0);
-  if (known.length < 2) return svg.replaceChildren();
-  const most = Math.max(...known) * 1.1;
-  const step = CHART.width / Math.max(BARS, known.length - 1);
-  const points = known.map((rate, index) => `${(index * step).toFixed(1)},${(CHART.height * (1 - rate / most)).toFixed(1)}`);
-  return svg.replaceChildren(shape("polyline", { points: points.join(" ") }), amount(Math.round(most)));
+  const most = Math.max(0, ...known);
+  const step = measured(svg) / Math.max(FEWEST, known.length - 1);
+  const height = (rate) => HEIGHT * (1 - (0.9 * rate) / most);
+  const points = known.map((rate, index) => `${(index * step).toFixed(1)},${height(rate).toFixed(1)}`);
+  svg.replaceChildren(...(known.length < 2 ? [] : [shape("polyline", { points: points.join(" ") })]));
+  tellMost(svg, Math.round(most));
 }
 
-function amount(value) {
-  return shape("text", { x: CHART.width - 2, y: 10 }, String(value));
+/** The width of a chart, in whose pixels it is drawn. */
+function measured(svg) {
+  const width = svg.clientWidth || 240;
+  svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+  return width;
+}
+
+function tellMost(svg, value) {
+  svg.parentNode.querySelector(".most").textContent = value ? `up to ${value}` : "";
 }

@@ -55,6 +55,8 @@ class CompiledGrammar:
         self.vocabulary = vocabulary
         self.num_masks = 0
         """Masks computed by all of its matchers."""
+        self.num_renewals = 0
+        """How often it was compiled anew, so that matchers share nothing with those made before."""
         self._pristine = matcher
 
     @property
@@ -70,6 +72,7 @@ class CompiledGrammar:
         """A matcher that shares nothing with others, compiled anew."""
         self._pristine = compile_grammar(self.grammar, self.vocabulary).matcher()
         self.num_masks = 0
+        self.num_renewals += 1
         return self.matcher()
 
 

@@ -57,6 +57,7 @@ class GrammarState:
         self.end_mask = _end_mask(self._end_ids, compiled.vocabulary.num_words)
         """Allows nothing but the end."""
         self._matcher = compiled.matcher()
+        self._num_renewals = compiled.num_renewals
         self._answer: list[int] = []
         # What the matcher has consumed: so many tokens of the answer, then this path.
         self._num_consumed = 0
@@ -108,6 +109,11 @@ class GrammarState:
 
     def _try_afresh(self) -> Mask | None:
         """The root's mask from a grammar that is compiled anew: others may have used up what its matchers share."""
+        # All answers of a grammar come here at once, and compiling takes up to a second: the first one's does for all.
+        if self._num_renewals < self._compiled.num_renewals:
+            self._restart(self._compiled.matcher())
+            if (mask := self._try(())) is not None:
+                return mask
         try:
             self._restart(self._compiled.fresh_matcher())
         except OutriderError as error:
@@ -141,6 +147,7 @@ class GrammarState:
 
     def _restart(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._num_renewals = self._compiled.num_renewals
         self._num_consumed, self._path = 0, ()
 
 

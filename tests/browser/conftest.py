@@ -60,12 +60,15 @@ class Visit:
         self.context = browser.new_context(viewport=SIZES[size], color_scheme=scheme, **phone, **options)
         self.context.set_default_timeout(60_000)
         self.page = self.context.new_page()
+        # Waits by these and not by wait_for_function: the page's policy refuses code made of text, to tests as well.
+        self.expect = pytest.importorskip("playwright.sync_api").expect
+        self.expect.set_options(timeout=60_000)
         self.url = url
         self.complaints: list[str] = []
         self.requests: list[Any] = []
         self.page.on("console", lambda entry: self._note(entry.type in ("error", "warning"), entry.text))
         self.page.on("pageerror", lambda error: self._note(True, str(error)))
-        self.page.on("request", self.requests.append)
+        self.page.on("request", lambda request: self.requests.append(request))
 
     def _note(self, bad: bool, text: str) -> None:
         if bad:
@@ -73,7 +76,7 @@ class Visit:
 
     def open(self) -> Visit:
         self.page.goto(self.url)
-        self.page.wait_for_function("!document.getElementById('model').textContent.startsWith('connecting')")
+        self.expect(self.page.locator("#model")).not_to_have_text("connecting")
         return self
 
     def set(self, **fields: Any) -> None:

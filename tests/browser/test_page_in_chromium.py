@@ -31,10 +31,10 @@ def alter(page: Any, when: Callable[[dict[str, Any]], bool], **changes: Any) -> 
 
 
 def picture(page: Any, name: str) -> None:
-    """Keeps a screenshot, where a folder for them is named."""
+    """Keeps a screenshot of the whole page, where a folder for them is named."""
     folder = os.environ.get("OUTRIDER_TEST_SCREENSHOTS")
     if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png")
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_tokens_are_marked_as_they_arrive_and_trees_are_drawn(visit: Open, cluster: Cluster) -> None:
@@ -69,7 +69,7 @@ def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
     here.ask(QUESTION)
     here.until_done()
     page = here.page
-    page.wait_for_function("document.querySelectorAll('#trees figure').length === 3")
+    here.expect(page.locator("#trees figure")).to_have_count(3)
     rounds, length = int(page.inner_text("#rounds")), float(page.inner_text("#accept-length"))
     accepted, _, drafts = page.inner_text("#accepted").split()
     assert 1.0 < length < 20 and float(page.inner_text("#rate")) > 0
@@ -90,9 +90,9 @@ def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
     items = page.locator("#tree-text li").evaluate_all("all => all.map(each => each.firstChild.textContent)")
     assert sorted(said) == sorted(items), "the text tells what is drawn"
     page.click(".text .token >> nth=0")
-    page.wait_for_function("document.querySelector('#trees figure').getAttribute('data-round') === '0'")
+    here.expect(figure).to_have_attribute("data-round", "0")
     page.click("#live")
-    page.wait_for_function(f"document.querySelector('#trees figure').getAttribute('data-round') === '{rounds - 1}'")
+    here.expect(figure).to_have_attribute("data-round", str(rounds - 1))
 
 
 @pytest.mark.parametrize(("order", "temperature"), [("after", 0), ("beside", 0.8)])
@@ -123,7 +123,7 @@ def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype:
     info = httpx.get(f"{here.url}get_model_info").json() | {"dtype": dtype}
     here.page.route("**/get_model_info", lambda route: route.fulfill(json=info))
     here.page.reload()
-    here.page.wait_for_function(f"document.getElementById('model').textContent.includes('{dtype}')")
+    here.expect(here.page.locator("#model")).to_contain_text(dtype)
     here.set(max_tokens=32, temperature=1, seed=11)
     here.page.check("#compare")
     here.ask("Write a story.")
@@ -149,13 +149,38 @@ def test_an_answer_can_be_stopped_and_the_next_one_asked(visit: Open, cluster: C
         here.page.keyboard.press("Escape") if way == "Escape" else here.page.click("#stop")
         here.until_done()
         assert here.page.inner_text("article:last-of-type .note").endswith("; stopped")
-    here.page.wait_for_function("document.activeElement.id === 'question'")
+    here.expect(here.page.locator("#question")).to_be_focused()
     here.set(max_tokens=8)
     here.ask("Hello")
     here.until_done()
     assert here.texts()[0]
     roles = [message["role"] for message in here.asked()[-1]["messages"]]
     assert roles == ["user", "assistant", "user", "assistant", "user"], "what was said so far goes along"
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_the_newest_token_stays_in_view_and_a_new_chat_begins_empty(visit: Open, size: str) -> None:
+    here = visit(size)
+    page = here.page
+    here.set(max_tokens=60)
+    for _ in range(2):
+        here.ask(QUESTION)
+        here.until_done()
+    bottom, top, above = page.evaluate(
+        """() => {
+            const tokens = [...document.querySelectorAll('.text .token')];
+            const places = [tokens.at(-1), document.getElementById('composer'), tokens[0]];
+            const [last, composer, first] = places.map(each => each.getBoundingClientRect());
+            return [last.bottom, composer.top, first.top];
+        }"""
+    )
+    assert above < 0 < bottom <= top, "what came last is above the composer, what came first has left the window"
+    page.click("#fresh")
+    here.expect(page.locator("#rounds")).to_have_text("–")
+    assert page.locator("#trees figure, article").count() == 0 and page.is_visible("#welcome")
+    here.ask("Hello")
+    here.until_done()
+    assert [message["role"] for message in here.asked()[-1]["messages"]] == ["user"]
 
 
 def test_what_the_model_writes_never_becomes_markup(visit: Open) -> None:
@@ -239,10 +264,10 @@ def test_a_key_is_asked_for_used_and_never_stored(visit: Open, locked: Cluster) 
     here.ask("Hello")
     here.until_done()
     assert "API key" in page.inner_text("article .complaint")
-    page.wait_for_function("document.activeElement.id === 'key'")
+    here.expect(page.locator("#key")).to_be_focused()
     page.keyboard.type("k3y-for-pages")
     page.keyboard.press("Tab")
-    page.wait_for_function("document.getElementById('model').textContent.includes('float32')")
+    here.expect(page.locator("#model")).to_contain_text("float32")
     here.ask("Hello again")
     here.until_done()
     assert here.texts()[0]

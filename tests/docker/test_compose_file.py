@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,20 @@ def test_device_ids_come_from_variables() -> None:
     assert device("verify-gpu2") == "['${OUTRIDER_VERIFY_GPU:-0}']"
     assert device("draft-gpu2") == "['${OUTRIDER_DRAFT_GPU:-1}']"
     assert device("draft-gpu1") == device("verify-gpu1") == device("verify-gpu2")
+
+
+def test_images_of_a_checkout_under_a_strict_umask_can_be_read_by_their_user(tmp_path: Path) -> None:
+    commands = re.findall(r"&& (find /opt/outrider .*)", DOCKERFILE)
+    assert len(commands) == len(OPTION_TYPES) and len(set(commands)) == 1
+    inner = tmp_path / "package" / "inner"
+    inner.mkdir(parents=True)
+    file = inner / "module.py"
+    file.touch(0o600)
+    for folder in (inner, inner.parent):
+        folder.chmod(0o700)
+    words = shlex.split(commands[0].replace("/opt/outrider", str(tmp_path)))
+    subprocess.run(words, check=True, timeout=60)
+    assert [path.stat().st_mode & 0o777 for path in (inner.parent, inner, file)] == [0o755, 0o755, 0o644]
 
 
 def test_every_variable_is_in_the_deployment_guide() -> None:

@@ -237,6 +237,14 @@ async def test_every_door_but_health_and_ready_wants_the_key(verify: ScriptedVer
         assert (await world.http.get(f"http://{metrics_address}/metrics")).status_code == 200
 
 
+@pytest.mark.parametrize(("options", "told"), [({}, True), ({"api_key": "correct-horse-battery"}, False)])
+async def test_a_rest_door_that_anybody_may_use_says_so(
+    verify: ScriptedVerify, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], told: bool
+) -> None:
+    async with open_world(verify, tmp_path, rest_address="0.0.0.0:0", **options):
+        assert ("whoever reaches 0.0.0.0:" in caplog.text) is told
+
+
 async def test_a_replica_with_another_tokenizer_is_not_used(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path) as world:
         verify.tokenizer_hash = "0" * 64

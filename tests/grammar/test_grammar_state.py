@@ -162,6 +162,20 @@ def test_a_grammar_whose_shared_memory_is_used_up_goes_on_with_a_fresh_one(
     assert compiled._pristine is not first, "the limit was never reached"
 
 
+def test_answers_that_shared_what_is_used_up_share_one_fresh_compilation(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_grammar(CHOICE, vocabulary)
+    states = [GrammarState(compiled) for _ in range(5)]
+    want, worn = legal(GrammarState(compiled)), [state._matcher for state in states]
+    real = GrammarState._try
+    monkeypatch.setattr(GrammarState, "_try", lambda self, path: None if self._matcher in worn else real(self, path))
+    made: list[Grammar] = []
+    monkeypatch.setattr(compiler, "compile_grammar", lambda *given: (made.append(given[0]), compile_grammar(*given))[1])
+    assert [legal(state) for state in states] == [want] * 5
+    assert made == [CHOICE]
+
+
 def test_an_answer_on_which_the_library_gives_up_has_an_error_and_no_mask(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> No
 
 async def test_nothing_is_decoded_for_who_may_not_call() -> None:
     seen: list[bytes] = []
-    handler = grpc.unary_unary_rpc_method_handler(_answer, request_deserializer=seen.append)
+    handler: Any = grpc.unary_unary_rpc_method_handler(_answer, request_deserializer=seen.append)
 
     async def found(details: Any) -> Any:
         return handler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import numpy as np
 import pytest
 from dialled_draft import THEIRS, Context, dialled, greet, stay
 
-from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, encode_draft
+from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
+from outrider.sampling.params import SamplingParams
+from outrider.tree.handshake import Terms
 from outrider.tree.messages import (
     Commit,
     Grow,
+    Open,
+    Pause,
 )
 from outrider.v1 import draft_pb2
+from verify_service.session import DraftSession
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
 
@@ -125,3 +133,24 @@ async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest
             events.sessions[-1].reset()
             await events.until(lambda count=count: len(events.sessions) == count + 1)  # type: ignore[misc]
     assert sum("dropped" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_all_requests_of_a_large_service_can_be_opened_anew() -> None:
+    """With all tokens of each they are more than a message may be."""
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, "{}" + " " * 60000)
+    opens = [Open(i, np.full(65536, i, np.int32), 9, SamplingParams(grammar=grammar), 8) for i in range(100)]
+    written: list[draft_pb2.DraftServiceSpeculateRequest] = []
+
+    class Call:
+        async def write(self, message: draft_pb2.DraftServiceSpeculateRequest) -> None:
+            written.append(message)
+
+    session = DraftSession("draft", Call(), Terms(), None, None)  # type: ignore[arg-type]
+    session.send([*opens, Pause(3)])
+    writer = asyncio.create_task(session.write())
+    while sum(len(message.events) for message in written) < 101:
+        await asyncio.sleep(0)
+    writer.cancel()
+    assert max(message.ByteSize() for message in written) < DEFAULT_MAX_MESSAGE_BYTES // 4
+    told = [one for message in written for one in decode_verify(message)]
+    assert [one.request for one in told] == [*range(100), 3]  # type: ignore[union-attr]

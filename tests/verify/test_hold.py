@@ -242,3 +242,91 @@ def test_credit_follows_what_rounds_take_and_stays_within_a_tree(peer: Peer) -> 
     for _ in range(40):
         last = peer.drafts.credit(peer.request, share=1, num_nodes=0)
     assert last == 16
+
+
+@pytest.mark.parametrize("delay", [0.03, 0.3])
+def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) -> None:
+    clock, longest, seconds = Clock(), 0.02, 0.033
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    port = Recorder()
+    drafts.connected(port)
+    asked = request([1, 2])
+    drafts.admit(asked)
+    link = drafts.link(asked)
+    assert link is not None
+    budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
+    policy = HoldPolicy(budget, longest, turns=True)
+    due, held = [(clock.now + delay, asked.committed_len)], 0.0
+
+    def advance(until: float) -> None:
+        while due and due[0][0] <= until:
+            clock.now, length = due.pop(0)
+            drafts.receive(port, [tree(link.number, length, length, [])], clock.now)
+        clock.now = until
+
+    for _ in range(200):
+        if link.expects and policy.seconds([link], 1, budget.choose(1, 1, link.mirror.log_probs)):
+            held += longest
+            advance(clock.now + longest)
+        drafts.launched(clock.now)
+        advance(clock.now + seconds)
+        asked.tokens.append(40)
+        follow(drafts, asked)
+        due.append((clock.now + delay, asked.committed_len))
+    assert 0 < held < 0.05 * 200 * seconds, "it is tried now and then"
+    delay = 0.001
+    due.clear()
+    for _ in range(20):
+        advance(clock.now + 0.002)
+        drafts.launched(clock.now)
+        asked.tokens.append(40)
+        follow(drafts, asked)
+        due.append((clock.now + delay, asked.committed_len))
+    assert link.expects, "one that is quick again is waited for again"
+
+
+def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    drafts.connected(Recorder())
+    asked = request([1, 2])
+    drafts.admit(asked)
+    link = drafts.link(asked)
+    assert link is not None and link.peer is not None and link.expects
+    typical = link.peer.health.misses.answer.typical
+    drafts.pause(asked)
+    clock.now += 60.0
+    drafts.launched(clock.now)
+    assert not link.expects and link.peer.health.misses.answer.typical == typical
+    drafts.resume(asked)
+    assert link.expects
+
+
+class Chatty(ThreadInbox):
+    """Always has something to say, and nothing that a round waits for, shortly before a wait is over."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def take(self, timeout: float | None) -> list[Action]:
+        if timeout is None:
+            return super().take(None)
+        self._clock.now += 0.95 * timeout
+        return [lambda: None]
+
+
+def test_no_round_waits_longer_than_it_may_however_often_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("verify_service.engine.time.monotonic", clock)
+    limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=0.02, lockstep=True)
+    engine = Engine(
+        FakeDevice(), Memory(64, PAGE_SIZE), CostModel([1e-3] * len(WIDTHS)), limits, Silence(), Chatty(clock)
+    )
+    engine.draft_connected(Recorder())
+    submit(engine)
+    engine._take_inbox(None)
+    engine._attend()
+    start = clock.now
+    _, held, _ = engine._choose(engine.scheduler.plan())
+    assert 0.019 < held <= clock.now - start <= 0.0201
