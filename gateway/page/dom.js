@@ -24,12 +24,12 @@ const MOST_QUOTED = 40;
 
 /** A token's text in at most `limit` signs, so that it can be seen: spaces, breaks and emptiness have signs, too. */
 export function visible(text, limit) {
-  return shortened(breaksShown(text).replaceAll(" ", "␣"), limit) || "end";
+  return shortened(breaksShown(text).replaceAll(" ", "␣"), limit) || "∅";
 }
 
-/** A token's text in quotes, for sentences. */
+/** A token's text in quotes, for sentences. The token that ends an answer has none, and half a character neither. */
 export function quoted(text) {
-  return text ? `“${shortened(breaksShown(text), MOST_QUOTED)}”` : "the end";
+  return text ? `“${shortened(breaksShown(text), MOST_QUOTED)}”` : "token without text";
 }
 
 const breaksShown = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");

@@ -5,7 +5,7 @@ import { element, quoted, shape, visible } from "./dom.js";
 const MOST_NODES = 24;
 const MOST_SIGNS = 12; // of a token's text in a box
 const SIGN = 6.8; // pixels: the width of a sign in page.css's font of the boxes
-const BOX = { height: 22, padding: 7, least: 30, letter: 14 };
+const BOX = { height: 22, padding: 7, least: 30, letter: 6 };
 const STEP = { x: 18, y: 29 }; // between boxes; from row to row
 const MARGIN = 4;
 
@@ -75,7 +75,7 @@ function placed(root) {
 }
 
 function boxWidth(node) {
-  return Array.from(label(node)).length * SIGN + 2 * BOX.padding + (node.drafter ? BOX.letter : 0);
+  return Array.from(label(node)).length * SIGN + 2 * BOX.padding + (node.drafter ? (letters(node.drafter).length + 1) * BOX.letter : 0);
 }
 
 /** The drawing and its caption, as a figure. */
@@ -110,12 +110,12 @@ function box({ node, x, y, width }) {
   const group = shape("g", { class: `node ${node.state}`, transform: `translate(${x} ${y})` });
   group.append(shape("title", {}, told(node)), shape("rect", { width, height: BOX.height, rx: 5 }));
   group.append(shape("text", { x: BOX.padding, y: 15 }, label(node)));
-  if (node.drafter) group.append(shape("text", { class: "by", x: width - 5, y: 15 }, letter(node.drafter)));
+  if (node.drafter) group.append(shape("text", { class: "by", x: width - 5, y: 15 }, letters(node.drafter)));
   return group;
 }
 
-/** The sign of a drafter in a node. */
-export const letter = (drafter) => drafter.slice(0, 1).toUpperCase();
+/** The letters of a drafter in a node: NS is ngram_shared. */
+export const letters = (drafter) => drafter.split("_").map((word) => word.slice(0, 1).toUpperCase()).join("");
 
 function told(node) {
   if (node.state === "root") return node.text === null ? "root: the prompt's last token" : `root: ${quoted(node.text)}`;

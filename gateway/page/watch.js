@@ -1,6 +1,6 @@
 // The column that watches one answer: figures, charts, and the trees of its latest rounds.
 
-import { asText, drawn, letter } from "./tree.js";
+import { asText, drawn, letters } from "./tree.js";
 import { beforePaint, byId, element, shape } from "./dom.js";
 
 const TREES = 3;
@@ -68,7 +68,7 @@ export class Watch {
     byId("accepted").textContent = numDrafts ? `${numAccepted} of ${numDrafts}` : "–";
     byId("rounds").textContent = String(rounds.length || "–");
     const parts = [...answer.byDrafter()].map(
-      ([name, [guessed, hits]]) => `${letter(name)} is ${name}: ${hits} of ${guessed} accepted`,
+      ([name, [guessed, hits]]) => `${letters(name)} is ${name}: ${hits} of ${guessed} accepted`,
     );
     byId("drafters").textContent = parts.join("; ");
   }

@@ -89,6 +89,13 @@ def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
     said = figure.locator(".node title").all_text_contents()
     items = page.locator("#tree-text li").evaluate_all("all => all.map(each => each.firstChild.textContent)")
     assert sorted(said) == sorted(items), "the text tells what is drawn"
+    crossed = nodes.evaluate_all(
+        """all => all.filter(node => {
+            const [text, by] = [...node.querySelectorAll('text')].map(each => each.getBBox());
+            return text.x + text.width > (by ? by.x : node.querySelector('rect').getBBox().width);
+        }).length"""
+    )
+    assert crossed == 0, "every token has room in its box"
     page.click(".text .token >> nth=0")
     here.expect(figure).to_have_attribute("data-round", "0")
     page.click("#live")

@@ -30,7 +30,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 def start_draft(stack: ExitStack, **options: object) -> Cluster:
-    return stack.enter_context(Cluster(draft=DraftOptions(**options), services=("draft",)))  # type: ignore[arg-type]
+    # Alone it is told of no target, and AUTO would take the head of the default one.
+    given = DraftOptions(**{"speculative_algorithm": ("NGRAM",)} | options)  # type: ignore[arg-type]
+    return stack.enter_context(Cluster(draft=given, services=("draft",)))
 
 
 def start_verify(stack: ExitStack, folder: Path, *drafts: str) -> Cluster:
