@@ -53,6 +53,7 @@ async def test_a_process_serves_tells_its_metrics_and_drains_on_sigterm(tmp_path
     ready = tmp_path / "ready.json"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "draft_service", "--address", f"unix:{tmp_path / 'draft.sock'}"),
+        "--speculative-algorithm=NGRAM",
         *("--metrics-address", "127.0.0.1:0", "--ready-file", str(ready)),
         stderr=asyncio.subprocess.PIPE,
     )
