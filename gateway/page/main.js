@@ -155,7 +155,7 @@ class Page {
     const whole = ended.every(Boolean);
     const answers = [turn.drafted.answer, turn.plain.answer];
     const found = verdict(...answers, { dtype: this.model?.dtype, whole });
-    turn.judge(found, whole ? speedup(...answers, order) : "");
+    this.#following(() => turn.judge(found, whole ? speedup(...answers, order) : ""));
     this.speech.say(found.text);
   }
 
@@ -170,7 +170,7 @@ class Page {
         this.#following(() => view.add(fresh));
         if (watched) this.watch.grew();
       }
-      view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : "");
+      this.#following(() => view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : ""));
       if (watched) this.speech.end(`The answer is complete: ${view.note.textContent}.`);
       return true;
     } catch (error) {

@@ -118,6 +118,8 @@ def test_both_texts_are_equal_in_float32(visit: Open, order: str, temperature: f
     assert here.page.get_attribute(".verdict", "class") == "verdict equal"
     assert "Equal: both texts are the same" in here.page.inner_text(".verdict")
     assert here.page.locator(".answer:nth-child(2) .token:not(.plain)").count() == 0
+    places = [here.page.locator(selector).bounding_box() for selector in (".verdict", "#composer")]
+    assert places[0]["y"] + places[0]["height"] <= places[1]["y"], "the verdict is in view"
     picture(here.page, f"equal_{order}")
 
 
@@ -184,7 +186,7 @@ def test_the_newest_token_stays_in_view_and_a_new_chat_begins_empty(visit: Open,
     )
     assert above < 0 < bottom <= top, "what came last is above the composer, what came first has left the window"
     page.click("#fresh")
-    here.expect(page.locator("#rounds")).to_have_text("–")
+    here.expect(page.locator("#rounds")).to_have_text("\N{EN DASH}")
     assert page.locator("#trees figure, article").count() == 0 and page.is_visible("#welcome")
     here.ask("Hello")
     here.until_done()

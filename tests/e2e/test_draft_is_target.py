@@ -11,7 +11,7 @@ from harness import Answer, make_engine, run_all, tiny_model
 from in_process_draft import InProcessDraft, drafter_of
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, ForwardBatch, TokenBatch
+from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.models.base import CausalLM
@@ -124,7 +124,7 @@ class NotingHead(StandaloneDraft):
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
-        assert features is not None and isinstance(batch, ForwardBatch)
+        assert features is not None
         chosen = self.model.logits(features).argmax(1)
         for place, position in enumerate(batch.positions.tolist()):
             if features[place].any():
