@@ -24,7 +24,8 @@ from outrider.training.target import Target
 from outrider.training.texts import TextBatch, Texts
 from outrider.training.trainer import Trainer
 
-OPTIONS = TrainerOptions(steps=4, batch_tokens=130, unroll=2, learning_rate=1e-2, packed=True)
+OPTIONS = TrainerOptions(steps=4, batch_tokens=130, unroll=2, optimizer="adamw", learning_rate=1e-2, packed=True)
+"""AdamW: Muon makes much of last bits, which sums of two ranks round otherwise than one process."""
 
 
 class Calibrated(Eagle3Learner):
