@@ -4,6 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 export PYTHON TORCH_INDEX
 bin := .venv/bin
+# Processes that tests run in, a file at a time.
+WORKERS ?= 2
 
 .PHONY: help demo test up chat setup setup-dev check format stubs options clean
 
@@ -14,9 +16,9 @@ help: ## Show this list.
 demo: setup ## Set up, start all three services, stream an answer, stop them.
 	@$(bin)/outrider demo $(ARGS)
 
-test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some.
+test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some, WORKERS=0 runs one after the other.
 	@$(bin)/outrider models pull
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 up: setup ## Run all three services until Ctrl-C.
 	@$(bin)/outrider up $(ARGS)

@@ -18,11 +18,8 @@ from soak import settle
 CLIENTS = 4
 QUICK = {
     "draft_flapping",
-    "client_vanishes",
     "gateway_drained",
-    "messages_garbage",
     "messages_hostile",
-    "tokens_foreign",
     "proxy_cut",
 }
 LINKABLE = Link.possible()

@@ -34,6 +34,8 @@ from outrider.v1.verify_pb2_grpc import VerifyServiceStub
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 from certificates import Authority, replace
 
+pytestmark = pytest.mark.slow
+
 KEY = "client-key-1f0c"
 VERIFY_TOKEN = "verify-token-77aa"
 DRAFT_TOKEN = "draft-token-90bd"
