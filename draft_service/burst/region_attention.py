@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.folded import folded_attention
+from outrider.attention.heads import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary, rotate
+from outrider.layers.rotary import Rotary
 
 
 @dataclass(slots=True)
@@ -55,7 +56,8 @@ class RegionAttention(AttentionBackend):
         """See AttentionBackend. Raises TypeError for another batch than a step's."""
         if not isinstance(batch, StepBatch):
             raise TypeError(f"{type(batch).__name__} is no step of a burst")
-        return _Plan(batch, kv, num_heads, rotary.angles(batch.positions, kv.k.dtype), self._held, self._lengths)
+        split = HeadSplit(batch, kv, num_heads, rotary)
+        return _Plan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
 
 
 class _Plan(AttentionPlan):
@@ -63,26 +65,21 @@ class _Plan(AttentionPlan):
         self,
         batch: StepBatch,
         kv: KVCache,
-        num_heads: int,
-        angles: tuple[Tensor, Tensor],
+        split: HeadSplit,
+        per_kv_head: int,
         held: Sequence[Sequence[tuple[Tensor, Tensor]]],
         lengths: Sequence[int],
     ) -> None:
         self._batch = batch
         self._kv = kv
-        self._sizes = (num_heads, kv.k.shape[2])
-        self._angles = angles
+        self._split = split
         self._held = held
         self._places = [part.slots + lengths[part.row] for part in batch.rows]
-        self._masks = [part.mask.repeat(num_heads // kv.k.shape[2], 1) for part in batch.rows]
+        self._masks = [part.mask.repeat(per_kv_head, 1) for part in batch.rows]
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
         """See AttentionPlan."""
-        num_heads, num_kv_heads = self._sizes
-        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        if qk_norm is not None:
-            qk = qk_norm(qk)
-        q, k = rotate(qk, *self._angles).split(self._sizes, 1)
+        q, k, v = self._split(heads, qk_norm)
         self._kv.write(layer, self._batch.kv_slots, k, v)
         outputs, first = [], 0
         for part, places, mask in zip(self._batch.rows, self._places, self._masks, strict=True):
@@ -90,25 +87,10 @@ class _Plan(AttentionPlan):
             keys, values = self._held[part.row][layer]
             keys.index_copy_(1, places, k[first:end].transpose(0, 1))
             values.index_copy_(1, places, v[first:end].transpose(0, 1))
-            outputs.append(_attend(q[first:end], keys, values, mask))
+            seen_keys, seen_values = (held[:, : mask.shape[1]].unsqueeze(0) for held in (keys, values))
+            outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask))
             first = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [n, H, D] over keys and values [K, L', D], mask [H / K * n, L] for L <= L' of them -> [n, H * D]."""
-    count, num_heads, head_dim = q.shape
-    num_kv_heads, length = keys.shape[0], mask.shape[1]
-    per_kv_head = num_heads // num_kv_heads
-    folded = q.view(count, num_kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3)
-    output = scaled_dot_product_attention(
-        folded.reshape(1, num_kv_heads, per_kv_head * count, head_dim),
-        keys[:, :length].unsqueeze(0),
-        values[:, :length].unsqueeze(0),
-        attn_mask=mask,
-    )
-    heads = output.view(num_kv_heads, per_kv_head, count, head_dim).permute(2, 0, 1, 3)
-    return heads.reshape(count, num_heads * head_dim)
 
 
 def _gather(kv: KVCache, layer: int, context: Tensor, region: slice) -> tuple[Tensor, Tensor]:

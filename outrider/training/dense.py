@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.rope import rope_write, rotary_angles
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.heads import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary, rotate
+from outrider.layers.rotary import Rotary
 from outrider.models.base import CausalLM
-from outrider.training.packed_attention import Spans, causal_attention
 
 
 @dataclass(slots=True)
@@ -32,73 +31,26 @@ class DenseAttention(AttentionBackend):
         """See AttentionBackend."""
         if not isinstance(batch, DenseBatch):
             raise ValueError("dense attention needs a dense batch")
-        return _DensePlan(batch.num_rows, num_heads, rotary.angles(batch.positions, kv.k.dtype))
+        return _DensePlan(batch.num_rows, HeadSplit(batch, kv, num_heads, rotary))
 
 
 class _DensePlan(AttentionPlan):
-    def __init__(self, num_rows: int, num_heads: int, angles: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, num_rows: int, split: HeadSplit) -> None:
         self._num_rows = num_rows
-        self._num_heads = num_heads
-        self._angles = angles
+        self._split = split
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
         """See AttentionPlan."""
-        num_tokens, all_heads, head_dim = heads.shape
-        num_kv_heads = (all_heads - self._num_heads) // 2
-        qk, v = heads.split((self._num_heads + num_kv_heads, num_kv_heads), 1)
-        if qk_norm is not None:
-            qk = qk_norm(qk)
-        q, k = rotate(qk, *self._angles).split((self._num_heads, num_kv_heads), 1)
         # Padding follows what it pads, so causality alone hides it.
-        q, k, v = (
-            part.reshape(self._num_rows, -1, part.shape[1], head_dim).transpose(1, 2).contiguous() for part in (q, k, v)
-        )
-        output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return output.transpose(1, 2).reshape(num_tokens, -1)
+        return dense_attention(*self._split(heads, qk_norm), self._num_rows)
 
 
-@dataclass(slots=True)
-class SpanBatch(TokenBatch):
-    """Sequences one after the other, without padding between them."""
-
-    spans: Spans
-
-
-class SpanAttention(AttentionBackend):
-    """Causal attention within each sequence of a SpanBatch; of KV, only a layer's own is kept."""
-
-    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend."""
-        if not isinstance(batch, SpanBatch):
-            raise ValueError("attention over spans needs a batch of spans")
-        return _SpanPlan(batch, kv, num_heads, rotary)
-
-
-class _SpanPlan(AttentionPlan):
-    def __init__(self, batch: SpanBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
-        self._spans = batch.spans
-        self._num_heads = num_heads
-        num_tokens = batch.token_ids.shape[0]
-        shape = (num_tokens, *kv.k.shape[2:])
-        self._k, self._v = (torch.empty(shape, dtype=kv.k.dtype, device=kv.k.device) for _ in range(2))
-        self._slots = torch.arange(num_tokens, dtype=torch.int32, device=kv.k.device)
-        self._angles = rotary_angles(batch.positions.to(torch.int32), rotary.half_frequencies, rotary.scale)
-
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
-        """See AttentionPlan."""
-        weight, eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
-        k, v = self._k, self._v
-        q = rope_write(heads, *self._angles, self._slots, k, v, self._num_heads, weight, eps, pdl=False)
-        return causal_attention(q, k, v, self._spans).flatten(1)
-
-
-def span_states(
-    model: CausalLM, token_ids: Tensor, spans: Spans, feature_layers: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """As `target_states`, for tokens int64 [M] of sequences one after the other: [M, layers * hidden], [M, hidden]."""
-    batch = SpanBatch(token_ids, spans.positions, spans)
-    hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(), feature_layers)
-    return torch.cat(layers, 1), hidden.clone()
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_rows: int) -> Tensor:
+    """Causal within each of `num_rows` sequences of equal length: q [M, H, D], k and v [M, KVH, D] to [M, H * D]."""
+    num_tokens = q.shape[0]
+    q, k, v = (part.reshape(num_rows, -1, *part.shape[1:]).transpose(1, 2).contiguous() for part in (q, k, v))
+    output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2).reshape(num_tokens, -1)
 
 
 def target_states(model: CausalLM, token_ids: Tensor, feature_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -111,7 +63,7 @@ def target_states(model: CausalLM, token_ids: Tensor, feature_layers: Sequence[i
     num_rows, width = token_ids.shape
     positions = torch.arange(width, device=token_ids.device).repeat(num_rows)
     batch = DenseBatch(token_ids.reshape(-1), positions, num_rows)
-    # Nothing is written to the cache, which tells its dtype alone.
+    # Nothing is written to the cache, which tells its heads and dtype alone.
     hidden, layers = model.forward_with_features(batch, model.new_kv(1), DenseAttention(), feature_layers)
     # Copies: autograd refuses to keep tensors that inference mode made.
     return torch.cat(layers, 1).view(num_rows, width, -1), hidden.clone().view(num_rows, width, -1)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
-from outrider.training.decoder import Layer, matrix
+from outrider.training.channels import channel_sizes, levelling_weight
+from outrider.training.decoder import MLP_NORM, Layer, llama_layer, matrix
 from outrider.training.feature_head import FeatureHead
 
-# The least that a channel counts for, so that one without content is not blown up.
-MIN_SCALE = 1e-3
 # Of what a new head adds to its stream, against the target's features.
 START_SIZE = 0.3
 
@@ -31,10 +29,8 @@ class EagleHead(FeatureHead):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        # Public heads have a Llama's layer, whatever the target's is.
-        plain = replace(config, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False)
         self.fc = matrix(2 * hidden, hidden)
-        self.layer = Layer(plain, input_norm=False)
+        self.layer = Layer(llama_layer(config), (MLP_NORM,))
         with torch.no_grad():
             # What a random head says with conviction costs the first steps much.
             for part in (self.fc, self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
@@ -46,18 +42,14 @@ class EagleHead(FeatureHead):
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
         """See FeatureHead."""
         for scale, rows in ((self.feature_scale, features), (self.token_scale, embedded)):
-            scale.copy_(rows.float().square().mean(0).sqrt().clamp_(min=MIN_SCALE))
-        # The norm before the MLP divides by one number for all channels; its weight makes them alike.
-        self.layer.post_attention_layernorm.weight.copy_(self.feature_scale.square().mean().sqrt() / self.feature_scale)
+            scale.copy_(channel_sizes(rows))
+        self.layer.post_attention_layernorm.weight.copy_(levelling_weight(self.feature_scale))
 
-    def enter(self, embedded: Tensor, feature: Tensor, first: bool) -> Tensor:
+    def enter(self, embedded: Tensor, feature: Tensor, first: bool) -> tuple[Tensor, Tensor]:
         """See FeatureHead."""
         scaled = torch.cat([embedded / self.token_scale, feature / self.feature_scale], -1)
-        return self._grown(self.fc(scaled.to(feature.dtype)))
-
-    def attention_rows(self, stream: Tensor) -> Tensor:
-        """See FeatureHead."""
-        return (stream / self.feature_scale).to(stream.dtype)
+        stream = self._grown(self.fc(scaled.to(feature.dtype)))
+        return stream, (stream / self.feature_scale).to(stream.dtype)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """See FeatureHead."""

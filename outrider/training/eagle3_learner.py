@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.training.compiling import compiler
-from outrider.training.dense import span_states, target_states
+from outrider.training.dense import target_states
 from outrider.training.eagle3 import Eagle3Head
 from outrider.training.eagle3_packed import PackedUnroll, pick_rows
 from outrider.training.loss import Teaching, Wanted
 from outrider.training.options import TrainerOptions
 from outrider.training.packed_attention import Spans
+from outrider.training.packed_states import span_states
 from outrider.training.target import Target
 from outrider.training.texts import TextBatch
 

@@ -45,7 +45,11 @@ class Generator:
         self._model = model
         self._attention = TritonAttention()
         torch.manual_seed(seed)
-        self._decoder = Decoder(model, self._attention, num_rows, max_length, stop_ids)
+        self._decoder = self._make_decoder(num_rows, max_length, stop_ids)
+
+    def _make_decoder(self, num_rows: int, max_length: int, stop_ids: Sequence[int]) -> Decoder:
+        """Called once, when model and attention are there."""
+        return Decoder(self._model, self._attention, num_rows, max_length, stop_ids)
 
     def run(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.stored import MTP_PREFIX
+from outrider.training.channels import channel_sizes, levelling_weight
 from outrider.training.decoder import Layer, Norm, matrix
 from outrider.training.feature_head import FeatureHead
 
@@ -29,28 +30,21 @@ class MtpHead(FeatureHead):
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
         """See FeatureHead. Norms of inputs begin where all channels come out alike, the last one at their sizes."""
         for norm, rows in ((self.hidden_layernorm, features), (self.token_layernorm, embedded)):
-            size = rows.float().square().mean(0).sqrt().clamp_(min=1e-3)
-            norm.weight.copy_(size.square().mean().sqrt() / size)
-        self.final_layernorm.weight.copy_(features.float().square().mean(0).sqrt())
+            norm.weight.copy_(levelling_weight(channel_sizes(rows)))
+        self.final_layernorm.weight.copy_(channel_sizes(features, least=0.0))
 
-    def enter(self, embedded: Tensor, feature: Tensor, first: bool) -> Tensor:
+    def enter(self, embedded: Tensor, feature: Tensor, first: bool) -> tuple[Tensor, Tensor]:
         """See FeatureHead."""
         tokens = self.token_layernorm(embedded)
         if first:
             # The first pair of a sequence has no token, as in the engines that serve this head.
             tokens = tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device)[:, None] == 0, 0.0)
         stream: Tensor = self.input_proj(torch.cat([self.hidden_layernorm(feature), tokens], -1))
-        return stream
-
-    def attention_rows(self, stream: Tensor) -> Tensor:
-        """See FeatureHead."""
-        rows: Tensor = self.layer.input_layernorm(stream)
-        return rows
+        return stream, self.layer.input_layernorm(stream)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """See FeatureHead."""
-        stream = stream + self.layer.self_attn.output(attended)
-        output: Tensor = self.final_layernorm(stream + self.layer.mlp(self.layer.post_attention_layernorm(stream)))
+        output: Tensor = self.final_layernorm(self.layer.finish(stream, attended))
         return output
 
     def public_state(self) -> dict[str, Tensor]:

@@ -7,17 +7,13 @@ position b. A root is a token of the text; its row and the rows of its tree see 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
-from outrider.cache.kv import KVCache
-from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary, rotate
+from outrider.attention.base import TokenBatch
 from outrider.models.drafters.base import DraftModel
+from outrider.training.rollout_attention import BranchAttention, BranchBatch, TextAttention
 
 # Logits that are in memory at a time.
 CHUNK_LOGITS = 2**27
@@ -38,11 +34,11 @@ class TextDraft:
         self.token_ids = token_ids
         self.offset = 0 if features is None else 1
         self.features = None if features is None else model.project(features)
-        self.attention = _TextAttention()
+        self.attention = TextAttention()
         tokens = token_ids[self.offset :]
         batch = TokenBatch(tokens, torch.arange(tokens.shape[0], device=tokens.device))
         before = None if self.features is None else self.features[:-1]
-        # Nothing is written to the cache, which tells its dtype alone.
+        # Nothing is written to the cache, which tells its heads and dtype alone.
         self.rows, self.child_features = model.forward(batch, before, model.new_kv(1), self.attention)
         """What `logits` takes, and what children take as features, of every row of the text."""
 
@@ -66,7 +62,7 @@ class Branches:
         """`roots` int64 [R], places in the text, at least `draft.offset`."""
         self._draft = draft
         self._bases = roots - draft.offset
-        self._attention = _BranchAttention(draft.attention)
+        self._attention = BranchAttention(draft.attention)
         self._depth = 0
 
     @property
@@ -90,104 +86,6 @@ class Branches:
             rows for `logits`, and features for the nodes' children.
         """
         bases = self._bases[owners]
-        batch = _BranchBatch(tokens, bases + self._depth, bases, parents)
+        batch = BranchBatch(tokens, bases + self._depth, bases, parents)
         self._depth += 1
         return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self._attention)
-
-
-class _TextAttention(AttentionBackend):
-    """Causal attention over the text. Keeps keys and values of all layers, each [T, kv_heads, head_dim]."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend."""
-        return _TextPlan(self, num_heads, rotary.angles(batch.positions, kv.k.dtype))
-
-
-class _Plan(AttentionPlan):
-    def __init__(self, num_heads: int, angles: tuple[Tensor, Tensor]) -> None:
-        self._num_heads = num_heads
-        self._angles = angles
-
-    def _split(self, heads: Tensor, qk_norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q and k, and v."""
-        num_kv_heads = (heads.shape[1] - self._num_heads) // 2
-        qk, v = heads.split((self._num_heads + num_kv_heads, num_kv_heads), 1)
-        if qk_norm is not None:
-            qk = qk_norm(qk)
-        q, k = rotate(qk, *self._angles).split((self._num_heads, num_kv_heads), 1)
-        return q, k, v
-
-
-class _TextPlan(_Plan):
-    def __init__(self, backend: _TextAttention, num_heads: int, angles: tuple[Tensor, Tensor]) -> None:
-        super().__init__(num_heads, angles)
-        self._backend = backend
-
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
-        """See AttentionPlan."""
-        q, k, v = self._split(heads, qk_norm)
-        self._backend.kept[layer] = (k.contiguous(), v.contiguous())
-        q, k, v = (part.transpose(0, 1).unsqueeze(0).contiguous() for part in (q, k, v))
-        output = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return output[0].transpose(0, 1).reshape(heads.shape[0], -1)
-
-
-@dataclass(slots=True)
-class _BranchBatch(TokenBatch):
-    """`bases` int64 [N], how many rows of the text each node sees; `parents` as in `Branches.run`."""
-
-    bases: Tensor
-    parents: Tensor
-
-
-class _BranchAttention(AttentionBackend):
-    """Attention of nodes to the text before their root, and to the path from there to them."""
-
-    def __init__(self, text: _TextAttention) -> None:
-        self.text = text
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
-
-    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend."""
-        if not isinstance(batch, _BranchBatch):
-            raise ValueError("nodes below a text's roots need a batch that says where they stand")
-        return _BranchPlan(self, batch, num_heads, rotary.angles(batch.positions, kv.k.dtype))
-
-
-class _BranchPlan(_Plan):
-    def __init__(
-        self, backend: _BranchAttention, batch: _BranchBatch, num_heads: int, angles: tuple[Tensor, Tensor]
-    ) -> None:
-        super().__init__(num_heads, angles)
-        self._backend = backend
-        self._batch = batch
-        length = backend.text.kept[0][0].shape[0]
-        self._hidden = torch.arange(length, device=batch.bases.device) >= batch.bases.unsqueeze(1)
-
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
-        """See AttentionPlan."""
-        q, k, v = self._split(heads, qk_norm)
-        text_k, text_v = self._backend.text.kept[layer]
-        own_k, own_v = self._extend(layer, k, v)
-        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-        scale = q.shape[-1] ** -0.5
-        text = torch.einsum("nkgd,tkd->nkgt", q, text_k).float() * scale
-        text = text.masked_fill_(self._hidden[:, None, None], float("-inf"))
-        own = torch.einsum("nkgd,nkjd->nkgj", q, own_k).float() * scale
-        weights = torch.cat([text, own], -1).softmax(-1).to(v.dtype)
-        text, own = weights.split((text.shape[-1], own.shape[-1]), -1)
-        found = torch.einsum("nkgt,tkd->nkgd", text, text_v) + torch.einsum("nkgj,nkjd->nkgd", own, own_v)
-        return found.flatten(1)
-
-    def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes' own keys and values behind those of their parents."""
-        before = self._backend.own.get(layer)
-        k, v = k.unsqueeze(2), v.unsqueeze(2)
-        if before is not None:
-            k, v = (torch.cat([old[self._batch.parents], new], 2) for old, new in zip(before, (k, v), strict=True))
-        self._backend.own[layer] = (k, v)
-        return k, v

@@ -13,8 +13,9 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
+from outrider.training.decoder import matrix
 from outrider.training.dense import target_states
-from outrider.training.eagle3 import Eagle3Head
+from outrider.training.eagle3 import Eagle3Head, HeadShape
 from outrider.training.export import export_drafter, head_config
 from outrider.training.target import Target
 
@@ -40,6 +41,25 @@ def test_draft_ids_and_target_ids_are_inverse(head: Eagle3Head) -> None:
     assert torch.equal(head.draft_ids[head.target_ids], torch.arange(200))
     assert int((head.draft_ids >= 0).sum()) == 200
     assert torch.equal(head.t2d.nonzero().squeeze(1), head.target_ids)
+
+
+def test_a_seed_gives_the_same_weights_and_states_on_disk_the_same_numbers(target: Target) -> None:
+    shape = HeadShape(replace(target.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True), 200, (1, 2))
+    torch.manual_seed(1)
+    head = Eagle3Head(shape, torch.arange(200))
+    matrices = [
+        "fc",
+        *(f"midlayer.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"midlayer.mlp.{name}_proj" for name in ("gate", "up", "down")),
+        "lm_head",
+    ]
+    torch.manual_seed(1)
+    for name in matrices:
+        weight = head.get_parameter(f"{name}.weight")
+        assert torch.equal(weight, matrix(weight.shape[1], weight.shape[0]).weight), name
+    norms = [f"midlayer.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    names = [name.removesuffix(".weight") for name, _ in head.named_parameters()]
+    assert names == [*matrices[:-1], *norms, "norm", "lm_head"]
 
 
 def test_exported_head_has_public_names_and_gives_the_same_logits(
