@@ -31,7 +31,6 @@ from outrider.attention.frontier import (
 from outrider.device import put
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
-from outrider.sampling.noise import DEFAULT_TAU
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 from outrider.tree.messages import Features
@@ -71,7 +70,6 @@ class RunnerOptions:
     vocab_limit: int = 0
     """Target ids from here on are never proposed; 0 allows all that the model knows."""
     rank_by_noise: bool = True
-    tau: float = DEFAULT_TAU
     use_graphs: bool = True
 
 

@@ -60,7 +60,7 @@ class TorchRunner(Runner):
     def _make_proposer(self) -> HostProposer:
         model, options = self._model, self.options
         limits = (model.vocab_size, self._vocab_limit)
-        return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, options.tau)
+        return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: Pending) -> None:
         """Left to `_settle`: the host may first pass on what the burst before brought."""

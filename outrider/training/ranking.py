@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.gumbel import gumbel as device_gumbel
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.noise import DEFAULT_TAU, gumbel
+from outrider.sampling.noise import gumbel
 
 
 class Ranking:
@@ -19,22 +19,23 @@ class Ranking:
 
     def __init__(self, model: DraftModel, temperature: float, seed: int, num_positions: int) -> None:
         """`num_positions` bounds the positions of candidates; `seed` and choice 0 key the noise."""
-        self._temperature = temperature
+        self._divisor, self._tau, noisy = model.edge_scale.columns(temperature, True)
         ids = torch.arange(model.vocab_size, device=model.device) if model.target_ids is None else model.target_ids
         self._target_ids = ids.long()
         self._whole = model.target_ids is None
-        self._noise = self._draw(seed, num_positions) if temperature > 0 else None
+        self._noise = self._draw(seed, num_positions) if noisy else None
 
     def edges(self, logits: Tensor, positions: Tensor) -> Tensor:
         """float32 [N, V], at most 0; `logits` [N, V] may be overwritten. `positions` [N] are the candidates' own."""
+        logits = logits.div_(self._divisor)
         if self._noise is not None:
-            logits = logits.div_(self._temperature).add_(self._noise[positions]).div_(DEFAULT_TAU)
+            logits = logits.add_(self._noise[positions]).div_(self._tau)
         return logits.log_softmax(-1)
 
     def best(self, logits: Tensor, positions: Tensor) -> Tensor:
         """int64 [N], the target's id of the best candidate."""
         if self._noise is not None:
-            logits = logits.div_(self._temperature).add_(self._noise[positions])
+            logits = logits.div_(self._divisor).add_(self._noise[positions])
         return self._target_ids[logits.argmax(-1)]
 
     def target_id(self, draft_ids: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from draft_service.burst.plan import (
     Seeds,
 )
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.noise import DEFAULT_TAU, gumbel
+from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 
 
@@ -275,9 +275,10 @@ class Host:
         sampling = self.requests[node.row].sampling
         mapped = self.model.target_ids
         ids = np.arange(len(logits)) if mapped is None else mapped.cpu().numpy()
-        if sampling.temperature:
+        scale, temperature = self.model.edge_scale, sampling.temperature
+        if temperature:
             noise = gumbel(sampling.seed, sampling.choice_index, node.position + 1, ids)
-            logits = (logits / sampling.temperature + torch.from_numpy(noise)) / DEFAULT_TAU
+            logits = scale.log_q * logits + scale.noise * temperature * torch.from_numpy(noise)
         scores, order = logits.log_softmax(-1).sort(descending=True)
         count = self.runner.shape.branching
         return ids[order[:count].numpy()].tolist(), scores[:count].numpy()

@@ -35,7 +35,8 @@ class NaiveDraft:
         self.features = None if features is None else model.project(features)
         self.kv = model.new_kv(8000)
         self.used = 0
-        self.proposer = HostProposer(1, model.vocab_size, model.target_vocab_size, model.target_ids)
+        limits = (model.vocab_size, model.target_vocab_size)
+        self.proposer = HostProposer(1, *limits, model.target_ids, scale=model.edge_scale)
         self.proposer.admit(0, params)
         slots: list[int] = []
         self.true: dict[int, Node] = {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
+from outrider.sampling.edge_scale import PLAIN_SCALE
 
 
 class DraftModel(ABC):
@@ -37,6 +38,8 @@ class DraftModel(ABC):
     num_layers the last layer's output, num_layers + 1 that output after the final norm. Empty without features."""
     feature_size: int
     """Width of a feature as `forward` takes it, after `project`; 0 without features."""
+    edge_scale = PLAIN_SCALE
+    """How its candidates are scored."""
 
     @abstractmethod
     def forward(

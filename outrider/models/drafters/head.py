@@ -12,6 +12,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import HeadConfig
+from outrider.sampling.edge_scale import HEAD_SCALE
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
@@ -21,6 +22,8 @@ class DraftHead(DraftModel):
 
     Subclasses append to `layers`. `target_ids` None or int32 [num_ids] says which ids the output matrix has rows for.
     """
+
+    edge_scale = HEAD_SCALE
 
     def __init__(
         self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
