@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.chat_template import ChatTemplateError
-from gateway.request import GenerateRequest, Job
+from gateway.request import Chat, GenerateRequest, Job
 from gateway.tokenizer import Tokenizer
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from outrider.sampling.params import SamplingParams
 
 _INLINE_CHARACTERS = 4096
-"""Texts up to here are tokenized in the event loop (well under a millisecond), longer ones in a thread."""
+"""Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
 
 FieldNames = Mapping[str, str]
 """What a door calls the fields of the internal request, where the names differ."""
@@ -52,6 +52,8 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
     check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     prompt_field, prompt = await _prompt(request, model, names)
+    # First: of a prompt that is much too long nothing more is looked at.
+    max_tokens = _fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names)
     check_ids(prompt, model.vocab_size, prompt_field)
     return Job(
         request_id=request_id,
@@ -71,7 +73,7 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
         ),
         grammar_field=names.get("grammar", ""),
         n=request.n or 1,
-        max_tokens=_fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names),
+        max_tokens=max_tokens,
         stop=tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
@@ -92,7 +94,7 @@ async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldName
     text = request.prompt or ""
     if request.chat is not None:
         field = names.get("chat.messages", "chat.messages")
-        text = render_chat([m.model_dump() for m in request.chat.messages], model, field)
+        text = await _conversation(request.chat, model, field)
     _check_size(text, model, field)
     # A chat template writes the beginning-of-sequence token itself.
     plain = request.chat is None
@@ -103,6 +105,13 @@ async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldName
     if not token_ids:
         raise InvalidRequestError(field, "has no tokens", "send text that the tokenizer knows")
     return field, token_ids
+
+
+async def _conversation(chat: Chat, model: ServedModel, field: str) -> str:
+    messages = [message.model_dump() for message in chat.messages]
+    if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
+        return render_chat(messages, model, field)
+    return await asyncio.to_thread(render_chat, messages, model, field)
 
 
 def render_chat(

@@ -42,6 +42,11 @@ class ByteDetokenizer(Detokenizer):
         return self._decoder.decode(b"", True)
 
 
+_MAX_HELD = 16
+"""Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
+_CHARACTER_TOKENS = 4
+
+
 class WindowDetokenizer(Detokenizer):
     """For every other vocabulary: decodes a short window of tokens twice and takes the difference.
 
@@ -74,9 +79,23 @@ class WindowDetokenizer(Detokenizer):
         if self._is_byte(token_id):
             return ""
         text = self._new_text()
-        if not text or text.endswith("\ufffd"):
+        if not text:
             return ""
-        self._context, self._pending = self._pending, []
+        if not text.endswith("\ufffd"):
+            return self._emit(len(self._pending), text)
+        cut = self._cut() if len(self._pending) > _MAX_HELD else 0
+        return self._emit(cut, self._new_text(cut)) if cut else ""
+
+    def _cut(self) -> int:
+        """How many pending tokens are final though the character behind them is not: bytes may still be part of it."""
+        # A model that says U+FFFD for ever would else have all of it decoded again for each token.
+        cut = len(self._pending) - _CHARACTER_TOKENS
+        while cut and self._is_byte(self._pending[cut - 1]):
+            cut -= 1
+        return cut
+
+    def _emit(self, number: int, text: str) -> str:
+        self._context, self._pending = self._pending[:number], self._pending[number:]
         self._context_text = self._decode(self._context)
         return text
 
@@ -86,6 +105,7 @@ class WindowDetokenizer(Detokenizer):
         self._pending = []
         return text
 
-    def _new_text(self) -> str:
-        text = self._decode(self._context + self._pending)
+    def _new_text(self, number: int | None = None) -> str:
+        """Text of the first `number` pending tokens, or of all."""
+        text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""

@@ -50,9 +50,8 @@ class Gate:
     @contextmanager
     def enter(self) -> Iterator[Ticket]:
         """Lets a request in. Raises UnavailableError while draining, OverloadedError when full."""
-        if self.draining:
-            raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
-        ticket = Ticket(self, client.get().partition("/")[0])
+        ticket = Ticket(self, _key())
+        self.check()
         self.take(1, ticket.key)
         self.num_requests += 1
         self._empty.clear()
@@ -65,12 +64,23 @@ class Gate:
             if self.num_requests == 0:
                 self._empty.set()
 
+    def check(self) -> None:
+        """Raises what `enter` would raise now, and takes no place: whoever still sends its body must not hold one."""
+        if self.draining:
+            raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
+        self._check(1, _key())
+
     def most(self, key: str) -> int:
         """Answers that one request with this key can ever have."""
         return self._shares.most(key)
 
     def take(self, num_answers: int, key: str = "") -> None:
         """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""
+        self._check(num_answers, key)
+        self.num_answers += num_answers
+        self._shares.add(key, num_answers)
+
+    def _check(self, num_answers: int, key: str) -> None:
         if self.num_answers + num_answers > self.max_answers:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
@@ -82,8 +92,6 @@ class Gate:
                 retry_after=_RETRY_AFTER,
                 code="share_used_up",
             )
-        self.num_answers += num_answers
-        self._shares.add(key, num_answers)
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits for those inside, at most `seconds`. Returns whether all finished."""
@@ -94,3 +102,7 @@ class Gate:
         except TimeoutError:
             return False
         return True
+
+
+def _key() -> str:
+    return client.get().partition("/")[0]

@@ -6,16 +6,21 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from gateway.allowance import Allowance
 from gateway.catalogue import Catalogue
 from gateway.gate import Gate
 from gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from gateway.replica import Replica
 from gateway.rest.app import RestApp
+from gateway.rest.generation import DOOR
+from gateway.rest.hosts import HostRule
 from gateway.rest.server import HttpServer
 from gateway.router import Router as VerifyRouter
 from gateway.service import Gateway
@@ -54,7 +59,13 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         hide_secret(api_key)
     door = door_options(options, api_keys)
     gateway = build_gateway(options)
-    grpc_server = GrpcServer(**door, service_names=[SERVICE_NAME], max_message_bytes=options.max_body_bytes)
+    grpc_server = GrpcServer(
+        **door,
+        service_names=[SERVICE_NAME],
+        max_message_bytes=options.max_body_bytes,
+        max_connections=options.max_connections,
+        handshake_seconds=options.header_seconds,
+    )
     servicer = GatewayServicer(
         gateway, stall_seconds=options.stall_seconds, max_request_seconds=options.max_request_seconds
     )
@@ -62,9 +73,16 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.router.close)
         app = RestApp(gateway, options, api_keys=api_keys)
-        http = [HttpServer(app, options.rest_address, option="--rest-address", tls=door["tls"])]
-        if options.metrics_address:
-            http.append(HttpServer(_metrics_app(gateway), options.metrics_address, option="--metrics-address"))
+        waits: dict[str, Any] = {
+            "max_connections": options.max_connections,
+            "header_seconds": options.header_seconds,
+            "stall_seconds": options.stall_seconds,
+        }
+        http = [HttpServer(app, options.rest_address, option="--rest-address", tls=door["tls"], **waits)]
+        http[0].connections.on_refused = partial(gateway.count_error, DOOR)
+        if (page := options.metrics_address) != "":
+            metrics = HostRule(page, options.allowed_hosts).guard(_metrics_app(gateway))
+            http.append(HttpServer(metrics, page, option="--metrics-address", **waits))
         for server in http:
             stack.push_async_callback(server.stop, 1.0)
         address = await grpc_server.start()
@@ -108,7 +126,7 @@ def build_gateway(options: GatewayOptions) -> Gateway:
         for address in options.verify
     ]
     router = VerifyRouter(replicas, affinity_tokens=options.affinity_tokens, accept=catalogue.accept)
-    return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics())
+    return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics(), Allowance(options.max_logprobs))
 
 
 async def _watch(

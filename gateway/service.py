@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gateway.admission import ServedModel
+from gateway.allowance import Allowance
 from gateway.catalogue import Catalogue
 from gateway.engine import Engine
 from gateway.gate import Gate, Ticket
@@ -17,11 +18,14 @@ from outrider.errors import OutriderError, UnavailableError
 class Gateway:
     """The parts of one gateway."""
 
-    def __init__(self, catalogue: Catalogue, router: Router, gate: Gate, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, catalogue: Catalogue, router: Router, gate: Gate, metrics: GatewayMetrics, allowance: Allowance
+    ) -> None:
         self.catalogue = catalogue
         self.router = router
         self.gate = gate
         self.metrics = metrics
+        self.allowance = allowance
         self.engine = Engine(router, metrics)
 
     @property
@@ -40,9 +44,14 @@ class Gateway:
     @contextmanager
     def enter(self, door: str) -> Iterator[Ticket]:
         """Lets a request in and counts how it fails. Raises OverloadedError or UnavailableError."""
+        with self.counted(door), self.gate.enter() as ticket:
+            yield ticket
+
+    @contextmanager
+    def counted(self, door: str) -> Iterator[None]:
+        """Counts how a request fails."""
         try:
-            with self.gate.enter() as ticket:
-                yield ticket
+            yield
         except OutriderError as error:
             self.count_error(door, error)
             raise

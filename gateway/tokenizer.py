@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import tokenizers
 from gateway.chat_template import ChatTemplate, read_config
 from gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from outrider.errors import ConfigError
+from outrider.models.store_folder import hash_tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -58,8 +58,7 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         config = read_config(folder / "tokenizer_config.json")
-        digest = hashlib.sha256(data).hexdigest()
-        return cls(inner, chat_template=ChatTemplate.load(folder), digest=digest, config=config)
+        return cls(inner, chat_template=ChatTemplate.load(folder), digest=hash_tokenizer(folder), config=config)
 
     @property
     def size(self) -> int:

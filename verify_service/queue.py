@@ -11,18 +11,27 @@ from verify_service.request import Request
 _LEVELS = 2
 """Of a client's name: the API key, and the user that it names."""
 
+_MAX_PASSES = 16
+"""Turns in a row that higher priorities may take while lower ones wait."""
+
 
 class FairQueue:
     """Lower priorities first. Of one priority, those that were preempted, oldest first; then clients take turns.
 
     A turn goes from API key to API key, and within a key from user to user; requests of one user come in their order.
     So a client that sends a thousand requests at once delays the next one of another client by one request.
+
+    No request waits for ever: when lower priorities have been passed over `_MAX_PASSES` times in a row, the turn goes
+    to the request that has waited longest of all. It takes the best waiting priority with it, and as the oldest there
+    it does not have to give way at once. So one that higher priorities keep passing, with k older ones before it, has
+    its turn after at most (k + 1) * (_MAX_PASSES + 1).
     """
 
     def __init__(self) -> None:
         self._preempted: dict[int, list[Request]] = {}
         self._turns: dict[int, _Turns] = {}
         self._num_requests = 0
+        self._num_passes = 0
 
     def __len__(self) -> int:
         return self._num_requests
@@ -39,6 +48,8 @@ class FairQueue:
     @property
     def head(self) -> Request:
         """Whose turn it is; the queue must not be empty."""
+        if self._num_passes >= _MAX_PASSES:
+            return min(self, key=lambda one: one.arrival)
         priority = min((*self._preempted, *self._turns))
         if priority in self._preempted:
             return self._preempted[priority][0]
@@ -59,8 +70,13 @@ class FairQueue:
 
     def pop(self) -> Request:
         """Take the head out; the next turn is another client's."""
-        request = self.head
+        request, best = self.head, min((*self._preempted, *self._turns))
         self.remove(request)
+        waiting = {*self._preempted, *self._turns}
+        passes_over = any(priority > request.priority for priority in waiting)
+        aged = self._num_passes >= _MAX_PASSES
+        self._num_passes = self._num_passes + 1 if passes_over and not aged else 0
+        request.priority = min(request.priority, best)
         return request
 
     def remove(self, request: Request) -> None:

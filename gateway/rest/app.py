@@ -15,8 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.rest.body import BodyReader
 from gateway.rest.errors import HttpError, error_response
 from gateway.rest.generation import DOOR, ChatRoute, CompletionRoute
+from gateway.rest.hosts import HostRule
 from gateway.rest.info import InfoRoutes
 from gateway.rest.openapi import openapi
 from gateway.rest.page import Page
@@ -42,12 +44,15 @@ class RestApp:
         self._gateway = gateway
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()
+        guarded = bool(api_keys or options.tls_cert)
+        self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
+        bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
         self.routes = [
-            Route("/v1/chat/completions", ChatRoute(gateway, options), methods=["POST"]),
-            Route("/v1/completions", CompletionRoute(gateway, options), methods=["POST"]),
-            Route("/tokenize", TokenizeRoute(gateway, options, DOOR), methods=["POST"]),
-            Route("/detokenize", DetokenizeRoute(gateway, options, DOOR), methods=["POST"]),
-            Route("/generate", GenerateRoute(gateway, options), methods=["POST"]),
+            Route("/v1/chat/completions", ChatRoute(gateway, options, bodies), methods=["POST"]),
+            Route("/v1/completions", CompletionRoute(gateway, options, bodies), methods=["POST"]),
+            Route("/tokenize", TokenizeRoute(gateway, bodies, DOOR), methods=["POST"]),
+            Route("/detokenize", DetokenizeRoute(gateway, bodies, DOOR), methods=["POST"]),
+            Route("/generate", GenerateRoute(gateway, options, bodies), methods=["POST"]),
             *InfoRoutes(gateway, DOOR).routes(),
             Route("/openapi.json", self._document),
         ]
@@ -84,6 +89,8 @@ class RestApp:
 
         scope["app"] = self  # makes the router raise what it does not know
         try:
+            if scope["path"] not in _OPEN_PATHS:
+                self._check_host(headers)
             self._authorize(scope["path"], headers)
             await self._router(scope, receive, send_tagged)
         except Exception as error:
@@ -94,6 +101,13 @@ class RestApp:
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
             await error_response(_told(error, scope))(scope, receive, send_tagged)
+
+    def _check_host(self, headers: Headers) -> None:
+        try:
+            self._hosts.check(headers)
+        except HttpError as error:
+            self._gateway.count_error(DOOR, error)
+            raise
 
     def _authorize(self, path: str, headers: Headers) -> None:
         if not self._api_keys or path in self._open_paths:

@@ -6,18 +6,19 @@ import asyncio
 import secrets
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.admission import ServedModel, admit
+from gateway.allowance import Account
 from gateway.events import Delta
-from gateway.request import Job
-from gateway.rest.body import read_json
+from gateway.request import GenerateRequest, Job
+from gateway.rest.body import BodyReader
 from gateway.rest.errors import error_body
 from gateway.rest.prompt import Echo
 from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
@@ -43,47 +44,76 @@ _logger = get_logger(__name__)
 
 DOOR = "rest"
 
-_MAX_DESCRIBED = 1 << 21
-"""Log-probabilities of prompts in one answer, which is built in memory: about 0.7 KB each."""
+Named = Sequence[tuple[GenerateRequest, Mapping[str, str]]]
+"""Requests, each with what the body calls its fields."""
+
+Parsed = TypeVar("Parsed")
+
 _INLINE_ECHO = 4096
 """Prompt tokens that the event loop spells out itself, in some milliseconds."""
 
 
-class GenerationRoute(ABC):
+class GenerationRoute(ABC, Generic[Parsed]):
     """An ASGI application for one route."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions) -> None:
+    def __init__(self, gateway: Gateway, options: GatewayOptions, bodies: BodyReader) -> None:
         self._gateway = gateway
         self._options = options
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError where nothing was sent yet."""
         limit_time(None, self._options.max_request_seconds)
-        with self._gateway.enter(DOOR) as ticket:
-            body = await read_json(
-                Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
-            )
-            user = body.get("user")
-            name_user(user if isinstance(user, str) else "")
-            model = self._gateway.model
-            jobs, shape, stream = await self._prepare(body, model)
-            _check_described(shape)
-            ticket.reserve(sum(job.n for job in jobs))
-            deltas = self._gateway.engine.generate(jobs, model)
-            answer = self._stream if stream else self._whole
-            await run_while_connected(receive, answer(deltas, shape, send))
+        with self._gateway.counted(DOOR):
+            # A place is taken once the body is there: a slow sender holds none.
+            self._gateway.gate.check()
+            user, parsed = await self._bodies.read(Request(scope, receive), self._understand)
+            name_user(user)
+            with self._gateway.gate.enter() as ticket:
+                model = self._gateway.model
+                jobs, shape, stream = await self._prepare(parsed, model)
+                ticket.reserve(sum(job.n for job in jobs))
+                with self._account(shape) as account:
+                    deltas = self._gateway.engine.generate(jobs, model)
+                    answer = self._stream if stream else self._whole
+                    await run_while_connected(receive, answer(deltas, shape, account, send))
+
+    def _understand(self, body: dict[str, Any]) -> tuple[str, Parsed]:
+        """The user that a body names, and the body. Raises OutriderError."""
+        user = body.get("user")
+        return user if isinstance(user, str) else "", self._parse(body)
 
     @abstractmethod
-    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+    def _parse(self, body: Mapping[str, Any]) -> Parsed:
+        """The body, validated. Called in a thread if it is long. Raises InvalidRequestError."""
+
+    @abstractmethod
+    async def _prepare(self, parsed: Parsed, model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
         """Jobs, the shape of the response, and whether it is streamed. Raises OutriderError."""
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None], shape: Shape, send: Send) -> None:
+    @contextmanager
+    def _account(self, shape: Shape) -> Iterator[Account | None]:
+        """Where is written down what the answer keeps in memory; None where that is text alone."""
+        if not shape.tells_values:
+            yield None
+            return
+        with self._gateway.allowance.open() as account:
+            account.hold(shape.num_kept, shape.kept_field)
+            yield account
+
+    async def _whole(
+        self, deltas: AsyncGenerator[Delta, None], shape: Shape, account: Account | None, send: Send
+    ) -> None:
         async with aclosing(deltas):
             async for delta in deltas:
                 shape.collect(delta)
-        await send_json(send, await _rendered(shape, lambda: shape.whole().json_bytes()))
+                if account is not None:
+                    account.hold(shape.num_kept, shape.kept_field)
+        await send_json(send, await self._rendered(shape, None, lambda: shape.whole().json_bytes()))
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], shape: Shape, send: Send) -> None:
+    async def _stream(
+        self, deltas: AsyncGenerator[Delta, None], shape: Shape, account: Account | None, send: Send
+    ) -> None:
         stream = EventStream(send, stall_seconds=self._options.stall_seconds)
         try:
             async with aclosing(with_pauses(deltas, self._options.keep_alive_seconds)) as items:
@@ -91,7 +121,9 @@ class GenerationRoute(ABC):
                     if delta is None:
                         await stream.write(KEEP_ALIVE)
                     else:
-                        await stream.write(await _rendered(shape, partial(_events, shape, delta)))
+                        await stream.write(await self._rendered(shape, delta, partial(_events, shape, delta)))
+                        if account is not None:
+                            account.hold(shape.num_kept, shape.kept_field)
         except ClientStalled:
             self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
@@ -101,6 +133,14 @@ class GenerationRoute(ABC):
             await stream.end(event(error_body(self._told(error)).json_bytes()))
         else:
             await stream.end(DONE)
+
+    async def _rendered(self, shape: Shape, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
+        if not shape.is_large(delta):
+            return render()
+        if not shape.is_very_large:
+            return await asyncio.to_thread(render)
+        async with self._gateway.allowance.one_large:
+            return await asyncio.to_thread(render)
 
     def _told(self, error: Exception) -> OutriderError:
         """What the reader of a broken stream is told; counts it."""
@@ -114,43 +154,39 @@ class GenerationRoute(ABC):
         return error
 
 
-def _check_described(shape: Shape) -> None:
-    if shape.num_described > _MAX_DESCRIBED:
-        raise InvalidRequestError(
-            "",
-            f"log-probabilities of prompts would be {shape.num_described}, over the limit of {_MAX_DESCRIBED}",
-            "send fewer prompts at once, or ask for fewer likely tokens",
-        )
-
-
 def _events(shape: Shape, delta: Delta) -> bytes:
     return b"".join(event(body.json_bytes()) for body in shape.chunks(delta))
 
 
-async def _rendered(shape: Shape, render: Callable[[], bytes]) -> bytes:
-    return await asyncio.to_thread(render) if shape.is_large else render()
-
-
-class ChatRoute(GenerationRoute):
+class ChatRoute(GenerationRoute[tuple[ChatCompletionRequest, GenerateRequest]]):
     """POST /v1/chat/completions."""
 
-    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+    def _parse(self, body: Mapping[str, Any]) -> tuple[ChatCompletionRequest, GenerateRequest]:
         parsed = validate(ChatCompletionRequest, body)
-        job = await admit(parsed.request(), model, _request_id(ChatShape), parsed.field_names)
+        return parsed, parsed.request()
+
+    async def _prepare(
+        self, both: tuple[ChatCompletionRequest, GenerateRequest], model: ServedModel
+    ) -> tuple[Sequence[Job], Shape, bool]:
+        parsed, request = both
+        job = await admit(request, model, _request_id(ChatShape), parsed.field_names)
         return [job], ChatShape(model, [job], parsed.stream_options), bool(parsed.stream)
 
 
-class CompletionRoute(GenerationRoute):
+class CompletionRoute(GenerationRoute[tuple[CompletionRequest, Named]]):
     """POST /v1/completions."""
 
-    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
+    def _parse(self, body: Mapping[str, Any]) -> tuple[CompletionRequest, Named]:
         parsed = validate(CompletionRequest, body)
-        requests = parsed.requests()
-        limit = self._options.max_prompts
-        if len(requests) > limit:
-            raise InvalidRequestError(
-                "prompt", f"{len(requests)} prompts are over the limit of {limit}", f"send at most {limit}"
-            )
+        prompts = parsed.prompt
+        if isinstance(prompts, list) and not isinstance(prompts[0], int):
+            check_prompts(len(prompts), self._options.max_prompts, "prompt")
+        return parsed, parsed.requests()
+
+    async def _prepare(
+        self, both: tuple[CompletionRequest, Named], model: ServedModel
+    ) -> tuple[Sequence[Job], Shape, bool]:
+        parsed, requests = both
         request_id = _request_id(CompletionShape)
         jobs = []
         for index, (request, names) in enumerate(requests):
@@ -162,6 +198,12 @@ class CompletionRoute(GenerationRoute):
             echoes = _echoes(parsed, jobs, model)
         shape = CompletionShape(model, jobs, parsed.stream_options, echoes, parsed.prompt_logprobs)
         return jobs, shape, bool(parsed.stream)
+
+
+def check_prompts(number: int, limit: int, field: str) -> None:
+    """Raises InvalidRequestError for too many prompts in one request."""
+    if number > limit:
+        raise InvalidRequestError(field, f"{number} prompts are over the limit of {limit}", f"send at most {limit}")
 
 
 def _echoes(parsed: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> list[Echo]:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
+from gateway.rest.connection import Connections, HttpConnection
 from outrider.errors import ConfigError
 from outrider.rpc.tls import TlsSource, http_context
 from outrider.rpc.transport import split_host_port
@@ -21,7 +23,30 @@ request while this side closes, and one that is no GET is not sent again."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process has its own."""
+    """uvicorn without its signal handlers, the process has its own, and with our connections."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on `sockets`."""
+        make = partial(
+            HttpConnection, self._connections, config=self.config, server_state=self.server_state, app_state={}
+        )
+        loop, ssl = asyncio.get_running_loop(), self.config.ssl
+        self.lifespan = self.config.lifespan_class(self.config)
+        self.servers = [
+            await loop.create_server(
+                make,
+                sock=one,
+                ssl=ssl,
+                backlog=_BACKLOG,
+                ssl_handshake_timeout=None if ssl is None else self._connections.header_seconds,
+            )
+            for one in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -32,8 +57,21 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One listening address. `app` is an ASGI application."""
 
-    def __init__(self, app: Any, address: str, *, option: str, tls: TlsSource | None = None) -> None:
-        """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError."""
+    def __init__(
+        self,
+        app: Any,
+        address: str,
+        *,
+        option: str,
+        tls: TlsSource | None = None,
+        max_connections: int = 1024,
+        header_seconds: float = 10.0,
+        stall_seconds: float = 60.0,
+    ) -> None:
+        """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError.
+
+        `header_seconds`: for the head of a request; `stall_seconds`: how long a client may take nothing of its answer.
+        """
         host, port = split_host_port(address, option)
         self._socket = bind(host.strip("[]"), port, address, option)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
@@ -47,10 +85,11 @@ class HttpServer:
             loop="none",
             timeout_keep_alive=_IDLE_SECONDS,
         )
+        config.load()  # which would set the context anew
         if tls is not None:
-            config.load()  # which would set the context anew
             config.ssl = http_context(tls)
-        self._server = _Server(config)
+        self.connections = Connections(max_connections, header_seconds, stall_seconds)
+        self._server = _Server(config, self.connections)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -24,10 +24,9 @@ from gateway.fields import (
 from gateway.request import GenerateRequest, Job
 from gateway.rest.fields import Only
 from gateway.rest.formats import SglangFormatFields
-from gateway.rest.generation import GenerationRoute
+from gateway.rest.generation import GenerationRoute, Named, check_prompts
 from gateway.rest.sglang_shape import GenerateShape
 from gateway.validation import validate
-from outrider.errors import InvalidRequestError
 
 _MAX_PROMPTS = 4096
 _DEFAULT_NEW_TOKENS = 128
@@ -80,7 +79,9 @@ class GenerateBody(StrictModel):
     text: _Texts | None = Field(None, description="A text, or a list of texts.")
     input_ids: _Ids | None = Field(None, description="Token ids, or a list of lists of them.")
     sampling_params: GenerateSampling | None = Field(None, description="How tokens are chosen, for all prompts.")
-    stream: bool | None = Field(None, description="Send events; each has the whole text so far.")
+    stream: bool | None = Field(
+        None, description="Send events; each has the whole text so far. A long answer gets fewer of them."
+    )
     rid: Annotated[Text, Field(max_length=256)] | None = Field(None, description="The id that the answer is to have.")
     return_logprob: bool | None = Field(None, description="Tell the log-probability of each token.")
     logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
@@ -163,18 +164,20 @@ class GenerateBody(StrictModel):
         ]
 
 
-class GenerateRoute(GenerationRoute):
+class GenerateRoute(GenerationRoute[tuple[GenerateBody, Named]]):
     """POST /generate."""
 
-    async def _prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[Sequence[Job], GenerateShape, bool]:
+    def _parse(self, body: Mapping[str, Any]) -> tuple[GenerateBody, Named]:
         parsed = validate(GenerateBody, body)
-        requests = parsed.requests()
-        limit = self._options.max_prompts
-        if len(requests) > limit:
-            field = "text" if parsed.input_ids is None else "input_ids"
-            raise InvalidRequestError(
-                field, f"{len(requests)} prompts are over the limit of {limit}", f"send at most {limit}"
-            )
+        field, prompts = ("text", parsed.text) if parsed.input_ids is None else ("input_ids", parsed.input_ids)
+        if isinstance(prompts, list) and not isinstance(prompts[0], int):
+            check_prompts(len(prompts), self._options.max_prompts, field)
+        return parsed, parsed.requests()
+
+    async def _prepare(
+        self, both: tuple[GenerateBody, Named], model: ServedModel
+    ) -> tuple[Sequence[Job], GenerateShape, bool]:
+        parsed, requests = both
         request_id = f"{GenerateShape.prefix}-{uuid.uuid4().hex}"
         jobs = [
             await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import RootModel
@@ -15,6 +16,17 @@ from gateway.rest.logprobs import finite
 from gateway.rest.responses import Body, TraceBody
 from gateway.rest.shapes import Collected, Shape
 from outrider.tokens import FinishReason, PromptLogprobs
+
+_EASY = 4096
+"""Up to this size of an answer, in characters of JSON, every delta is an event: some 400 tokens."""
+_REPEATS = 64
+"""About so many times a token is sent at most, however long the answer gets."""
+_REPEATS_SCORED = 16
+"""The same where log-probabilities are told: they are many times the work."""
+_TOKEN_SIZE = 6
+"""Of a token's id."""
+_VALUE_SIZE = 32
+"""Of a log-probability with its token."""
 
 Scored = tuple[float | None, int, str | None]
 """Log-probability, token id, and the token's text if that was asked for."""
@@ -70,10 +82,26 @@ class GenerateAnswers(RootModel[GenerateAnswer | list[GenerateAnswer]]):
         return self.model_dump_json(exclude_unset=True).encode()
 
 
+@dataclass(slots=True)
+class _Told:
+    """How much of an answer there is, and was in its last event; see `GenerateShape`."""
+
+    size: int = 0
+    size_told: int = 0
+    num_tokens_told: int = 0
+
+
 class GenerateShape(Shape):
-    """For /generate."""
+    """For /generate.
+
+    Each event holds all that there is of an answer: text, ids and log-probabilities. Sent for every token, they would
+    take time and bytes by the square of the answer's length. So the longer it is, the more must be new before the
+    next event; each is whole, as SGLang's are when its stream interval is raised, and the last one always comes.
+    """
 
     prefix = "gen"
+    top_field = "top_logprobs_num"
+    prompt_field = "logprob_start_len"
 
     def __init__(
         self,
@@ -91,6 +119,7 @@ class GenerateShape(Shape):
         self._is_batch = is_batch
         self._logprob_start = logprob_start
         self._with_text = with_text
+        self._told = [_Told(_VALUE_SIZE * self.num_described // len(self._jobs)) for _ in self._jobs]
 
     def whole(self) -> GenerateAnswers:
         """See the base."""
@@ -98,10 +127,29 @@ class GenerateShape(Shape):
         return GenerateAnswers(answers if self._is_batch else answers[0])
 
     def chunks(self, delta: Delta) -> Iterator[GenerateAnswer]:
-        """One event with all that there is of an answer, but for the trace: that is of what is new."""
+        """An event with all that there is of an answer, once enough is new; of the trace, only what is new."""
         self.collect(delta)
-        if delta.text or delta.tokens or delta.finish_reason is not None:
-            yield self._body(delta.choice_index, self._answers[delta.choice_index], delta)
+        index = delta.choice_index
+        if self._is_due(delta):
+            answer, told = self._answers[index], self._told[index]
+            yield self._body(index, answer, told)
+            told.size_told, told.num_tokens_told = told.size, len(answer.tokens)
+            self._num_collected -= sum(len(tree.token_ids) for tree in answer.trees)
+            answer.trees.clear()
+
+    def _is_due(self, delta: Delta) -> bool:
+        told = self._told[delta.choice_index]
+        new = [token.logprobs for token in delta.tokens]
+        num_values = sum(1 + len(one.top) for one in new if one is not None)
+        told.size += len(delta.text) + _TOKEN_SIZE * len(new) + _VALUE_SIZE * num_values
+        if delta.finish_reason is not None:
+            return True
+        scored = self._jobs[delta.choice_index].sampling.num_logprobs is not None
+        enough = told.size // (_REPEATS_SCORED if scored else _REPEATS)
+        return bool(delta.text or new) and (told.size <= _EASY or told.size - told.size_told >= enough)
+
+    def _keeps_tokens(self, job: Job) -> bool:
+        return True
 
     def _choices(self, delta: Delta, answer: Collected) -> Iterator[Body]:
         raise NotImplementedError  # events are answers here
@@ -109,16 +157,16 @@ class GenerateShape(Shape):
     def _chunk(self, choices: list[Any], **more: Any) -> Body:
         raise NotImplementedError
 
-    def _body(self, index: int, answer: Collected, news: Delta | None = None) -> GenerateAnswer:
-        """An answer, as far as it goes; `news` is what an event tells of it."""
-        more: dict[str, Any] = {"index": index} if news is not None and self._is_batch else {}
-        part = answer if news is None else news
+    def _body(self, index: int, answer: Collected, told: _Told | None = None) -> GenerateAnswer:
+        """An answer, as far as it goes; `told` is what earlier events have told of it."""
+        more: dict[str, Any] = {"index": index} if told is not None and self._is_batch else {}
+        answer.text = ["".join(answer.text)]
         return GenerateAnswer(
-            text="".join(answer.text),
+            text=answer.text[0],
             output_ids=[token.id for token in answer.tokens],
             meta_info=self._meta(index, answer),
             **more,
-            **self._trace(index, part.tokens, part.trees),
+            **self._trace(index, answer.tokens[0 if told is None else told.num_tokens_told :], answer.trees),
         )
 
     def _meta(self, index: int, answer: Collected) -> GenerateMeta:

@@ -32,6 +32,7 @@ from outrider.tokens import FinishReason, PromptLogprobs, RoundTree
 
 _INLINE = 1024
 """Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
+_VERY_LARGE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -63,6 +64,10 @@ class Shape(ABC):
     """Builds the bodies of one response."""
 
     prefix: str
+    top_field = "top_logprobs"
+    """What the route calls the number of likely tokens."""
+    prompt_field = "prompt_logprobs"
+    """What the route calls the same of prompts."""
 
     def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
         self._tokenizer = model.tokenizer
@@ -70,10 +75,11 @@ class Shape(ABC):
         self._jobs = [job for job in jobs for _ in range(job.n)]
         """Of each answer."""
         self._answers = [Collected() for job in jobs for _ in range(job.n)]
+        self._num_described = sum(_described(job) for job in self._jobs)
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._completion_tokens = 0
         self._num_collected = 0
-        """Log-probabilities and tree nodes of the answers that are kept."""
+        """Log-probabilities, tree nodes and tokens of the answers that are kept."""
         self._usage = Usage()
         self._head: dict[str, Any] = {
             "id": jobs[0].request_id,
@@ -85,26 +91,52 @@ class Shape(ABC):
     @property
     def num_described(self) -> int:
         """Log-probabilities that are told of prompts."""
-        return sum(_described(job) for job in self._jobs)
+        return self._num_described
 
     @property
-    def is_large(self) -> bool:
-        """Whether so much is told of prompts and tokens that bodies are better built beside the event loop."""
-        return self.num_described + self._num_collected > _INLINE
+    def tells_values(self) -> bool:
+        """Whether more than text and tokens may be kept in memory."""
+        job = self._jobs[0]  # the others ask for the same
+        return job.sampling.num_logprobs is not None or job.num_prompt_logprobs is not None or job.trace
+
+    @property
+    def num_kept(self) -> int:
+        """Values in memory, those of prompts from the start."""
+        return self.num_described + self._num_collected
+
+    @property
+    def kept_field(self) -> str:
+        """The field of the request that most of them are due to."""
+        if self.num_described > self._num_collected:
+            return self.prompt_field
+        return "trace" if self._jobs[0].sampling.num_logprobs is None else self.top_field
+
+    @property
+    def is_very_large(self) -> bool:
+        """Whether the body takes so much memory that only one of the kind should be made at a time."""
+        return self.num_kept > _VERY_LARGE
+
+    def is_large(self, delta: Delta | None = None) -> bool:
+        """Whether so much is told, with a delta, that bodies are better built beside the event loop."""
+        return self.num_kept + (0 if delta is None else _num_values(delta)) > _INLINE
+
+    def _keeps_tokens(self, job: Job) -> bool:
+        """Whether a whole answer tells of its tokens, not of their text alone."""
+        return job.sampling.num_logprobs is not None or job.trace
 
     def collect(self, delta: Delta) -> None:
         """Keeps a delta for `whole`."""
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
-        answer.tokens.extend(delta.tokens)
+        if self._keeps_tokens(self._jobs[delta.choice_index]):
+            answer.tokens.extend(delta.tokens)
+            self._num_collected += _num_values(delta)
         answer.prompt_logprobs.extend(delta.prompt_logprobs)
         answer.trees.extend(delta.trees)
         answer.num_rounds += delta.num_rounds
         answer.num_accepted += delta.num_accepted
         answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
         answer.finish_reason = delta.finish_reason or answer.finish_reason
-        self._num_collected += sum(1 + len(token.logprobs.top) for token in delta.tokens if token.logprobs is not None)
-        self._num_collected += sum(len(tree.token_ids) for tree in delta.trees)
         self._usage = delta.usage or self._usage
 
     @abstractmethod
@@ -193,6 +225,7 @@ class CompletionShape(Shape):
     """For /v1/completions."""
 
     prefix = "cmpl"
+    top_field = "logprobs"
 
     def __init__(
         self,
@@ -205,6 +238,7 @@ class CompletionShape(Shape):
         """`echoes`: the prompt of each job, where it is given back; `num_prompt_logprobs`: see vLLM's field."""
         super().__init__(model, jobs, options)
         self._num_prompt_logprobs = num_prompt_logprobs
+        self.prompt_field = "logprobs" if num_prompt_logprobs is None else "prompt_logprobs"
         self._echoes = [echo for job, echo in zip(jobs, echoes, strict=True) for _ in range(job.n)] if echoes else []
 
     def whole(self) -> Completion:
@@ -253,6 +287,12 @@ class CompletionShape(Shape):
 
     def _chunk(self, choices: list[Any], **more: Any) -> Completion:
         return Completion(object="text_completion", choices=choices, **more, **self._head)
+
+
+def _num_values(delta: Delta) -> int:
+    """What a delta adds to what an answer tells beside its text."""
+    told = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
+    return told + sum(len(tree.token_ids) for tree in delta.trees)
 
 
 def _word(reason: FinishReason | None) -> Literal["stop", "length"]:

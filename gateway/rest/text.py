@@ -15,14 +15,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.admission import ServedModel, check_ids, render_chat
 from gateway.fields import MAX_MESSAGES, MAX_PROMPT_TOKENS, StrictModel, Text, TokenId
-from gateway.rest.body import read_json
+from gateway.rest.body import BodyReader
 from gateway.rest.fields import Only
 from gateway.rest.requests import ChatMessage
 from gateway.rest.responses import Body
 from gateway.rest.stream import send_json
 from gateway.service import Gateway
 from gateway.validation import validate
-from outrider.config.gateway import GatewayOptions
 
 _INLINE = 4096
 """Characters, or tokens, up to which the event loop does the work itself, in well under a millisecond."""
@@ -55,6 +54,11 @@ class TokenizeRequest(StrictModel):
             )
         return self
 
+    @property
+    def num_characters(self) -> int:
+        """Of the text, without what a template adds to it."""
+        return len(self.prompt or "") + sum(len(message.plain()["content"]) for message in self.messages or ())
+
 
 class TokenizeBody(Body):
     """Answer to POST /tokenize."""
@@ -83,25 +87,25 @@ class DetokenizeBody(Body):
 class TextRoute(ABC):
     """An ASGI application for one route that needs the tokenizer alone."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions, door: str) -> None:
+    def __init__(self, gateway: Gateway, bodies: BodyReader, door: str) -> None:
         self._gateway = gateway
-        self._options = options
+        self._bodies = bodies
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError."""
-        with self._gateway.enter(self._door):
-            body = await read_json(
-                Request(scope, receive), max_bytes=self._options.max_body_bytes, seconds=self._options.body_seconds
-            )
-            size, work = self.prepare(body, self._gateway.catalogue.model)
-            # A list of a million tokens takes a second to put into JSON, as long as to find them.
-            answer = work() if size <= _INLINE else await asyncio.to_thread(work)
+        with self._gateway.counted(self._door):
+            self._gateway.gate.check()
+            model = self._gateway.catalogue.model
+            size, work = await self._bodies.read(Request(scope, receive), partial(self.prepare, model=model))
+            with self._gateway.gate.enter():
+                # A list of a million tokens takes a second to put into JSON, as long as to find them.
+                answer = work() if size <= _INLINE else await asyncio.to_thread(work)
         await send_json(send, answer)
 
     @abstractmethod
     def prepare(self, body: Mapping[str, Any], model: ServedModel) -> tuple[int, Callable[[], bytes]]:
-        """Characters or tokens to work on, and the work: it returns the answer's body. Raises OutriderError."""
+        """Characters or tokens to work on, and the work: it returns the answer's body. Both raise OutriderError."""
 
 
 class TokenizeRoute(TextRoute):
@@ -111,14 +115,7 @@ class TokenizeRoute(TextRoute):
         """See the base."""
         parsed = validate(TokenizeRequest, body)
         model.check_name(parsed.model)
-        plain = parsed.messages is None
-        text = parsed.prompt or ""
-        if parsed.messages is not None:
-            messages = [message.plain() for message in parsed.messages]
-            ends_open = parsed.add_generation_prompt is not False
-            text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
-        special = plain if parsed.add_special_tokens is None else parsed.add_special_tokens
-        return len(text), partial(_tokenized, model, text, special, bool(parsed.return_token_strs))
+        return parsed.num_characters, partial(_tokenized, model, parsed)
 
 
 class DetokenizeRoute(TextRoute):
@@ -133,11 +130,18 @@ class DetokenizeRoute(TextRoute):
         return len(parsed.tokens), partial(_detokenized, model, parsed.tokens)
 
 
-def _tokenized(model: ServedModel, text: str, add_special_tokens: bool, with_text: bool) -> bytes:
+def _tokenized(model: ServedModel, asked: TokenizeRequest) -> bytes:
     tokenizer = model.tokenizer
-    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    text, special = asked.prompt or "", asked.messages is None
+    if asked.messages is not None:
+        messages = [message.plain() for message in asked.messages]
+        ends_open = asked.add_generation_prompt is not False
+        text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
+    if asked.add_special_tokens is not None:
+        special = asked.add_special_tokens
+    token_ids = tokenizer.encode(text, add_special_tokens=special)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
-    if with_text:
+    if asked.return_token_strs:
         answer["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
     return TokenizeBody(**answer).json_bytes()
 

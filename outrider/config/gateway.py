@@ -12,6 +12,7 @@ from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,27 @@ class GatewayOptions(ServiceOptions):
     max_body_bytes: int = option(8388608, "Longest request body or message.", minimum=1024, maximum=1073741824)
     body_seconds: float = option(30.0, "Seconds that a client gets to send its body.", minimum=0.1, maximum=3600)
     stall_seconds: float = option(60.0, "Seconds that a client may leave its stream unread.", minimum=0.1, maximum=3600)
+    max_logprobs: int = option(
+        4194304,
+        "Log-probabilities, traced nodes and their tokens in memory at once; a quarter of it for one request.",
+        minimum=1024,
+    )
+    max_connections: int = option(
+        1024, "Connections of a door at once; over it idle ones are closed, and if there are none, new ones.", minimum=1
+    )
+    header_seconds: float = option(
+        10.0, "Seconds that a client gets to send the head of a request.", minimum=0.05, maximum=3600
+    )
     keep_alive_seconds: float = option(
         15.0, "Seconds without a token after which a REST stream gets a comment.", minimum=0.05, maximum=3600
     )
     cors_origins: tuple[str, ...] = option(
         (), "Origins, like https://example.org, whose pages may call the REST door, comma separated; * for all."
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Names by which the REST door may be called, like example.org or *.example.org, comma separated, beside "
+        "localhost and plain addresses; * for all. Unset: all, but localhost alone on loopback without keys and TLS.",
     )
     no_page: bool = option(False, "Leave out the page at / of the REST door, where people can try the model.")
     affinity_tokens: int = option(
@@ -80,6 +97,11 @@ class GatewayOptions(ServiceOptions):
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors-origins: {origin!r} is no origin; write it like https://example.org:8443")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"--allowed-hosts: {host!r} is no name of a host; write it like example.org, without a port"
+                )
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 

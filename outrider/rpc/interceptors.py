@@ -152,10 +152,12 @@ class _Call:
 
 def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler with the boundary around it, of the same arity."""
+    if not call.authorized:
+        # As a stream, whatever it is: `enter` refuses it before anything that it sends is read.
+        return grpc.stream_stream_rpc_method_handler(_streaming(handler, call))
     decode = handler.request_deserializer
     if decode is not None:
-        # What comes from somebody who may not call is not looked at: `enter` refuses it whatever it is.
-        decode = strict(decode, allow_unknown=lenient) if call.authorized else _unseen
+        decode = strict(decode, allow_unknown=lenient)
     codecs = {"request_deserializer": decode, "response_serializer": handler.response_serializer}
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, call), **codecs)
@@ -166,10 +168,6 @@ def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, call), **codecs)
     return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, call), **codecs)
-
-
-def _unseen(data: bytes) -> bytes:
-    return b""
 
 
 def _deferred(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -19,6 +19,7 @@ from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
 from outrider.rpc.transport import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    ChannelOptions,
     check_address,
     check_token,
     is_local,
@@ -28,6 +29,10 @@ from outrider.rpc.transport import (
 )
 
 _logger = get_logger(__name__)
+
+DEFAULT_HANDSHAKE_SECONDS = 20.0
+MAX_STREAMS = 4096
+"""Calls on one connection at once; a client's further ones wait there."""
 
 
 class GrpcServer:
@@ -40,8 +45,9 @@ class GrpcServer:
     bearer token, or one of several. With `tls` clients must speak TLS, and show a certificate if it has a `ca`.
     Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers; elsewhere an
     unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
-    connection older than `max_connection_age` seconds takes no new calls; 0 for any age. `option` is what error
-    messages call the address.
+    connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections` new
+    ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. `option` is
+    what error messages call the address.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class GrpcServer:
         reflection: bool = False,
         for_peers: bool = False,
         max_connection_age: float = 0.0,
+        max_connections: int = 0,
+        handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
         option: str = "--address",
     ) -> None:
         check_address(address, option)
@@ -72,7 +80,11 @@ class GrpcServer:
             auth_tokens=tokens, allow_unknown_fields=allow_unknown_fields, for_peers=for_peers
         )
         self.grpc: grpc.aio.Server = grpc.aio.server(
-            interceptors=[boundary], options=server_options(max_message_bytes, max_connection_age)
+            interceptors=[boundary],
+            options=[
+                *server_options(max_message_bytes, max_connection_age),
+                *_connection_options(max_connections, handshake_seconds),
+            ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if reflection:
@@ -119,6 +131,17 @@ class GrpcServer:
         """Say NOT_SERVING, take no new calls, give running ones `grace` seconds to finish, then cancel them."""
         self._health.close()
         await self.grpc.stop(grace)
+
+
+def _connection_options(max_connections: int, handshake_seconds: float) -> ChannelOptions:
+    milliseconds = max(1, round(handshake_seconds * 1000))
+    return [
+        # TLS and, behind it, HTTP/2's first frames.
+        ("grpc.server_handshake_timeout_ms", milliseconds),
+        ("grpc.http2.settings_timeout", milliseconds),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        *([("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []),
+    ]
 
 
 def _clear_stale_socket(path: Path, option: str) -> None:

@@ -173,7 +173,7 @@ async def test_a_body_over_the_limit_gets_413(verify: ScriptedVerify, tmp_path: 
 async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> None:
     async with open_world(verify, tmp_path, body_seconds=0.1) as world:
         reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
-        head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
         writer.write(head.encode() + b"{")
         answer = await reader.read()  # to the end: the connection is closed
         writer.close()

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
+from gateway.detokenizer import WindowDetokenizer
 from gateway.tokenizer import Tokenizer
 
 KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
@@ -28,7 +30,8 @@ def pieces(subject: Tokenizer, token_ids: list[int]) -> list[str]:
 def test_pieces_of_random_tokens_add_up_to_the_whole(kind: str, data: st.DataObject) -> None:
     subject = tokenizer(kind)
     # Ids past the end have no token: a padded vocabulary has such.
-    token_ids = data.draw(st.lists(st.integers(0, subject.size + 3), max_size=40))
+    odd = st.sampled_from(subject.encode("\ufffd", add_special_tokens=False))
+    token_ids = data.draw(st.lists(st.integers(0, subject.size + 3) | odd, max_size=60))
     assert "".join(pieces(subject, token_ids)) == subject.decode(token_ids)
 
 
@@ -68,3 +71,22 @@ def test_special_tokens_are_not_text_and_added_ones_are() -> None:
     subject = tokenizer("byte level")
     token_ids = subject.encode("a<|im_end|><tool é>b", add_special_tokens=False)
     assert "".join(pieces(subject, token_ids)) == "a<tool é>b"
+
+
+@pytest.mark.parametrize("with_bytes", [False, True])
+def test_replacement_characters_without_end_cost_no_more_than_other_text(with_bytes: bool) -> None:
+    subject = tokenizer("byte fallback")
+    vocabulary = byte_fallback_tokenizer().get_vocab()
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return subject.decode(token_ids)
+
+    bytes_ids = set(range(3, 259))
+    detokenizer = WindowDetokenizer(decode, is_hidden=lambda _: False, is_byte=bytes_ids.__contains__)
+    token_ids = [vocabulary["<0xF0>"], vocabulary["\ufffd"]] * 1000 if with_bytes else [vocabulary["\ufffd"]] * 2000
+    text = "".join([*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()])
+    assert text == subject.decode(token_ids)
+    assert num_decoded < 100 * len(token_ids)

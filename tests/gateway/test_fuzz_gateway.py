@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from gateway_world import World
 from hypothesis import given
-from proto_fuzz import check, fuzz, messages, no_failures, outcome, wire
+from proto_fuzz import check, fuzz, messages, outcome, wire
 
 from outrider.v1 import gateway_pb2
+
+pytestmark = pytest.mark.usefixtures("nothing_fails")
 
 Request = gateway_pb2.GatewayServiceGenerateRequest
 GENERATE = "/outrider.v1.GatewayService/Generate"
 LIST = "/outrider.v1.GatewayService/ListModels"
-
-
-@pytest.fixture(autouse=True)
-def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    no_failures(caplog.get_records("call"))
 
 
 async def still_serves(world: World) -> None:

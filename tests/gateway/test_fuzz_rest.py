@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import schemathesis
 from gateway_world import World, open_world
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from proto_fuzz import EXAMPLES, INTERNALS, fuzz, no_failures
+from proto_fuzz import EXAMPLES, INTERNALS, fuzz
 from schemathesis.generation import GenerationMode
 from scripted_verify import ScriptedVerify
+
+pytestmark = pytest.mark.usefixtures("nothing_fails")
 
 few = settings(fuzz, max_examples=max(5, EXAMPLES // 5))
 
@@ -25,12 +27,6 @@ async def world(verify: ScriptedVerify, tmp_path: Path) -> AsyncIterator[World]:
     # Making up cases keeps this process so busy that a look at verify might come too late.
     async with open_world(verify, tmp_path, probe_seconds=600.0) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    no_failures(caplog.get_records("call"))
 
 
 def check(status: int, text: str, place: str) -> None:

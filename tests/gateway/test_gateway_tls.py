@@ -47,6 +47,19 @@ async def test_both_doors_speak_tls_and_only_tls(verify: ScriptedVerify, tmp_pat
                 await plain.get("/health")
 
 
+async def test_who_begins_no_handshake_is_cut_off(verify: ScriptedVerify, tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = door(ours.files("server"), clients_too=False)
+    async with open_world(
+        verify, tmp_path, trust=TlsFiles(ca=ours.files("client").ca), header_seconds=0.2, **files
+    ) as world:
+        for address in (world.rest.removeprefix("https://"), world.address):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            writer.close()
+
+
 async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: ScriptedVerify, tmp_path: Path) -> None:
     verify.say("ok")
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")

@@ -16,12 +16,13 @@ from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.admission import ServedModel
+from gateway.allowance import Allowance
 from gateway.gate import Gate
 from gateway.metrics import GatewayMetrics
+from gateway.rest.body import BodyReader
 from gateway.rest.text import TokenizeRoute
 from gateway.service import Gateway
 from gateway.tokenizer import Tokenizer
-from outrider.config.gateway import GatewayOptions
 from outrider.errors import OverloadedError
 
 PROMPT = "Grüße aus 東京 🙂"
@@ -135,7 +136,8 @@ async def test_more_than_fits_memory_is_refused_before_anything_is_computed(
     async with open_world(verify, tmp_path) as world:
         body = {"prompt": [[5] * 30_000] * 8, "prompt_logprobs": 20, "max_tokens": 0}
         refused = await world.http.post("/v1/completions", json=body)
-        assert refused.status_code == 400 and "over the limit of 2097152" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "over the limit of 1048576" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["param"] == "prompt_logprobs"
         assert verify.requests == []
 
 
@@ -149,8 +151,8 @@ async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: S
 
     verify.tokenizer = Watched.load(verify.folder)
     model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
-    gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics())  # type: ignore[arg-type]
-    application = TokenizeRoute(gateway, GatewayOptions(), "rest")
+    gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics(), Allowance(4096))  # type: ignore[arg-type]
+    application = TokenizeRoute(gateway, BodyReader(max_bytes=1 << 20, seconds=5), "rest")
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         answer = await http.post("/tokenize", json={"prompt": PROMPT * 1000, "return_token_strs": True})

@@ -30,7 +30,7 @@ async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, 
     )
     delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), trees=(tree,) if what == "trees" else ())
     shape.collect(delta)
-    assert not shape.is_large
+    assert not shape.is_large()
     for _ in range(200):
         shape.collect(delta)
-    assert shape.is_large
+    assert shape.is_large()

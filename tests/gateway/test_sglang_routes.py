@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from gateway_world import World
-from scripted_verify import EOS, MODEL
+import pytest
+from gateway_world import World, open_world
+from scripted_verify import EOS, MODEL, ScriptedVerify
 
 
 async def generate(world: World, **body: Any) -> Any:
@@ -66,6 +68,41 @@ async def test_events_hold_the_text_so_far(world: World) -> None:
     reasons = [event["meta_info"]["finish_reason"] for event in got]
     assert reasons[:-1] == [None] * (len(got) - 1) and reasons[-1]["type"] == "stop"
     assert "index" not in got[0]
+
+
+async def long_events(verify: ScriptedVerify, folder: Path, num_tokens: int, **body: Any) -> tuple[list[Any], int]:
+    verify.context_length = 1 << 16
+    verify.script, verify.round_size = [20 + i % 60 for i in range(num_tokens)], 1
+    params = {"max_new_tokens": num_tokens}
+    async with open_world(verify, folder, max_logprobs=1 << 24) as world:
+        got = await events(world, text="count", sampling_params=params, **body)
+    return got, sum(len(json.dumps(event)) for event in got)
+
+
+@pytest.mark.parametrize("body", [{}, {"return_logprob": True, "top_logprobs_num": 2}], ids=["text", "logprobs"])
+async def test_a_stream_costs_no_more_than_in_proportion_to_its_length(
+    verify: ScriptedVerify, tmp_path: Path, body: dict[str, Any]
+) -> None:
+    length = 1500
+    got, num_bytes = await long_events(verify, tmp_path, length, **body)
+    assert num_bytes < 200 * len(json.dumps(got[-1]))  # half the length would be the factor if each repeated all
+    lengths = [len(event["output_ids"]) for event in got]
+    assert lengths[:20] == list(range(1, 21)) and lengths[-1] == length  # at first token by token, at last all
+    assert all(later > earlier for earlier, later in pairwise(lengths))
+    assert max(later - earlier for earlier, later in pairwise(lengths)) <= length // 14
+    last = got[-1]["meta_info"]
+    assert last["finish_reason"] == {"type": "length", "length": length}
+    for event in got[:: len(got) // 10] if body else ():  # every event is whole
+        meta = event["meta_info"]
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == event["output_ids"]
+        assert len(meta["output_top_logprobs"]) == meta["completion_tokens"]
+
+
+async def test_events_that_came_seldom_trace_all_that_is_new(verify: ScriptedVerify, tmp_path: Path) -> None:
+    got, _ = await long_events(verify, tmp_path, 1500, trace=True)
+    assert len(got) < 1500
+    assert [token["id"] for event in got for token in event["trace"]["tokens"]] == got[-1]["output_ids"]
+    assert sum(len(event["trace"]["rounds"]) for event in got) == 1500
 
 
 async def test_a_stop_string_is_named(world: World) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from typing import Any
@@ -113,14 +112,6 @@ def _fill(message: Message, values: dict[str, Any]) -> Message:
     return message
 
 
-def no_failures(records: list[logging.LogRecord]) -> None:
-    """Fail if a service has logged a failure of its own: bad input is none."""
-    # A service silences what gRPC itself logs of bytes that are no message (outrider.logs).
-    ours = (record for record in records if not record.name.startswith("grpc"))
-    failed = [record for record in ours if record.levelno >= logging.ERROR]
-    assert not failed, [(record.getMessage(), record.exc_info) for record in failed]
-
-
 async def outcome(call: Any, most: int = 4) -> grpc.StatusCode:
     """How a call ends whose answers are read up to some number and then cancelled; fails if it says too much."""
     try:
@@ -137,7 +128,7 @@ def check(code: grpc.StatusCode, details: str) -> grpc.StatusCode:
     """The code, which must be an honest one; the details must not tell of the inside."""
     if details == "Internal error from Core":
         # grpc.aio's own word, on this side, for a write that the end of the stream overtook. What the server meant is
-        # not known then; `no_failures` would have its log tell.
+        # not known then; `nothing_fails` would have its log tell.
         return grpc.StatusCode.OK
     assert code in HONEST, f"{code.name}: {details}"
     assert not INTERNALS.search(details), details

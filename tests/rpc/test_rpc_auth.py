@@ -54,8 +54,8 @@ async def test_nothing_is_decoded_for_who_may_not_call() -> None:
 
     boundary = BoundaryInterceptor(auth_tokens=("s3cret",))
     closed: Any = await boundary.intercept_service(found, Details())
-    closed.request_deserializer(b"16 MiB of them")
-    assert seen == []
+    # A stream of bytes, of which none is read.
+    assert closed.request_streaming and closed.request_deserializer is None
     Details.invocation_metadata = (("authorization", "Bearer s3cret"),)
     opened: Any = await boundary.intercept_service(found, Details())
     opened.request_deserializer(b"16 MiB of them")
@@ -64,6 +64,14 @@ async def test_nothing_is_decoded_for_who_may_not_call() -> None:
 
 async def _answer(request: Any, context: Any) -> None:
     return None
+
+
+async def test_who_may_not_call_is_told_so_before_a_message_has_come(start: Any) -> None:
+    running = await start(auth_token="s3cret")
+    for method in ("GetLoad", "Generate"):
+        call = running.channel.stream_stream(f"/outrider.v1.VerifyService/{method}")()
+        async with asyncio.timeout(10):  # nothing is ever written
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_health_needs_no_token(start: Any) -> None:

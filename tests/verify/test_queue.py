@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.sampling.params import SamplingParams
-from verify_service.queue import FairQueue
+from verify_service.queue import _MAX_PASSES, FairQueue
 from verify_service.request import Request
 
 _arrivals = count()
@@ -94,8 +94,47 @@ def test_nothing_is_lost_or_served_twice_and_the_head_is_what_pops(steps: list[t
                 assert taken is head
             waiting.remove(id(taken))
         assert len(queue) == len(waiting) and {id(one) for one in queue} == waiting
-    priorities = [one.priority for one in drain(queue)]
-    assert priorities == sorted(priorities) and not queue
+    while queue:
+        best, oldest = min(one.priority for one in queue), min(one.arrival for one in queue)
+        head, priority = queue.head, queue.head.priority
+        assert queue.pop() is head and (priority == best or head.arrival == oldest)
+
+
+waiting_priorities = st.lists(st.tuples(clients, st.integers(0, 3)), min_size=1, max_size=12)
+
+
+@given(waiting_priorities, st.lists(clients, min_size=1, max_size=4), st.integers(1, 2))
+def test_no_request_waits_for_ever_under_a_stream_of_higher_priorities(
+    early: list[tuple[str, int]], floods: list[str], num_new: int
+) -> None:
+    queue = FairQueue()
+    left = {}
+    for client, priority in early:
+        made = request(client, priority)
+        queue.add(made)
+        left[id(made)] = made
+    turns = 0
+    while left:
+        for index in range(num_new):
+            queue.add(request(floods[(turns + index) % len(floods)], priority=-1))
+        left.pop(id(queue.pop()), None)
+        turns += 1
+        assert turns <= len(early) * (_MAX_PASSES + 1)
+
+
+def test_who_had_its_turn_by_age_does_not_give_way_to_those_that_came_later() -> None:
+    queue = FairQueue()
+    old = request(priority=7)
+    queue.add(old)
+    for _ in range(_MAX_PASSES + 1):
+        queue.add(request("flood", priority=-2))
+        queue.pop()
+    assert old not in queue
+    later = request("flood", priority=-2)
+    assert old.rank < later.rank
+    queue.add(later)
+    queue.put_back(old)
+    assert queue.head is old
 
 
 @given(st.lists(clients, min_size=1, max_size=80))

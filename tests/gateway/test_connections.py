@@ -1,0 +1,185 @@
+"""No HTTP client holds a connection for ever by being slow, silent or many; real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from gateway_world import until
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.rest.server import HttpServer
+
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Application:
+    """Answers with `body`; at /wait only when told to."""
+
+    def __init__(self, body: bytes = b"ok") -> None:
+        self.body = body
+        self.open = asyncio.Event()
+        self.num_begun = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_begun += 1
+        if scope["path"] == "/wait":
+            await self.open.wait()
+        await Response(self.body)(scope, receive, send)
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def ask(self, data: bytes = GET) -> tuple[int, bytes]:
+        """Sends a request; status and body of the answer."""
+        self.writer.write(data)
+        return await self.answer()
+
+    async def answer(self) -> tuple[int, bytes]:
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        return int(head.split()[1]), await self.reader.readexactly(int(length))
+
+    async def ended(self) -> bool:
+        """Waits until the server has closed the connection; whether it had nothing more to say."""
+        try:
+            async with asyncio.timeout(10):
+                return await self.reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+@asynccontextmanager
+async def serving(app: Any, **limits: Any) -> AsyncIterator[HttpServer]:
+    server = HttpServer(app, "127.0.0.1:0", option="--rest-address", **limits)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def client(server: HttpServer) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection(*server.address.split(":"))
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("begin", [GET[:-1], GET[:3], b"", GET], ids=["most", "few", "none at first", "a request"])
+async def test_who_does_not_end_the_head_of_a_request_is_cut_off(begin: bytes) -> None:
+    async with serving(Application(), header_seconds=0.2) as server, client(server) as slow:
+        if begin == GET:
+            assert await slow.ask() == (200, b"ok")
+            begin = GET[:9]
+        slow.writer.write(begin)
+        await slow.writer.drain()
+        slow.writer.write(b"G" if not begin else b"\r")  # more of it wins no time
+        assert await slow.ended()
+        await until(lambda: server.connections.num_open == 0)
+
+
+async def test_a_whole_head_may_wait_for_its_answer_longer_than_a_head_may_take() -> None:
+    app = Application()
+    async with serving(app, header_seconds=0.1) as server, client(server) as patient, client(server) as slow:
+        patient.writer.write(GET.replace(b"/ ", b"/wait "))
+        await until(lambda: app.num_begun == 1)
+        slow.writer.write(GET[:9])
+        assert await slow.ended()  # that long has passed
+        app.open.set()
+        assert await patient.answer() == (200, b"ok")
+        # And between two requests it may be silent as long.
+        async with client(server) as another:
+            another.writer.write(GET[:9])
+            assert await another.ended()
+        assert await patient.ask() == (200, b"ok")
+
+
+async def test_a_body_that_nobody_reads_may_not_trickle_on() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n"
+    async with serving(Application(), header_seconds=0.2) as server, client(server) as slow:
+        assert await slow.ask(head) == (200, b"ok")
+        slow.writer.write(b"x")
+        assert await slow.ended()
+
+
+async def test_a_whole_answer_that_is_left_unread_is_dropped() -> None:
+    async with serving(Application(b"x" * 30_000_000), stall_seconds=0.2) as server, client(server) as deaf:
+        deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        deaf.writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        await until(lambda: server.connections.num_open == 1)
+        await until(lambda: server.connections.num_open == 0)
+
+
+async def test_when_there_are_too_many_an_idle_one_gives_way() -> None:
+    app = Application()
+    async with serving(app, max_connections=2) as server, client(server) as busy, client(server) as idle:
+        busy.writer.write(GET.replace(b"/ ", b"/wait "))
+        await until(lambda: app.num_begun == 1)
+        assert await idle.ask() == (200, b"ok")
+        async with client(server) as new:
+            assert await new.ask() == (200, b"ok")
+            assert await idle.ended()
+            app.open.set()
+            assert await busy.answer() == (200, b"ok")
+
+
+async def test_when_all_are_in_use_a_new_one_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    app = Application()
+    told: list[Exception] = []
+    async with serving(app, max_connections=2) as server, client(server) as one, client(server) as two:
+        server.connections.on_refused = told.append
+        for busy in (one, two):
+            busy.writer.write(GET.replace(b"/ ", b"/wait "))
+        await until(lambda: app.num_begun == 2)
+        for _ in range(3):
+            async with client(server) as new:
+                status, body = await new.answer()
+                assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
+                assert await new.ended()
+        assert server.connections.num_refused == len(told) == 3 and caplog.text.count("--max-connections") == 1
+        app.open.set()
+        assert await one.answer() == await two.answer() == (200, b"ok")
+        await until(lambda: server.connections.num_open == 2)
+        async with client(server) as later:
+            assert await later.ask() == (200, b"ok")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01 no http\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, b"GET / HTTP/1.1\r\n\r\n"]
+)
+async def test_what_is_no_http_is_told_so_in_the_shape_of_other_errors(data: bytes) -> None:
+    async with serving(Application()) as server, client(server) as odd:
+        status, body = await odd.ask(data)
+        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_http")
+        assert await odd.ended()
+
+
+async def test_a_damaged_body_in_the_middle_of_an_answer_harms_no_one(caplog: pytest.LogCaptureFixture) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def early(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serving(early) as server, client(server) as odd:
+        odd.writer.write(head)
+        await odd.reader.readuntil(b"begun")
+        odd.writer.write(b"no length of a chunk\r\n")
+        await odd.ended()
+        await until(lambda: server.connections.num_open == 0)
+    assert "Traceback" not in caplog.text and "Fatal" not in caplog.text
