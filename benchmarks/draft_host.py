@@ -235,6 +235,7 @@ class Peer:
     """Takes what the service says."""
 
     vocab_size: int = VOCAB
+    parts: frozenset[int] | None = None
     received: list[DraftMessage] = field(default_factory=list)
 
     def send(self, messages: Sequence[DraftMessage]) -> None:

@@ -29,11 +29,11 @@ from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Commit, Open, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
 from verify_service.engine import Engine
+from verify_service.figures import RoundFigures
 from verify_service.garbage import take_over
 from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
-from verify_service.observer import RoundFigures
 from verify_service.request import Request
 from verify_service.round import Entry, Result
 from verify_service.submission import Update

@@ -54,6 +54,7 @@ class Case:
 
 CASES = [
     Case(1, 1, 1024),
+    Case(1, 8, 4096),
     Case(1, 32, 1024),
     Case(1, 64, 1024),
     Case(1, 32, 16384),
@@ -169,7 +170,9 @@ def default_config(case: Case) -> TileConfig:
     group = HEADS // KV_HEADS
     if case.kind == "prefill":
         return prefill_config(group, DIM, DTYPE)
-    return path_config(group, DTYPE) if case.kind == "paths" else tree_config(case.row_tokens, group, DTYPE)
+    if case.kind == "paths":
+        return path_config(group, DTYPE)
+    return tree_config(case.row_tokens, group, DTYPE, case.num_rows)
 
 
 def configs(case: Case) -> list[TileConfig]:
@@ -180,9 +183,9 @@ def configs(case: Case) -> list[TileConfig]:
     elif case.kind == "paths":
         tiles = [(16, 32, 1, 3), (16, 32, 2, 3), (16, 64, 2, 4), (16, 64, 4, 3), (16, 128, 4, 3)]
     elif default.rows == 16:
-        tiles = [(16, 64, 2, 2), (16, 64, 2, 4), (16, 64, 4, 3), (16, 128, 4, 3), (16, 32, 2, 4), (16, 32, 4, 4)]
+        tiles = [(16, 64, 2, 3), (16, 64, 2, 4), (16, 64, 4, 3), (16, 128, 4, 3), (16, 32, 2, 4), (16, 32, 4, 4)]
     else:
-        tiles = [(64, 32, 4, 3), (64, 32, 4, 5), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)]
+        tiles = [(32, 64, 4, 3), (64, 32, 4, 5), (64, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)]
     tried = [replace(default, rows=tile[0], keys=tile[1], num_warps=tile[2], num_stages=tile[3]) for tile in tiles]
     if default.rows == 64:
         # Two of these fit a processor: one works while the other waits.

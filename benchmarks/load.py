@@ -19,21 +19,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from pages import Page, cost_of
-from report import Row, cpu_name, write_report
+from report import Row, write_report
+from service_options import add_service_arguments, device_name, make_cluster
 
 from outrider.bench.clients import Ask, Client, GrpcClient, RestClient
 from outrider.bench.figures import errors_of, rows_of
 from outrider.bench.runner import Point, Run, run_point
 from outrider.bench.workload import Prompt, read_prompts
 from outrider.cli.cluster import Cluster
-from outrider.config.base import parse_options
-from outrider.config.draft import AUTO, DraftOptions
-from outrider.config.verify import VerifyOptions
-from outrider.models.shipped import choose_drafters
 
-PROMPTS = Path(__file__).parent / "prompts" / "cpu.jsonl"
 WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""
 
@@ -98,19 +93,9 @@ def make_prompts(path: Path, max_tokens: int, seed: int) -> list[Prompt]:
     return prompts
 
 
-def make_cluster(arguments: argparse.Namespace) -> Cluster:
-    """The services, with places for all streams."""
-    verify = [f"--model={arguments.model}", f"--device={arguments.verify_device}"]
-    verify += [f"--max-running-requests={arguments.streams}", *arguments.verify_option]
-    draft = parse_options(DraftOptions, [f"--device={arguments.draft_device}", *arguments.draft_option])
-    if draft.speculative_algorithm == AUTO:
-        draft = choose_drafters(draft, arguments.model)
-
-    def on_line(name: str, line: str) -> None:
-        if arguments.verbose or " ERROR " in line or "Traceback" in line:
-            print(f"{name}: {line}", flush=True)
-
-    return Cluster(verify=parse_options(VerifyOptions, verify), draft=draft, on_line=on_line)
+def services(arguments: argparse.Namespace) -> Cluster:
+    """With places for all streams."""
+    return make_cluster(arguments, [f"--max-running-requests={arguments.streams}"])
 
 
 def make_client(cluster: Cluster, arguments: argparse.Namespace) -> Client:
@@ -156,18 +141,10 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=64, help="of the longest answers; the shortest have a fourth")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--backend", choices=("grpc", "openai", "openai-chat"), default="grpc")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--label", default="smollm2-135m eagle3+ngram split")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
-    parser.add_argument("--verify-device", default="auto")
-    parser.add_argument("--draft-device", default="auto")
-    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--allow-mib", type=float, default=48.0)
-    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
-    parser.add_argument("--out", type=Path)
+    add_service_arguments(parser, "smollm2-135m eagle3+ngram split")
     arguments = parser.parse_args()
-    with make_cluster(arguments) as cluster:
+    with services(arguments) as cluster:
         memory = Memory(cluster)
         before = Page.read(cluster.metrics_url("gateway"))
         run = asyncio.run(drive(cluster, arguments, memory))
@@ -177,9 +154,8 @@ def main() -> int:
     case = f"{arguments.label} b{arguments.streams} {decoding} {arguments.backend}"
     rows = [*rows_of(run, case, gained), *memory.rows(case)]
     if arguments.out:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
         more = {"memory": [{"at": round(at, 1), **found} for at, found in memory.samples[::5]]}
-        write_report(arguments.out, "load", device, rows, ("torch", "grpcio"), more=more)
+        write_report(arguments.out, "load", device_name(), rows, ("torch", "grpcio"), more=more)
     for row in rows:
         print(f"{row.metric:<32} {row.value:12.2f} {row.unit}")
     troubles = [f"{count} requests failed: {code}" for code, count in errors_of(run.records).items()]

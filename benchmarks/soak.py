@@ -18,20 +18,15 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
 from pages import Cost, Page, cost_of
-from report import Row, cpu_name, write_report
+from report import Row, write_report
+from service_options import add_service_arguments, device_name, make_cluster
 from soak_load import Load
 from split_load import read_prompts
 
 from outrider.cli.cluster import Cluster
-from outrider.config.base import parse_options
-from outrider.config.draft import DraftOptions
-from outrider.config.verify import VerifyOptions
 
-PROMPTS = Path(__file__).parent / "prompts" / "cpu.jsonl"
 IDLE_SECONDS = 15.0
 AT_REST = {
     "verify": ("outrider_verify_running_requests", "outrider_verify_waiting_requests", "outrider_verify_kv_pages_used"),
@@ -100,22 +95,12 @@ def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
     return leaks
 
 
-def make_cluster(arguments: argparse.Namespace) -> Cluster:
-    """Services with little KV memory, and tries that are full soon."""
-    verify = [f"--model={arguments.model}", f"--device={arguments.verify_device}", "--disable-radix-cache"]
-    verify += [f"--max-total-tokens={arguments.kv_tokens}", f"--context-length={arguments.kv_tokens // 2}"]
-    draft = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}", "--capacity=8192"]
-    draft += ["--request-capacity=4096", "--total-capacity=65536"]
-
-    def on_line(name: str, line: str) -> None:
-        if arguments.verbose or " ERROR " in line or "Traceback" in line:
-            print(f"{name}: {line}", flush=True)
-
-    return Cluster(
-        verify=parse_options(VerifyOptions, [*verify, *arguments.verify_option]),
-        draft=parse_options(DraftOptions, [*draft, *arguments.draft_option]),
-        on_line=on_line,
-    )
+def services(arguments: argparse.Namespace) -> Cluster:
+    """With little KV memory, and tries that are full soon."""
+    verify = ["--disable-radix-cache", f"--max-total-tokens={arguments.kv_tokens}"]
+    verify.append(f"--context-length={arguments.kv_tokens // 2}")
+    draft = [f"--target-model-path={arguments.model}", "--capacity=8192"]
+    return make_cluster(arguments, verify, [*draft, "--request-capacity=4096", "--total-capacity=65536"])
 
 
 def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Load]:
@@ -160,25 +145,16 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--kv-tokens", type=int, default=1024)
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--label", default="smollm2-135m ngram")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
-    parser.add_argument("--verify-device", default="auto")
-    parser.add_argument("--draft-device", default="auto")
-    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--allow-mib", type=float, default=64.0)
-    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
-    parser.add_argument("--out", type=Path)
+    add_service_arguments(parser, "smollm2-135m ngram")
     arguments = parser.parse_args()
-    with make_cluster(arguments) as cluster:
+    with services(arguments) as cluster:
         rests, load = run(cluster, arguments)
         page = Page.read(cluster.metrics_url("verify"))
     leaks = judge(rests, arguments.allow_mib)
     if arguments.out:
         rows = rows_of(rests, load, page, arguments.label, arguments.minutes)
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
-        write_report(arguments.out, "soak", device, rows, ("torch", "grpcio"))
+        write_report(arguments.out, "soak", device_name(), rows, ("torch", "grpcio"))
     for text in [*load.failures[:10], *leaks]:
         print("FAILED", text)
     preempted = page.counter("outrider_verify_preemptions")

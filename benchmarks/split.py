@@ -21,34 +21,24 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 
+from service_options import add_service_arguments
 from split_bench import Bench
 from split_figures import table
-
-PROMPTS = Path(__file__).parent / "prompts" / "cpu.jsonl"
 
 
 def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--label", default="llama-8b", help="the model's name in results")
     parser.add_argument("--dtype", default="bf16", help="the number format's name in results")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--warm-tokens", type=int, default=96)
     parser.add_argument("--draft", action="append", default=[], metavar="LABEL=PATH")
     parser.add_argument("--cases", nargs="+", default=["plain", "ngram"])
-    parser.add_argument("--verify-device", default="auto")
-    parser.add_argument("--draft-device", default="auto")
-    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--drafts-at-once", type=int, default=1, help="draft services started together")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no case begins")
-    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
-    parser.add_argument("--out", type=Path)
+    add_service_arguments(parser, "llama-8b")
     return parser.parse_args(None if argv is None else list(argv))
 
 

@@ -11,15 +11,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from pages import Cost, cost_of
-from report import cpu_name, write_report
+from report import write_report
+from service_options import device_name, verify_options
 from split_cases import Case
 from split_figures import Measured, compare, table, work_out
 from split_load import answer_all, read_prompts, warm_up
 from split_services import Draft, Lines, Target, start_together
 
-from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
 from outrider.errors import OutriderError
 
@@ -64,12 +63,11 @@ class Bench:
         print("verify started in", ", ".join(f"{value:.1f} s" for value in seconds), flush=True)
 
     def _verify_options(self, num_targets: int) -> VerifyOptions:
-        arguments = self.arguments
-        argv = [f"--model={arguments.model}", f"--device={arguments.verify_device}", "--disable-radix-cache"]
+        argv = ["--disable-radix-cache"]
         if num_targets > 1:
             # What is free differs while both start; so much holds every batch that is measured here.
             argv.append("--max-total-tokens=65536")
-        return parse_options(VerifyOptions, [*argv, *arguments.verify_option])
+        return verify_options(self.arguments, argv)
 
     def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
         """Draft services of these cases, one after the other; all are started before the first is handed out."""
@@ -137,11 +135,8 @@ class Bench:
 
     def _report(self) -> None:
         if self.arguments.out:
-            on_gpu = torch.cuda.is_available()
-            names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-            device = " + ".join(names) if on_gpu else cpu_name()
             rows = [row for run in self.runs for row in run.rows()]
-            write_report(self.arguments.out, "split", device, rows, ("torch", "grpcio", "numpy"))
+            write_report(self.arguments.out, "split", device_name(), rows, ("torch", "grpcio", "numpy"))
 
     def _title(self, case: Case) -> str:
         return case.title(self.arguments.label, self.arguments.dtype)

@@ -7,7 +7,6 @@ verify drops the wrong ones.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import threading
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from outrider.errors import OutriderError
 from outrider.logs import get_logger
 from outrider.models.fields import get_token_ids, read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
+from outrider.models.store_folder import hash_tokenizer
 from outrider.tree.author import TreeAuthor
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class GrammarGuide:
 
     def allows(self, parent: int, token: int) -> bool:
         """See Guide."""
-        if self.state is None:
+        if self.state is None or self.state.waits:
             return True
         node = self._find(self.state, parent)
         allowed = node is not None and (node.mask is None or node.allows(token))
@@ -152,7 +152,10 @@ class DraftGrammars:
         # By name, so that a service without the library drafts on.
         compiler: Any = importlib.import_module("outrider.grammar.compiler")
         states: Any = importlib.import_module("outrider.grammar.state")
-        guide.state = states.GrammarState(compiler.compile_grammar(grammar, vocabulary))
+        compiled = compiler.compile_grammar(grammar, vocabulary)
+        # Guesses are not worth compiling it anew in mid-answer, in the thread that grows all trees.
+        compiled.renew = _never
+        guide.state = states.GrammarState(compiled)
 
     def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> Any:
         """The target's, if its tokenizer is at hand; looked for once."""
@@ -178,21 +181,23 @@ class DraftGrammars:
         return vocabulary.GrammarVocabulary.from_folder(folder, vocab_size, _end_ids(folder))
 
 
+def _never(state: GrammarState) -> None:
+    """The answer is drafted without its grammar from here on."""
+
+
 def _end_ids(folder: Path) -> list[int]:
     """Tokens that end an answer, as `outrider.models.config` has them."""
     names = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
     return [token for name in names for token in get_token_ids(read_json(folder / name), "eos_token_id", name)]
 
 
-def find_tokenizer(options: DraftOptions, tokenizer_hash: str) -> Path | None:
+def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:
     """A folder on this machine with the tokenizer of this SHA-256 (any, if that is empty), among the models named."""
     for name in (options.target_model_path, options.speculative_draft_model_path):
         folder = Path(name).expanduser()
         if name.lower() in DEFAULT_ALIASES:
             folder = default_cache_dir() / "models" / DEFAULT_MODEL
-        file = folder / "tokenizer.json"
-        if name and file.is_file():
-            found = hashlib.sha256(file.read_bytes()).hexdigest()
-            if tokenizer_hash in ("", found):
-                return folder
+        found = hash_tokenizer(folder) if name else ""
+        if found and wanted in ("", found):
+            return folder
     return None

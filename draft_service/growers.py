@@ -77,10 +77,12 @@ class Growers(Grower):
         return any(grower.pressed for grower in self._growers)
 
     def open(self, tree: Tree) -> None:
-        """All of them begin to grow a tree."""
+        """All of them begin to grow a tree, or those that may."""
         opened: list[Grower] = []
+        serving = [one for number, one in enumerate(self._growers) if tree.parts is None or number in tree.parts]
+        tree.alone = len(serving) == 1
         try:
-            for grower in self._growers:
+            for grower in serving:
                 grower.open(tree)
                 opened.append(grower)
         except Exception:
@@ -157,6 +159,7 @@ class Growers(Grower):
                     self.declined[handle] = refusal
                     continue
                 serving.remove(grower)
+                self.ledger.trees[handle].alone = len(serving) == 1
                 tree = self.ledger.trees[handle]
                 grower.close(tree)
                 _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)

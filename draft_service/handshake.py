@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draft_service.drafters.base import AnyDrafter, Needs, named_drafters
+from draft_service.drafters.several import SeveralDrafters
 from outrider.config.draft import DraftOptions
+from outrider.logs import get_logger
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
 from outrider.tree.messages import PROTOCOL_VERSION, Hello
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,15 @@ class Target:
     tokenizer_hash: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verify service is answered."""
+
+    hello: Hello
+    parts: frozenset[int] | None = None
+    """Numbers of the drafters that guess for it; None for all."""
+
+
 def longest_sequence(needs: Needs, options: DraftOptions) -> int:
     """Tokens of the longest sequence that is served."""
     return min(needs.max_positions or options.max_positions, options.max_positions)
@@ -27,16 +40,53 @@ def longest_sequence(needs: Needs, options: DraftOptions) -> int:
 
 def own_hello(drafter: AnyDrafter, options: DraftOptions) -> Hello:
     """The hello of a new session; one whose drafter takes features gets a token for them."""
-    needs = drafter.needs
+    hello = _hello(drafter, drafter.needs, "+".join(named_drafters(options)), options)
+    # In lockstep nothing is said before a tree is complete, features and all.
+    optional = bool(drafter.needs.feature_layers and modest_parts(drafter)) and not options.lockstep
+    return replace(hello, features_optional=optional)
+
+
+def answer_hello(theirs: Hello, drafter: AnyDrafter, options: DraftOptions, *, may_leave_out: bool) -> Answer:
+    """What to answer a verify service. Raises what `agree` raises.
+
+    `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
+    that take any target guess alone.
+    """
+    ours = own_hello(drafter, options)
+    try:
+        agree(theirs, ours)
+    except HandshakeError as error:
+        parts = modest_parts(drafter)
+        if not parts or not may_leave_out:
+            raise
+        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)
+        alone = _hello(drafter, Needs(), names, options)
+        agree(theirs, alone)
+        _logger.warning(
+            "%s alone drafts for %s, which %s does not fit: %s",
+            *(names, theirs.model or "this target", ours.model, error.message),
+        )
+        return Answer(alone, parts)
+    return Answer(ours)
+
+
+def modest_parts(drafter: AnyDrafter) -> frozenset[int]:
+    """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
+    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else ()
+    return frozenset(number for number, part in enumerate(parts) if part.needs == Needs())
+
+
+def _hello(drafter: AnyDrafter, needs: Needs, model: str, options: DraftOptions) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
-        model="+".join(named_drafters(options)),
+        model=model,
         tokenizer_hash=needs.tokenizer_hash,
         vocab_size=needs.vocab_size,
         hidden_size=needs.hidden_size,
         feature_layers=needs.feature_layers,
         max_positions=longest_sequence(needs, options),
+        # Those of all: nodes name them by their numbers among these.
         sources=drafter.sources,
         features_token=secrets.token_hex(16) if needs.feature_layers else "",
         projection_columns=needs.projection.num_columns if needs.projection is not None else 0,

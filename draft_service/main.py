@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from draft_service.drafters.base import build_drafter
@@ -16,14 +17,18 @@ from draft_service.engine import Engine
 from draft_service.metrics import DraftMetrics
 from draft_service.servicer import DraftServicer
 from outrider.config.base import parse_options
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.cpu_kernels import KERNEL_CACHES
+from outrider.errors import ConfigError
+from outrider.logs import get_logger
 from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.door import door_options
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+
+_logger = get_logger(__name__)
 
 _SWITCH_SECONDS = 0.0001
 """How long the event loop and the engine's thread may wait for each other; its own 5 ms are longer than a burst."""
@@ -44,11 +49,12 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
     for name, value in KERNEL_CACHES.items():
         os.environ.setdefault(name, value)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    options = choose_drafters(options)
+    was_open = options.speculative_algorithm == AUTO
+    options = _choose(options)
     drafter = build_drafter(options)
     metrics = DraftMetrics(drafter.sources)
     engine = Engine(drafter, options, metrics)
-    servicer = DraftServicer(engine, drafter, options, metrics, find_mapper(drafter))
+    servicer = DraftServicer(engine, drafter, options, metrics, find_mapper(drafter), may_leave_out=was_open)
     watch(metrics, engine, servicer)
     server = GrpcServer(
         **door_options(options, options.read_auth_tokens()),
@@ -72,6 +78,21 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
     finally:
         await server.stop(grace=0)
         await asyncio.to_thread(engine.stop)
+
+
+def _choose(options: DraftOptions) -> DraftOptions:
+    """Drafters in the place of AUTO.
+
+    A draft model of which nobody has said what it is does not end the service: a supervisor would start it with the
+    same options again, for ever.
+    """
+    try:
+        return choose_drafters(options)
+    except ConfigError as error:
+        _logger.error(
+            "n-grams alone draft, and %s is not used: %s", options.speculative_draft_model_path, error.message
+        )
+        return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
 
 
 def _settle_memory() -> None:

@@ -41,6 +41,7 @@ class Peer(Protocol):
     """A session as the requests see it."""
 
     vocab_size: int
+    parts: frozenset[int] | None
 
     def send(self, messages: list[DraftMessage]) -> None:
         """Queue answers."""
@@ -98,12 +99,10 @@ class Requests:
     def tell(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
-        untold, withheld = self.growth.ledger.untold, self.growth.ledger.withheld
         answers: dict[Peer, list[DraftMessage]] = {}
-        for handle in [handle for handle in untold if handle not in withheld]:
-            tree = untold.pop(handle)
+        for tree in self.growth.ledger.take_news():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
-                answers.setdefault(self._peers[handle], []).append(grow)
+                answers.setdefault(self._peers[tree.handle], []).append(grow)
         for peer, messages in answers.items():
             peer.send(messages)
 
@@ -144,7 +143,7 @@ class Requests:
             self._begin(peer, message)
 
     def _begin(self, peer: Peer, message: Open) -> None:
-        tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size)
+        tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size, peer.parts)
         self.grammars.open(tree.author, peer.vocab_size)
         self.growth.open(tree)
         self.growth.ledger.open(tree)

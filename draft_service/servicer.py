@@ -13,7 +13,7 @@ from draft_service.drafters.base import AnyDrafter
 from draft_service.engine import Engine
 from draft_service.feature_door import FeatureInflow
 from draft_service.feature_ring import MemoryMapper, RingReader, map_ring
-from draft_service.handshake import Target, check_same_target, check_target, own_hello
+from draft_service.handshake import Answer, Target, answer_hello, check_same_target, check_target
 from draft_service.metrics import DraftMetrics
 from draft_service.session import Session
 from outrider import __version__
@@ -61,9 +61,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         options: DraftOptions,
         metrics: DraftMetrics,
         mapper: MemoryMapper | None = None,
+        may_leave_out: bool = False,
     ) -> None:
-        """`mapper`: maps verify's memory where the drafter works, if that can be."""
+        """`mapper`: maps verify's memory where the drafter works, if that can be.
+
+        `may_leave_out`: drafters that do not fit a target are left out, rather than the target refused.
+        """
         self._mapper = mapper
+        self._may_leave_out = may_leave_out
         self._engine = engine
         self._drafter = drafter
         self._options = options
@@ -81,8 +86,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        ours = own_hello(self._drafter, self._options)
-        session = self._begin(hello, ours)
+        answer = answer_hello(hello, self._drafter, self._options, may_leave_out=self._may_leave_out)
+        ours = answer.hello
+        session = self._begin(hello, answer)
         tasks: list[asyncio.Task[None]] = []
         try:
             if ours.features_token:
@@ -145,8 +151,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             version=__version__,
         )
 
-    def _begin(self, hello: Hello, ours: Hello) -> Session:
-        target = check_target(hello, ours)
+    def _begin(self, hello: Hello, answer: Answer) -> Session:
+        target = check_target(hello, answer.hello)
         if len(self._sessions) >= self._options.max_sessions:
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
@@ -155,7 +161,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._engine.forget_target()
         self._target = target
         self._engine.post(partial(self._engine.requests.grammars.serve, target.tokenizer_hash))
-        session = Session(target.vocab_size, self._options.max_queued)
+        session = Session(target.vocab_size, self._options.max_queued, answer.parts)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session

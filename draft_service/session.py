@@ -23,9 +23,11 @@ class Session:
     answers waits here; a peer that does not read loses its session and harms no other.
     """
 
-    def __init__(self, vocab_size: int, max_queued: int) -> None:
+    def __init__(self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None) -> None:
         self.vocab_size = vocab_size
         """Token ids at or past this are illegal."""
+        self.parts = parts
+        """Numbers of the drafters that guess for it; None for all."""
         self._max_queued = max_queued
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()

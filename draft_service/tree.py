@@ -20,6 +20,10 @@ class Tree:
     author: TreeAuthor
     vocab_size: int
     """Ids at or past this are illegal."""
+    parts: frozenset[int] | None = None
+    """Numbers of the growers that may serve it, where there are several; None for all."""
+    alone: bool = False
+    """Whether one of several growers has it for itself."""
     paused: bool = False
 
 
@@ -44,6 +48,8 @@ class Ledger:
         """Trees by handle that verify may have to be told about."""
         self.withheld: set[int] = set()
         """Handles of trees that verify is told nothing of, not even of commits, until they are complete."""
+        self.expecting: set[int] = set()
+        """Handles of trees that get nodes in a moment: verify is not told of a commit alone until then."""
         self.trees: dict[int, Tree] = {}
         """All open trees by handle."""
         self._counted: dict[int, int] = {}
@@ -56,12 +62,24 @@ class Ledger:
     @property
     def has_news(self) -> bool:
         """Whether there is something to tell verify now."""
-        return not self.untold.keys() <= self.withheld
+        return any(self._is_news(tree) for tree in self.untold.values())
 
     @property
     def share(self) -> int:
         """Nodes that each tree may have."""
         return max(1, self.max_nodes // max(1, len(self._counted)))
+
+    def take_news(self) -> list[Tree]:
+        """The trees that verify is to be told about now."""
+        news = [tree for tree in self.untold.values() if self._is_news(tree)]
+        for tree in news:
+            del self.untold[tree.handle]
+        return news
+
+    def _is_news(self, tree: Tree) -> bool:
+        if tree.handle in self.withheld:
+            return False
+        return tree.author.has_untaken or tree.handle not in self.expecting
 
     def open(self, tree: Tree) -> None:
         """Begin to count a tree."""
@@ -75,6 +93,7 @@ class Ledger:
         del self.trees[tree.handle]
         self.untold.pop(tree.handle, None)
         self.withheld.discard(tree.handle)
+        self.expecting.discard(tree.handle)
 
     def recount(self, tree: Tree) -> None:
         """Count a tree again that has something to tell: it was re-rooted, paused, resumed or given credit."""

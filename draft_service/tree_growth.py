@@ -63,7 +63,8 @@ class TreeGrowth:
     def has_room(self, num_nodes: int) -> bool:
         """Whether a node may be appended, if each tree may have `num_nodes`."""
         credit = self.author.credit
-        if self.limits.shared:  # guesses that cost nothing leave room for those that take a model some time
+        # Guesses that cost nothing leave room for those that take a model some time.
+        if self.limits.shared and not self.tree.alone:
             credit = (credit + 1) // 2
         return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
 

@@ -116,8 +116,9 @@ def tree_attention(
     pdl = pdl and supports_pdl(q)
     sizes = (page_size, num_splits, scale, pdl)
     if path is None:
-        usual = usual_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
-        config = config or tree_config(usual, group, q.dtype)
+        num_rows = cached_len.shape[0]
+        usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
+        config = config or tree_config(usual, group, q.dtype, num_rows)
         where = (*lengths, mask, *_unpacked(region))
         jit.tree_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)
     else:

@@ -11,6 +11,10 @@ PATH_SPLITS = 8
 MAX_SPLITS = 32
 # One tile alone gains nothing by more, and each costs a share of the sum.
 CHOSEN_SPLITS = 24
+# As many are worth several programs on a processor.
+WORTHY_SPLITS = 16
+# More rows than these fill the device with small tiles.
+FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +49,16 @@ def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
     return min(max_row_tokens, ceil_div(num_tokens, num_rows))
 
 
-def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for rows of about `row_tokens` tokens, `group` query heads to a kv head."""
+def tree_config(row_tokens: int, group: int, dtype: torch.dtype, num_rows: int = 1) -> TileConfig:
+    """The tile for `num_rows` rows of about `row_tokens` tokens, `group` query heads to a kv head."""
     if dtype == torch.float32:
         return _exact_config(group)
-    rows = row_tokens * group
-    # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits.
-    span = 1 + row_tokens // 16
-    if rows <= 32:
-        return TileConfig(16, 32, 4, 4, span=2 * span) if rows <= 16 else TileConfig(32, 64, 4, 3, span=span)
-    return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=span)
+    if row_tokens * group <= 16:
+        # Of many rows, three programs are to fit a processor.
+        return TileConfig(16, 64, 4, 3) if num_rows <= FEW_ROWS else TileConfig(16, 32, 2, 4, span=2)
+    # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits. A tile of
+    # fewer rows would not use the tensor cores of a whole warp group, one of more runs alone on its processor.
+    return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=1 + row_tokens // 16)
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:
@@ -82,18 +86,18 @@ def _exact_config(group: int) -> TileConfig:
 def choose_splits(
     num_tokens: int, num_rows: int, max_row_tokens: int, num_heads: int, num_kv_heads: int, processors: int
 ) -> int:
-    """The most splits with which all programs of a round run at the same time; short contexts use fewer.
+    """The most splits of a row's keys; short contexts use fewer. All programs of a round run at the same time.
 
-    Of large tiles one program a processor: more would be a quarter faster at 16k tokens of context, but programs that
-    have nothing to do and a larger sum make 1k a seventh slower (an H200, 32 queries of 32/8 heads of 128).
+    One program a processor, or up to 16 splits with as many programs as fit a processor: three of small tiles, two of
+    others.
     """
     group = num_heads // num_kv_heads
     usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-    rows = tree_config(usual, group, torch.bfloat16).rows
+    rows = tree_config(usual, group, torch.bfloat16, num_rows).rows
     # Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once.
     programs = max_tiles(num_tokens, num_rows, usual, rows // group) * num_kv_heads
-    fitting = processors * (3 if rows == 16 else 1)
-    return min(max(fitting // programs, 1), CHOSEN_SPLITS)
+    crowded = min(processors * (3 if rows == 16 else 2) // programs, WORTHY_SPLITS)
+    return min(max(processors // programs, crowded, 1), CHOSEN_SPLITS)
 
 
 def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int, padding: bool = False) -> int:

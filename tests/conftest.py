@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,13 @@ def model_path() -> Path:
     from outrider.models.store import resolve_model
 
     return resolve_model("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture
+def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fails a test in which a service has logged a failure of its own: bad input is none."""
+    yield
+    # A service silences what gRPC itself logs of bytes that are no message (outrider.logs).
+    ours = (record for record in caplog.get_records("call") if not record.name.startswith("grpc"))
+    failed = [record for record in ours if record.levelno >= logging.ERROR]
+    assert not failed, [(record.getMessage(), record.exc_info) for record in failed]

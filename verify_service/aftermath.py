@@ -5,8 +5,9 @@ from __future__ import annotations
 from verify_service.budget import CostModel
 from verify_service.drafts import Drafts
 from verify_service.features import FeatureSender
+from verify_service.figures import RoundFigures
 from verify_service.gaps import tell_long
-from verify_service.observer import Observer, RoundFigures
+from verify_service.observer import Observer
 from verify_service.outcome import Commit, RoundDone
 from verify_service.scheduler import Scheduler
 from verify_service.submission import Update

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
+from outrider.models.store_folder import hash_tokenizer
 from verify_service.engine import Engine
 from verify_service.garbage import take_over
 from verify_service.inbox import Inbox
 from verify_service.observer import Observer
 from verify_service.parts import build, load
-from verify_service.wire import Ready
+from verify_service.wire_engine import Ready
 
 log = get_logger(__name__)
 
@@ -42,7 +42,7 @@ def assemble(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
     engine = Engine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary)
     ready = Ready(
         model_path=str(path),
-        tokenizer_hash=hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest(),
+        tokenizer_hash=hash_tokenizer(path),
         vocab_size=limits.vocab_size,
         context_length=limits.context_length,
         dtype=str(model.dtype).removeprefix("torch."),

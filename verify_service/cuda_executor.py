@@ -15,11 +15,12 @@ from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.grammar.state import Mask
+from outrider.graphs import GraphPool
 from outrider.logs import get_logger
 from outrider.models.base import CausalLM
 from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
-from verify_service.cuda_graphs import Buckets, GraphPool
+from verify_service.buckets import Buckets
 from verify_service.cuda_prefill import Prefill
 from verify_service.device import out_of_memory
 from verify_service.feature_plan import FeaturePlan
@@ -78,7 +79,7 @@ class CudaExecutor:
         chunk = limits.chunk_size if limits.deterministic else None
         self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, fixed_size=chunk)
         self._num_processors = num_processors(device)
-        self.graphs = GraphPool(self._body, self._prepare)
+        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare)
         self._last_end: int | None = None
         self._features: FeatureStore | None = None
         self._staging: FeatureStaging | None = None

@@ -24,6 +24,7 @@ from verify_service.calibration import Calibrator
 from verify_service.expectations import Expectations
 from verify_service.health import PeerHealth
 from verify_service.link import DraftPort, Link, Peer
+from verify_service.merit import TRIAL, Merit
 from verify_service.request import Request
 
 REOPEN_SECONDS = 1.0
@@ -74,6 +75,7 @@ class Drafts:
         self._max_nodes = max_nodes
         self._clock = clock
         self._turns = turns
+        self._lockstep = lockstep
         self._expectations = Expectations(lockstep=lockstep, turns=turns)
         self._next_number = 1
 
@@ -96,6 +98,10 @@ class Drafts:
             link.mirror.commit()
             self._expectations.committed(link)
 
+    def waits_for(self, links: Iterable[Link]) -> None:
+        """The next round is held for what these may bring."""
+        self._expectations.waits_for(links)
+
     def launched(self, at: float) -> None:
         """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
         self._expectations.launched(self._links.values(), at)
@@ -110,6 +116,8 @@ class Drafts:
         if link is None:
             return 0
         link.used = max(num_nodes, link.used + 0.2 * (num_nodes - link.used))
+        if link.merit.in_doubt:
+            share = 0
         return min(CREDIT_ROUNDS * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
 
     def report(self, request: Request, num_tokens: int, credit: int) -> None:
@@ -120,6 +128,10 @@ class Drafts:
         if link.peer is None:
             self._assign(link)
             return
+        if link.merit.passes():
+            link.num_untold += num_tokens
+            return
+        num_tokens, link.num_untold = num_tokens + link.num_untold, 0
         mirror = link.mirror
         link.credit = credit
         self._expectations.told(link, self._clock())
@@ -251,13 +263,19 @@ class Drafts:
             return False
         if terms.max_positions and request.committed_len > terms.max_positions:
             return False
-        if not terms.feature_layers:
+        if not terms.feature_layers or terms.features_optional:
             return True
-        stored = self.feature_epoch and request.feature_epoch == self.feature_epoch
-        return bool(stored) and peer.line is not None and peer.line.open
+        return self.has_features(request) and peer.line is not None and peer.line.open
+
+    def has_features(self, request: Request) -> bool:
+        """Whether the features of all of the request's positions are stored."""
+        return bool(self.feature_epoch) and request.feature_epoch == self.feature_epoch
 
     def suspend_features(self) -> None:
-        """Features are not stored any more, or other ones: drafts that take them serve nobody for now."""
+        """Features are not stored any more, or other ones: drafts that need them serve nobody for now.
+
+        Those that can do without are told of their requests anew, and so get the new ones from the first position on.
+        """
         self.feature_epoch = 0
         for peer in self.peers.values():
             for link in list(peer.links.values()) if peer.terms.feature_layers else []:
@@ -272,7 +290,8 @@ class Drafts:
         self._expectations.opened(link, link.opened_at)
         link.mirror.forget()
         link.mirror.calibrate = peer.calibrator
-        link.features_sent = 0
+        link.features_sent = link.num_untold = 0
+        link.merit = Merit(min(peer.merit.num_wrong, TRIAL))
         peer.links[link.number] = link
         request = link.request
         peer.health.sent(link.number, request.committed_len)
@@ -298,9 +317,19 @@ class Drafts:
             self.dropped["closed"] += len(grow.token_ids)
             return
         link.mirror.insert(grow)
+        if link.mirror.estranged:
+            self._open_again(link)
+            return
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.mirror.acked_len == link.request.committed_len:
             self._expectations.answered(link, peer, arrived_at)
+
+    def _open_again(self, link: Link) -> None:
+        """Open a request anew, with whoever may serve it; not again and again."""
+        again = self._clock() - link.opened_at < REOPEN_SECONDS
+        link.retry_at = self._clock() + REOPEN_SECONDS if again else link.retry_at
+        self._detach(link, tell=True)
+        self._assign(link)
 
     def _decline(self, peer: Peer, decline: Decline) -> None:
         link = peer.links.get(decline.request)
@@ -321,7 +350,12 @@ class Drafts:
     def _learn(self, peer: Peer, links: Iterable[Link]) -> None:
         seen: list[Observation] = []
         for link in links:
-            seen += link.mirror.take_observations()
+            news = link.mirror.take_observations()
+            seen += news
+            # In lockstep every answer is waited for.
+            if not self._lockstep:
+                link.merit.judge(news)
+                peer.merit.judge(news)
             if link.mirror.dropped:
                 self.dropped.update(link.mirror.dropped)
                 link.mirror.dropped.clear()

@@ -38,6 +38,10 @@ log = get_logger(__name__)
 _IDLE_SECONDS = 0.25
 """How often an engine without requests looks after its peers."""
 
+_CALM_SECONDS = 0.25
+"""Without a round for so long, an engine takes up work that would keep the next request waiting: many a client sends
+another as soon as it has an answer."""
+
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
 
@@ -93,6 +97,7 @@ class Engine:
             self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
         )
         self._ended_at: float | None = None
+        self._worked_at = float("-inf")
         self._alive = False
         self._thread: threading.Thread | None = None
         cost.prepare(limits.max_running + limits.max_nodes + 1)
@@ -185,19 +190,18 @@ class Engine:
         if self.features.preparing:
             self.features.advance()
         entries = self.scheduler.plan()
-        held, ready = 0.0, 0
         self._gaps.mark("plan")
         if entries:
             entries, held, ready = self._choose(entries)
-        if entries:
-            self._round(entries, held, ready)
-            return
+            if entries := self.grammars.mask(entries):
+                return self._round(entries, held, ready)
         self._ended_at = None
         self._aftermath.settle()
         self._garbage.idle()
-        busy = self.scheduler.running or self.scheduler.waiting
+        busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
         idle_seconds = POLL_SECONDS if self.grammars.compiling else _IDLE_SECONDS
-        self._take_inbox(None if busy or self.features.refresh() else idle_seconds)
+        calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS
+        self._take_inbox(None if busy or (calm and self.features.refresh()) else idle_seconds)
         self._attend()
         self.features.work()
         self._observer.flush()
@@ -214,6 +218,7 @@ class Engine:
         if offer.awaited:
             start = time.monotonic()
             while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
+                self.drafts.waits_for(offer.awaited)
                 # A draft cannot answer what it has not been told.
                 self._aftermath.settle()
                 left = self.limits.max_hold_seconds - held
@@ -251,7 +256,6 @@ class Engine:
 
     def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
         """Run a round and commit what it brings; what others are to know of it waits for `Aftermath.settle`."""
-        self.grammars.mask(entries)
         num_tokens = sum(entry.num_tokens for entry in entries)
         num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
         prefills = any(entry.prefills for entry in entries)
@@ -285,7 +289,7 @@ class Engine:
         self._aftermath.note(
             RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap, ready, phases)
         )
-        self._ended_at = end
+        self._ended_at = self._worked_at = end
         self._gaps.mark("commit")
 
     def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:

@@ -16,7 +16,7 @@ from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import InternalError
 from outrider.logs import get_logger
 from verify_service.remote import RemoteEngine
-from verify_service.wire import Ready, RoundReport, Start
+from verify_service.wire_engine import Ready, RoundReport, Start
 
 log = get_logger(__name__)
 

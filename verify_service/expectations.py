@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verify_service.link import PROMISE_NODES, Link, Peer
+from verify_service.health import PROMISE_NODES
+from verify_service.link import Link, Peer
 
-_IN_VAIN = 1.5
-"""Of the wait: what was waited for in vain takes longer than that."""
 _LEARN = 0.2
 """Weight of the newest answer in what answers bring."""
 
@@ -29,7 +29,8 @@ class Expectations:
         link.asked_at = at
         link.awaited, link.answered_at = True, None
         link.after_hit, link.promised = False, 0.0
-        link.num_answers = link.num_late = link.num_vain = 0
+        link.held = False
+        link.num_answers = link.num_late = link.num_vain = link.num_passed = 0
 
     def given_up(self, link: Link) -> None:
         """The link has no peer any more."""
@@ -38,9 +39,10 @@ class Expectations:
     def committed(self, link: Link) -> None:
         """The link's mirror was re-rooted. What followed the commit before is over; its draft is not told yet."""
         self._launched_at = math.inf
-        link.num_vain += link.waits_in_vain
-        nothing_in_time = not link.num_answers or (link.num_late and link.num_answers > 1)
-        if self._turns and link.peer is not None and nothing_in_time:
+        link.num_passed += link.waits_in_vain
+        link.held = False
+        tempts = self._turns and not link.merit.in_doubt
+        if tempts and link.peer is not None and (link.num_late or not link.num_answers):
             link.answers(link.peer).tempt()
         elif link.answered_at is not None:
             _end_wait(link, 0.0, None)
@@ -50,11 +52,16 @@ class Expectations:
         always = self._lockstep or self._turns
         link.awaited = link.peer is not None and (always or not link.mirror.num_nodes)
         link.after_hit = self._turns and link.mirror.num_nodes > 0
-        link.promised = _promise(link) if link.after_hit else 0.0
+        link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 
     def told(self, link: Link, at: float) -> None:
         """The draft was told of the commit at this time."""
         link.asked_at = at
+
+    def waits_for(self, links: Iterable[Link]) -> None:
+        """The next round is held for these."""
+        for link in links:
+            link.held = True
 
     def launched(self, links: Iterable[Link], at: float) -> None:
         """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
@@ -62,13 +69,13 @@ class Expectations:
             return
         self._launched_at = at
         for link in links:
-            if link.peer is not None and link.expects and link.asked_at is not None:
+            if link.peer is not None and link.held and link.expects and link.asked_at is not None:
                 answers = link.answers(link.peer)
                 if link.answered_at is not None:
-                    answers.more.note(_IN_VAIN * max(at - link.answered_at, 0.0))
+                    answers.more.not_within(at - link.answered_at)
                 else:
-                    answers.answer.note(_IN_VAIN * max(at - link.asked_at, 0.0))
-                    link.num_vain += 1
+                    answers.answer.not_within(at - link.asked_at)
+                    link.num_vain, link.num_passed = link.num_vain + 1, 0
 
     def answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
         """The draft has said something that follows the newest commit."""
@@ -80,7 +87,7 @@ class Expectations:
         elif link.awaited:
             self._first_came(link, peer, arrived_at)
         elif link.answered_at is not None:
-            promise = _promise(link)
+            promise = self._promised(link, peer)
             if arrived_at > link.answered_at:
                 _end_wait(link, promise - link.promised, arrived_at - link.answered_at)
             else:
@@ -93,8 +100,8 @@ class Expectations:
 
     def _first_came(self, link: Link, peer: Peer, arrived_at: float) -> None:
         link.awaited = False
-        link.num_vain = 0
-        promise = _promise(link)
+        link.num_vain = link.num_passed = 0
+        promise = self._promised(link, peer)
         _gained(link, max(promise - link.promised, 0.0))
         link.promised = promise
         if link.asked_at is not None:
@@ -102,6 +109,12 @@ class Expectations:
             link.answers(peer).answer.note(seconds)
         # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
         link.answered_at = None if self._lockstep else arrived_at
+
+    def _promised(self, link: Link, peer: Peer) -> float:
+        """What the best nodes promise now that an answer has come; its peer is remembered for how they share it."""
+        promise = _promise(link)
+        link.answers(peer).promised(promise)
+        return float(promise[-1])
 
 
 def _gained(link: Link, gain: float) -> None:
@@ -119,6 +132,7 @@ def _end_wait(link: Link, gain: float, seconds: float | None) -> None:
         link.answers(link.peer).followed(max(gain, 0.0), seconds)
 
 
-def _promise(link: Link) -> float:
-    """Tokens that the best nodes of a tree are expected to have accepted."""
-    return float(np.exp(np.sort(link.mirror.log_probs)[::-1][:PROMISE_NODES]).sum())
+def _promise(link: Link) -> NDArray[np.float64]:
+    """Tokens that the best 1, 2, ... nodes of a tree are expected to have accepted, shape [PROMISE_NODES]."""
+    best = np.exp(np.sort(link.mirror.log_probs)[::-1][:PROMISE_NODES])
+    return np.pad(best, (0, PROMISE_NODES - len(best))).cumsum()

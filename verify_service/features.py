@@ -146,7 +146,9 @@ class FeatureSender:
         if peer is None or not layers:
             return
         if self._executor is None or not isinstance(port, FeaturePort):
-            log.warning("draft %s takes features, which nothing here can store or send; it is not used", port.address)
+            log.warning(
+                "draft %s takes features, which nothing here can store or send; %s", port.address, _without(peer)
+            )
             return
         projected = self._may_project(peer)
         takes = (PROJECTED,) if projected else layers
@@ -160,9 +162,9 @@ class FeatureSender:
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
         if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
             log.error(
-                "draft %s is not used: it takes layers %s, %d bytes a token, which with those of other drafts is more "
-                "than %d layers, or more than %d bytes",
-                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES),
+                "draft %s takes layers %s, %d bytes a token, which with those of other drafts is more than %d layers, "
+                "or more than %d bytes; %s",
+                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(peer)),
             )
             return
         peer.takes = takes
@@ -216,7 +218,7 @@ class FeatureSender:
         try:
             self._executor.begin_features(self._wanted)
         except OutriderError as error:
-            log.error("drafts that take features of layers %s are not used: %s", self._wanted.inputs, error.message)
+            log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
             self._give_up()
         else:
             self._plan = self._wanted
@@ -309,9 +311,12 @@ class FeatureSender:
         if room <= 0:
             return []
         behind = [
-            (link.request.cached_len - link.features_sent, number, link)
+            (link.feature_end - link.features_sent, number, link)
             for number, link in peer.links.items()
-            if link.request.cached_len > link.features_sent and not link.request.finished and link.mirror.epoch
+            if link.feature_end > link.features_sent
+            and not link.request.finished
+            and link.mirror.epoch
+            and self._drafts.has_features(link.request)
         ]
         pieces: list[_Piece] = []
         for missing, _, link in sorted(behind, key=lambda one: one[:2]):
@@ -327,7 +332,7 @@ class FeatureSender:
         """Number a piece and count it as sent."""
         link, end = piece.link, piece.start + piece.size
         link.features_sent = end
-        final = end == link.request.cached_len
+        final = end == link.feature_end
         sequence = line.take(piece.size * line.row_bytes)
         return Features(link.number, piece.start, piece.size, final, b"", line.dtype, sequence)
 
@@ -371,3 +376,8 @@ def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[
             filled.append(replace(message, ring_offset=rows.offset + start))
         start = end
     return filled
+
+
+def _without(peer: Peer) -> str:
+    """What becomes of a draft that gets no features."""
+    return "it drafts with what needs none" if peer.terms.features_optional else "it is not used"

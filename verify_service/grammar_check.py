@@ -25,6 +25,7 @@ _NUM_PROCESSES = 2
 """So that one client's slow grammar does not hold up all others'."""
 _MAX_WAITING = 64
 _MAX_VERDICTS = 1024
+_AGAIN = "send a smaller one, or try again later"
 _MODULE = "outrider.grammar.sandbox"
 
 
@@ -55,8 +56,9 @@ class GrammarChecker:
         verdict = self._verdicts.get(grammar.digest)
         if verdict is None:
             verdict = await self._judge(grammar)
-        self._verdicts[grammar.digest] = verdict
-        self._verdicts.move_to_end(grammar.digest)
+        if verdict.lasting:
+            self._verdicts[grammar.digest] = verdict
+            self._verdicts.move_to_end(grammar.digest)
         while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         if verdict.problem:
@@ -105,10 +107,10 @@ class Sandbox:
                 body = await _ask(process, msgspec.msgpack.encode(grammar))
         except TimeoutError:
             await self.close()
-            return Verdict(f"takes more than {self._seconds:g} s to compile", "send a smaller one")
+            return Verdict(f"takes more than {self._seconds:g} s to compile", _AGAIN, lasting=False)
         except (asyncio.IncompleteReadError, ConnectionError):
             await self.close()
-            return Verdict("takes too much memory to compile", "send a smaller one")
+            return Verdict("takes too much memory to compile", _AGAIN, lasting=False)
         except asyncio.CancelledError:
             # Its answer would be taken for the next one's.
             await self.close()

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,15 @@ _BETWEEN_SECONDS = 0.001
 
 _ANY_DEPTH = 1 << 30
 
+
+class _Order(NamedTuple):
+    """For the thread that compiles."""
+
+    grammar: Grammar
+    worn: CompiledGrammar | None = None
+    """What it was compiled to before, if anything."""
+
+
 Begin = Callable[[Request], None]
 Fail = Callable[[Request, OutriderError], None]
 
@@ -59,15 +69,17 @@ class Grammars:
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._waiting: dict[str, list[tuple[Request, Begin, Fail]]] = {}
         """Requests by the digest of a grammar that is being compiled."""
-        self._orders: SimpleQueue[Grammar | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Grammar, CompiledGrammar | OutriderError]] = SimpleQueue()
+        self._renewing: dict[CompiledGrammar, list[GrammarState]] = {}
+        """Answers that wait for a grammar to be compiled anew."""
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[_Order, CompiledGrammar | OutriderError]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_looks = 0
 
     @property
     def compiling(self) -> bool:
         """Whether requests wait for their grammar."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._renewing)
 
     def open(self, request: Request, begin: Begin, fail: Fail) -> None:
         """Have a request's grammar compiled, then `begin` it; at once without a grammar, or with one that is known."""
@@ -85,13 +97,17 @@ class Grammars:
             waiting = self._waiting.setdefault(grammar.digest, [])
             waiting.append((request, begin, fail))
             if len(waiting) == 1:
-                self._order(grammar)
+                self._order(_Order(grammar))
 
     def poll(self) -> None:
         """Begin the requests whose grammars were compiled."""
-        while self._waiting and not self._done.empty():
-            grammar, outcome = self._done.get()
+        while self.compiling and not self._done.empty():
+            (grammar, worn), outcome = self._done.get()
+            if worn is not None:
+                self._renewed(worn, outcome)
+                continue
             if isinstance(outcome, CompiledGrammar):
+                outcome.renew = self._renew
                 self._cache[grammar.digest] = outcome
                 self._cache.move_to_end(grammar.digest)
                 while len(self._cache) > _MAX_CACHED:
@@ -129,17 +145,23 @@ class Grammars:
             keep += [node is not None for node in self._states(state, nodes, deadline)]
         return taken[np.array(keep, np.bool_)]
 
-    def mask(self, entries: Sequence[Entry]) -> None:
+    def mask(self, entries: list[Entry]) -> list[Entry]:
         """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
 
         An entry whose root has none, because the library gave up, gets its error; what it samples is to be dropped.
+        Returns those that can be run: not those whose grammar is compiled anew first.
         """
+        ready = []
         for entry in entries:
+            ready.append(entry)
             state = entry.request.grammar
             if state is None or not entry.samples:
                 continue
             follow(state, entry.request)
             root = state.mask(state.root, ())
+            if root is None and state.waits:
+                ready.pop()
+                continue
             if root is None:
                 entry.error = state.error or InternalError("the grammar's state was lost")
                 entry.nodes, entry.marks, entry.masks = Nodes(), None, [state.end_mask]
@@ -149,6 +171,7 @@ class Grammars:
             if len(masks) < len(entry.nodes):
                 entry.nodes, entry.marks, masks = Nodes(), None, []
             entry.masks = [root, *masks]
+        return ready
 
     def work(self, entries: Sequence[Entry]) -> bool:
         """Compute one mask ahead of the next round, if a request lacks any; whether it did.
@@ -204,15 +227,28 @@ class Grammars:
             found.append(node)
         return found
 
-    def _order(self, grammar: Grammar) -> None:
+    def _renew(self, state: GrammarState) -> None:
+        """Have a grammar compiled anew, once for all answers that need it."""
+        waiting = self._renewing.setdefault(state.compiled, [])
+        waiting.append(state)
+        if len(waiting) == 1:
+            self._order(_Order(state.compiled.grammar, state.compiled))
+
+    def _renewed(self, worn: CompiledGrammar, outcome: CompiledGrammar | OutriderError) -> None:
+        if isinstance(outcome, CompiledGrammar):
+            worn.adopt(outcome)
+        for state in self._renewing.pop(worn, ()):
+            state.renewed(outcome if isinstance(outcome, OutriderError) else None)
+
+    def _order(self, order: _Order) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile, name="grammars", daemon=True)
             self._thread.start()
-        self._orders.put(grammar)
+        self._orders.put(order)
 
     def _compile(self) -> None:
-        while (grammar := self._orders.get()) is not None:
-            self._done.put((grammar, self._outcome(grammar)))
+        while (order := self._orders.get()) is not None:
+            self._done.put((order, self._outcome(order.grammar)))
 
     def _outcome(self, grammar: Grammar) -> CompiledGrammar | OutriderError:
         try:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+PROMISE_NODES = 8
+"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
+
 _LEARN = 0.1
 _HOPE = 0.02
+"""Part by which times look shorter with each commit that nobody waited for long enough."""
+_GAIN_HOPE = 0.003
+"""The same of what a wait may bring: seldom tried again, because what was waited for to its end is known well."""
 _SLOW_FACTOR = 10.0
 _SLOW_FLOOR = 0.05
 _LOST_SECONDS = 2.0
+_IN_VAIN = 1.5
+"""Of the wait: what was waited for in vain takes longer than that."""
 
 
 class Wait(NamedTuple):
@@ -21,6 +32,8 @@ class Wait(NamedTuple):
     """Seconds until it should be here, from now; 0 when it is overdue."""
     late: float
     """The same for 19 of 20 such waits."""
+    shares: NDArray[np.float64]
+    """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
 
 
 class AnswerTimes:
@@ -42,9 +55,14 @@ class AnswerTimes:
         self.typical *= 1 - _HOPE
         self.late = max(self.late * (1 - _HOPE), self.typical)
 
-    def left(self, gain: float, waited: float) -> Wait:
-        """What is left of it after waiting for `waited` seconds."""
-        return Wait(gain, max(self.typical - waited, 0.0), max(self.late - waited, 0.0))
+    def not_within(self, seconds: float) -> None:
+        """It did not come in so long a wait. A short one says nothing of what usually takes longer."""
+        if _IN_VAIN * seconds > self.typical:
+            self.note(_IN_VAIN * seconds)
+
+    def left(self, waited: float) -> tuple[float, float]:
+        """What is left of `typical` and `late` after waiting for `waited` seconds."""
+        return max(self.typical - waited, 0.0), max(self.late - waited, 0.0)
 
 
 class Answers:
@@ -57,6 +75,12 @@ class Answers:
         self.answer = AnswerTimes()
         self.more = AnswerTimes()
         self.more_gain = more_gain
+        self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
+
+    def promised(self, promise: NDArray[np.float64]) -> None:
+        """Tokens that the best 1, 2, ... nodes of an answer are expected to have accepted, shape [PROMISE_NODES]."""
+        if promise[-1]:
+            self.shares = self.shares + _LEARN * (promise / promise[-1] - self.shares)
 
     def followed(self, gain: float, seconds: float | None) -> None:
         """An answer was followed by more, `seconds` after it, or by nothing before the round was over (None)."""
@@ -65,11 +89,11 @@ class Answers:
             self.more.note(seconds)
 
     def tempt(self) -> None:
-        """Nobody waited, so that nothing was measured: what may follow looks a little better each time.
+        """Nobody waited long enough, so that nothing was measured: what may come looks a little better each time.
 
         So a draft that was not worth waiting for is tried again some day.
         """
-        self.more_gain += _HOPE * max(1.0 - self.more_gain, 0.0)
+        self.more_gain += _GAIN_HOPE * max(1.0 - self.more_gain, 0.0)
         self.answer.forget()
         self.more.forget()
 

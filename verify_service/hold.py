@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from verify_service.budget import Budget, Choice
-from verify_service.health import Wait
-from verify_service.link import PROMISE_NODES, Link
+from verify_service.health import PROMISE_NODES, Wait
+from verify_service.link import Link
 
 MIN_GAIN = 1.02
 """Holding must promise this much more tokens per second: estimates are no better than that."""
+
+FOUND = 0.7
+"""Of an answer that comes while a round runs, what is left of it for the next one: its token may lie beside the tree."""
+
+_COUNTS = np.arange(1, PROMISE_NODES + 1)
 
 
 class HoldPolicy:
@@ -48,16 +56,33 @@ class HoldPolicy:
         )
 
     def _pays(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
-        """How long to wait for all of these, if that pays."""
+        """How long to wait for all of these, if that pays.
+
+        As the round now has the number of nodes that suits it best, so has the one after the wait.
+        """
         real = [wait for wait in waits if wait is not None]
         if not real:
             return 0.0
-        gain = sum(wait.gain for wait in real)
-        promised = min(len(choice.taken) + PROMISE_NODES * len(real), self._budget.max_nodes)
-        then = max(self._budget.cost.seconds(num_tokens + promised) + beside, choice.seconds)
-        # A wait of w pays while (expected + gain) / (then + w) beats expected / seconds.
-        pays = (choice.expected + gain) * choice.seconds / (choice.expected * MIN_GAIN) - then
-        if pays <= max(wait.typical for wait in real):
+        gains = sum(wait.gain * wait.shares for wait in real)
+        promised = np.minimum(len(choice.taken) + len(real) * _COUNTS, self._budget.max_nodes)
+        then = self._budget.cost.curve(num_tokens, int(promised[-1]) + 1)[promised] + beside
+        typical = max(wait.typical for wait in real)
+        # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
+        rate = MIN_GAIN * self._rate(choice, float(gains[-1]), typical)
+        pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
+        if pays <= typical:
             return 0.0
         longest = self._max_seconds if self._turns else max(wait.late for wait in real)
         return min(pays, longest, self._max_seconds)
+
+    def _rate(self, choice: Choice, gain: float, typical: float) -> float:
+        """Tokens a second without a wait.
+
+        A draft with a device of its own answers while rounds run. So what it brings is there for a later round, which
+        makes a wait as long as a round worth less than the round.
+        """
+        rate = choice.expected / choice.seconds
+        if self._turns:
+            return rate
+        rounds = math.ceil(typical / choice.seconds) + 1
+        return rate + FOUND * gain / (rounds * choice.seconds)

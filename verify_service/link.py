@@ -14,19 +14,17 @@ from outrider.tree.mirror import TreeMirror
 from verify_service.calibration import Calibrator
 from verify_service.feature_ring import Ring
 from verify_service.health import Answers, PeerHealth, Wait
+from verify_service.merit import Merit
 from verify_service.request import Request
 
 LEAST_MORE = 0.05
 """Accepted tokens; a draft that adds less to its answers a little later has said all at once."""
 
-PROMISE_NODES = 8
-"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
-
 _MOST_VAIN = 3
 """Waits in a row that may be in vain. A draft that answers after the longest wait would cost one in every round."""
 
-_TRY_EVERY = 16
-"""Commits from then on after which it is waited for again."""
+_MOST_PASSED = 32
+"""Commits at most that are not waited for between two further ones; 1 at first, and twice as many each time."""
 
 
 class DraftPort(Protocol):
@@ -117,6 +115,9 @@ class Link:
     features_sent: int = 0
     """Positions whose features the draft was sent, or that are on their way."""
     credit: int = 0
+    merit: Merit = field(default_factory=Merit)
+    num_untold: int = 0
+    """Committed tokens that the draft was not told of because it is in doubt."""
     gain: float = 1.0
     """Accepted tokens that a tree grown after a miss promised lately; what holding a round for one may bring."""
     hit_gain: float = 0.0
@@ -130,9 +131,12 @@ class Link:
     """Messages that followed the last commit."""
     num_late: int = 0
     """Of these, those that came after the round was launched, on cores that the round had taken."""
+    held: bool = False
+    """Whether the next round was held for the draft's answer, or for more of it."""
     num_vain: int = 0
-    """Waits in a row that brought no answer, and commits that were not waited for because of that; counted where drafts
-    take turns with rounds."""
+    """Waits in a row that brought no answer; counted where drafts take turns with rounds."""
+    num_passed: int = 0
+    """Commits since the last of them that were not waited for because of that."""
     asked_at: float | None = None
     """When the draft was told of what it should answer; None while it has not been."""
     answered_at: float | None = None
@@ -146,19 +150,24 @@ class Link:
     @property
     def expects(self) -> bool:
         """Whether the draft may bring nodes soon that a round would want."""
-        return (self.awaited or self.answered_at is not None) and not self.paused and not self.waits_in_vain
+        if self.paused or self.waits_in_vain or self.merit.in_doubt:
+            return False
+        return self.awaited or self.answered_at is not None
 
     @property
     def waits_in_vain(self) -> bool:
         """Whether the draft has answered too late so often that it is not waited for now."""
-        return self.num_vain >= _MOST_VAIN and self.num_vain % _TRY_EVERY != 0
+        most = self.num_vain - _MOST_VAIN
+        return most >= 0 and self.num_passed < min(1 << min(most, 30), _MOST_PASSED)
 
     def first_wait(self) -> Wait | None:
         """For the answer to a miss."""
         if not self.awaited or self.peer is None:
             return None
+        answers = self.answers(self.peer)
         waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
-        return self.answers(self.peer).answer.left(self.hit_gain if self.after_hit else self.gain, waited)
+        gain = self.hit_gain if self.after_hit else self.gain
+        return Wait(gain, *answers.answer.left(waited), answers.shares)
 
     def whole_wait(self) -> Wait | None:
         """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
@@ -166,12 +175,18 @@ class Link:
             return None
         answers = self.answers(self.peer)
         if self.answered_at is not None:
-            return answers.more.left(answers.more_gain, self.clock() - self.answered_at)
+            waited = self.clock() - self.answered_at
+            return Wait(answers.more_gain, *answers.more.left(waited), answers.shares)
         first = self.first_wait()
         if first is None:
             return None
         gain, more = first.gain + answers.more_gain, answers.more
-        return Wait(gain, first.typical + more.typical, first.late + more.late)
+        return Wait(gain, first.typical + more.typical, first.late + more.late, answers.shares)
+
+    @property
+    def feature_end(self) -> int:
+        """Positions whose features the draft should have: all that are stored, of tokens that it was told of."""
+        return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_untold)
 
     def answers(self, peer: Peer) -> Answers:
         """What the draft sent lately after commits like the last one."""
@@ -197,3 +212,5 @@ class Peer:
     """It goes away: what it has it keeps, and nothing new is opened with it."""
     missed_at: float | None = None
     """When it was first found lost; None while it is not."""
+    merit: Merit = field(default_factory=Merit)
+    """Of its guesses for all of its requests; what new ones begin with."""

@@ -28,7 +28,7 @@ from verify_service.metrics import VerifyMetrics
 from verify_service.remote import RemoteEngine
 from verify_service.servicer import VerifyServicer
 from verify_service.session import DraftDialer
-from verify_service.wire import Ready
+from verify_service.wire_engine import Ready
 
 SERVICE = "outrider.v1.VerifyService"
 

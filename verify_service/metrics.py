@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from verify_service.remote import RemoteEngine
 from verify_service.session import DraftDialer
-from verify_service.wire import RoundReport
+from verify_service.wire_engine import RoundReport
 
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -82,14 +82,14 @@ class VerifyMetrics:
 
     def observe(self, report: RoundReport) -> None:
         """A round was run."""
-        accepted, committed = sum(report.accepted), sum(report.committed)
+        figures, accepted, committed = report.figures, sum(report.accepted), sum(report.committed)
         self._rounds.inc()
-        self._round_seconds.observe(report.seconds)
-        self._hold_seconds.inc(report.held)
-        if report.gap is not None:
-            self._gap_seconds.observe(report.gap)
-        if report.gpu is not None:
-            self._gpu_seconds.observe(report.gpu)
+        self._round_seconds.observe(figures.seconds)
+        self._hold_seconds.inc(figures.held)
+        if figures.gap is not None:
+            self._gap_seconds.observe(figures.gap)
+        if figures.gpu is not None:
+            self._gpu_seconds.observe(figures.gpu)
         self._round_nodes.observe(report.num_nodes)
         self._draft_tokens.inc(report.num_nodes)
         self._accepted.inc(accepted)
@@ -138,24 +138,25 @@ class VerifyMetrics:
 
     def _observe_drafts(self, report: RoundReport) -> None:
         """How far the drafts were ahead of the round."""
-        if report.held > 0:
+        figures = report.figures
+        if figures.held > 0:
             self._held_rounds.inc()
-        for seconds in report.answers:
+        for seconds in figures.answers:
             self._answer_seconds.observe(seconds)
-        if report.ready is None:
+        if figures.ready is None:
             # A round that commits nothing is prefill alone, which no draft takes part in.
             if self._has_drafts and report.committed:
                 self._fallback_rounds.inc()
             return
         self._drafted_rounds.inc()
-        self._ready_nodes.observe(report.ready)
+        self._ready_nodes.observe(figures.ready)
         # Rounds without any nodes say nothing of how many would have paid.
         if report.num_nodes:
             self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
-        if report.ready and report.ready >= self._usual_nodes / 2:
+        if figures.ready and figures.ready >= self._usual_nodes / 2:
             self._hit_rounds.inc()
-            if report.gap is not None:
-                self._hit_wait_seconds.observe(report.gap + report.held)
+            if figures.gap is not None:
+                self._hit_wait_seconds.observe(figures.gap + figures.held)
 
     def _forget_old(self) -> None:
         horizon = time.monotonic() - _WINDOW_SECONDS

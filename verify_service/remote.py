@@ -17,8 +17,10 @@ from outrider.tree.projection import ProjectionPart
 from verify_service.backlog import Backlog
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
-from verify_service.wire import (
-    Cancel,
+from verify_service.wire import FrameReader, FromDoor, FromEngine, from_engine, pack
+from verify_service.wire_codec import pack_submission, unpack_update
+from verify_service.wire_draft_codec import pack_drafts, unpack_begin, unpack_features, unpack_verify
+from verify_service.wire_drafts import (
     DraftDown,
     DraftReset,
     DraftSaid,
@@ -28,22 +30,10 @@ from verify_service.wire import (
     FeaturesOpen,
     FeaturesTold,
     FeaturesUp,
-    FrameReader,
-    FromDoor,
-    FromEngine,
     ProjectionFrame,
-    Ready,
-    Refused,
-    RoundReport,
-    Snapshot,
-    Start,
-    Stop,
-    Told,
-    from_engine,
-    pack,
 )
-from verify_service.wire_codec import pack_submission, unpack_update
-from verify_service.wire_draft_codec import pack_drafts, unpack_begin, unpack_features, unpack_verify
+from verify_service.wire_engine import Ready, Refused, RoundReport, Snapshot, Start, Stop, Told
+from verify_service.wire_requests import Cancel
 
 log = get_logger(__name__)
 
@@ -169,6 +159,7 @@ class RemoteEngine(asyncio.Protocol):
                 *(session, port.address, terms.max_positions, list(terms.feature_layers)),
                 projection_columns=terms.projection_columns,
                 projection_hash=terms.projection_hash,
+                features_optional=terms.features_optional,
                 sources=list(terms.sources),
             )
         )

@@ -8,22 +8,15 @@ from collections.abc import Callable, Sequence
 
 from outrider.tree.messages import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine import Engine
-from verify_service.observer import RoundFigures
+from verify_service.figures import RoundFigures
 from verify_service.pipe import Pipe
 from verify_service.round import Entry
 from verify_service.submission import Update
-from verify_service.wire import (
-    DraftReset,
-    DraftTold,
-    FeaturesTold,
-    PeerPart,
-    RoundReport,
-    Snapshot,
-    Told,
-    UpdatePart,
-)
 from verify_service.wire_codec import pack_update
 from verify_service.wire_draft_codec import pack_begin, pack_features, pack_verify
+from verify_service.wire_drafts import DraftReset, DraftTold, FeaturesTold
+from verify_service.wire_engine import PeerPart, RoundReport, Snapshot, Told
+from verify_service.wire_requests import UpdatePart
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""
@@ -93,7 +86,7 @@ def report_round(entries: Sequence[Entry], updates: Sequence[Update], figures: R
         committed=[len(update.token_ids) for update in updates if update.token_ids],
         accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
         num_failed=sum(update.error is not None for update in updates),
-        **figures._asdict(),
+        figures=figures,
     )
 
 

@@ -70,6 +70,11 @@ class Scheduler:
         self._ended: list[Request] = []
         self._turn = (-_FAR, 0)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether all requests that run wait for their grammars."""
+        return bool(self.running) and all(one.grammar is not None and one.grammar.waits for one in self.running)
+
     def add(self, request: Request) -> None:
         """Queue a new request."""
         self.waiting.add(request)
@@ -116,6 +121,9 @@ class Scheduler:
         # Preemption shortens the list from its end.
         while index < len(self.running):
             request = self.running[index]
+            if request.grammar is not None and request.grammar.waits:
+                index += 1
+                continue
             missing = len(request.tokens) - request.cached_len
             extend = 1 if missing == 1 else self._extend(request, missing, chunk)
             if extend and self._make_room(request, request.cached_len + extend):

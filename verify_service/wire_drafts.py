@@ -22,6 +22,8 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Names this matrix."""
     sources: list[str] = []
     """Names of its drafters; a node's source is an index into them."""
+    features_optional: bool = False
+    """Whether it serves requests without their features, too."""
 
 
 class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from outrider.config.verify import VerifyOptions
+from verify_service.figures import RoundFigures
 from verify_service.wire_requests import UpdatePart
 
 
@@ -43,7 +42,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class RoundReport(msgspec.Struct, frozen=True, array_like=True):
-    """One round in figures; times in seconds."""
+    """One round in figures."""
 
     num_nodes: int
     """Tree nodes verified."""
@@ -53,16 +52,7 @@ class RoundReport(msgspec.Struct, frozen=True, array_like=True):
     accepted: list[int]
     """Draft tokens of each request that had some accepted."""
     num_failed: int
-    seconds: float
-    held: float
-    gap: float | None = None
-    """Host time between the end of the round before and the launch of this one; None after a pause."""
-    gpu: float | None = None
-    """Device time; None where nothing measures it."""
-    ready: int | None = None
-    """Tree nodes that it would have had without any hold; None if no draft serves its requests."""
-    answers: Sequence[float] = ()
-    """Times of the drafts' answers to commits since the round before."""
+    figures: RoundFigures
 
 
 class PeerPart(msgspec.Struct, frozen=True, array_like=True):

@@ -28,22 +28,12 @@ from verify_service.pipe import Pipe
 from verify_service.reporter import Reporter, ReporterPort
 from verify_service.request import Request
 from verify_service.submission import Submission, Update
-from verify_service.wire import (
-    Cancel,
-    DraftDown,
-    DraftSaid,
-    DraftUp,
-    FeaturesDone,
-    FeaturesUp,
-    FromDoor,
-    ProjectionFrame,
-    Refused,
-    Start,
-    Stop,
-    Submit,
-)
+from verify_service.wire import FromDoor
 from verify_service.wire_codec import unpack_submission
 from verify_service.wire_draft_codec import DraftPart, unpack_drafts
+from verify_service.wire_drafts import DraftDown, DraftSaid, DraftUp, FeaturesDone, FeaturesUp, ProjectionFrame
+from verify_service.wire_engine import Refused, Start, Stop
+from verify_service.wire_requests import Cancel, Submit
 
 log = get_logger("verify_service.worker")
 
@@ -201,6 +191,7 @@ class FrameHandler:
                     feature_layers=tuple(frame.feature_layers),
                     projection_columns=frame.projection_columns,
                     projection_hash=frame.projection_hash,
+                    features_optional=frame.features_optional,
                     sources=tuple(frame.sources),
                 )
                 self._terms[frame.session] = terms

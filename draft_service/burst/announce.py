@@ -64,15 +64,15 @@ class Announcer:
         """Drop what is left: entries may get other numbers."""
         self._queue = []
 
-    def run(self, deadline: float, interrupted: Callable[[], bool]) -> None:
-        """Append until there is nothing left, or it is time."""
+    def run(self, deadline: float, interrupted: Callable[[], bool], most: int = 0) -> None:
+        """Append until there is nothing left, it is time, or, unless `most` is 0, so many were looked at."""
         while self._queue:
-            self._run(deadline, interrupted)
+            self._run(deadline, interrupted, most)
             if self._queue or not self._again:
                 return
             self.prepare()  # some were there already, and left room for others
 
-    def _run(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+    def _run(self, deadline: float, interrupted: Callable[[], bool], most: int) -> None:
         queue, nodes, ledger, source = self._queue, self._forest.entries.nodes, self._ledger, self._source
         share = ledger.share
         # Of each row, nodes that it may have more than it has: ripe ones, and others.
@@ -106,6 +106,8 @@ class Announcer:
                 self._refuse(entry)
             count += 1
             if count % _LOOK_EVERY == 0 and (perf_counter() >= deadline or interrupted()):
+                return
+            if count == most:
                 return
         self._queue = []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
+from outrider.buckets import row_buckets, width_buckets
+
 WIDTHS = (8, 16, 32, 64, 128)
 
 
@@ -20,8 +22,8 @@ class Buckets:
     """The smallest shape that holds a burst is taken."""
 
     def __init__(self, max_width: int, max_rows: int) -> None:
-        self.widths = [width for width in WIDTHS if width < max_width] + [max_width]
-        self.rows = [1 << i for i in range(max_rows.bit_length()) if 1 << i < max_rows] + [max_rows]
+        self.widths = width_buckets(WIDTHS, max_width)
+        self.rows = row_buckets(max_rows)
 
     def fit(self, width: int, num_rows: int) -> Bucket:
         """At least a node for each row, as far as there are such widths. Raises ValueError for a burst too large."""

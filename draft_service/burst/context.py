@@ -55,6 +55,8 @@ class DraftContext:
     """Steps of its tree that are still to be run, in lockstep."""
     fresh: bool = True
     """Whether nothing is below the root yet."""
+    is_due: bool = False
+    """Whether a burst that is under way runs the root."""
 
     @property
     def first_unrun(self) -> int:
@@ -63,6 +65,24 @@ class DraftContext:
             if slot < 0:
                 return index
         return len(self.between)
+
+    @property
+    def num_true(self) -> int:
+        """Tokens of `between`, and the root behind them, that could be run with true features."""
+        return min(max(self.feature_end - self.end, 0), len(self.between) + 1)
+
+    def to_run(self, *, root: bool) -> list[int]:
+        """Indices in `between` of what a burst is to run, in order; the root's is one past the last.
+
+        Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root.
+        """
+        num_true = self.num_true
+        indices = [
+            index
+            for index, (slot, settled) in enumerate(self.between)
+            if not settled and (index < num_true or (root and slot < 0))
+        ]
+        return [*indices, len(self.between)] if root else indices
 
     @property
     def kv_len(self) -> int:

@@ -9,11 +9,11 @@ import torch
 from draft_service.burst.buckets import Bucket
 from draft_service.burst.plan import BurstShape
 from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
-from draft_service.burst.step_graphs import StepGraphs
 from outrider.attention.base import AttentionBackend
 from outrider.attention.frontier import StepTokens, begin_burst
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
 from outrider.device import num_processors
+from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
 
@@ -32,7 +32,7 @@ class CudaRunner(Runner):
         super().__init__(model, shape, attention, options)
         self._on_gpu = model.device.type == "cuda"
         self._num_processors = num_processors(model.device)
-        self.graphs = StepGraphs(self._step)
+        self.graphs = GraphPool[Bucket]("draft steps", self._step)
 
     @on_device
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -40,9 +40,10 @@ class CudaRunner(Runner):
         if not self._on_gpu:
             return
         self._warm_up()
+        # With no entries in the pool, steps change nothing.
         self._input.clear()
         if self.options.use_graphs:
-            self.graphs.capture(self.buckets.all(), progress)
+            self.graphs.capture(self.buckets.all(), True, progress)
 
     def _warm_up(self) -> None:
         """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
@@ -75,7 +76,7 @@ class CudaRunner(Runner):
             model.target_ids,
             model.device,
             options.rank_by_noise,
-            options.tau,
+            model.edge_scale,
         )
 
     @on_device

@@ -22,6 +22,9 @@ from outrider.tree.messages import Features
 
 _logger = get_logger(__name__)
 
+_FIRST_NODES = 32
+"""Nodes of a request in the first answer to a commit."""
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -82,6 +85,8 @@ class BurstGrowth(Grower):
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The forest follows once the burst under way has ended."""
         self._withhold(tree)
+        if self._flight is not None:
+            self.ledger.expecting.add(tree.handle)
 
     def changed(self, tree: Tree) -> None:
         """Look again once the burst under way has ended."""
@@ -101,9 +106,15 @@ class BurstGrowth(Grower):
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep true features until their tokens are run with them."""
         self._roster.take_features(tree, features)
+        self._resting = False
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Take what the burst under way brought, launch the next one, and append to the authors while that runs."""
+        self._grow(deadline, interrupted, wait)
+        waiting = self.ledger.untold if self._flight is not None else ()
+        self.ledger.expecting = {handle for handle in waiting if self._roster.expects(handle)}
+
+    def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         flight = self._flight
         if flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
@@ -128,7 +139,9 @@ class BurstGrowth(Grower):
             self._announcer.run(inf, lambda: False)
             self._release()
         else:
-            self._announcer.run(deadline, interrupted)
+            # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
+            owing = sum(tree.author.owes_answer for tree in self.ledger.untold.values())
+            self._announcer.run(deadline, interrupted, _FIRST_NODES * owing)
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
@@ -227,11 +240,11 @@ class BurstGrowth(Grower):
     def _launch(self) -> None:
         """Compute a chunk of a prompt, and start the next burst."""
         extended = self._roster.extend()
-        roots = self._roster.roots_to_run(self._planner.needs_root)
+        needy = self._roster.to_run(self._planner.needs_run)
         self._resting = not extended
         if not self._forest.make_room(self._burst_entries):
             return
-        plan = self._planner.plan(roots)
+        plan = self._planner.plan(needy)
         if self._options.lockstep_steps:
             self._roster.complete(plan.rows if plan else ())
         if plan is None:

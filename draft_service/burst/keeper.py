@@ -72,9 +72,9 @@ class ContextKeeper:
         if not context.lag or not between:
             return between if between > self.max_forced else 0
         covered = min(context.feature_end - context.end, between)
-        if context.feature_end > context.root:
-            return covered if covered > self.max_forced else 0
-        return min(covered, context.num_movable)
+        if context.feature_end <= context.root:
+            covered = min(covered, context.num_movable)
+        return covered if covered > self.max_forced else 0
 
     def extend(self, context: DraftContext, limit: int) -> None:
         """Compute up to `limit` of those tokens."""

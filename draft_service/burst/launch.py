@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,22 +23,30 @@ _WIDE = 64
 """Nodes of a step at most, but for many requests: one of 128 takes much longer, and depth is worth more than width."""
 _ROW_WIDTH = 4
 """Nodes of a step for each of many requests."""
+_SPREAD_STEPS = 4
+"""Steps in which what there is to run spreads from a root to the width of a step."""
 _FAIR = 4
 """Nodes of a burst that a request may have, as a multiple of its even share."""
 
 
 @dataclass(slots=True)
 class Forced:
-    """A request's tokens that a burst must run: some of those between context and root, and the root."""
+    """A request's tokens that a burst must run: some of those between context and root, or the root, or both."""
 
     context: DraftContext
-    first: int
-    """Index in `between` of the first of them."""
+    indices: list[int]
+    """Of each in `between`, in order; the root's is one past the last."""
     slots: list[int]
     """Tree slot of each."""
     taken: list[bool]
     """Whether the slot was free before."""
-    true_features: bool
+    num_true: int
+    """How many of them, from the first on, are run with true features."""
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the root is among them."""
+        return self.indices[-1] == len(self.context.between)
 
 
 @dataclass(slots=True)
@@ -59,9 +67,9 @@ class Plan:
     num_nodes: int = 0
     """Nodes that landed parts ran."""
     is_full: bool = True
-    """Whether the last step that landed found as many nodes as it may run."""
+    """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
     ran: list[bool] = field(default_factory=list)
-    """Of each forced seed, once the first part has landed."""
+    """Of each forced seed, whether a part that landed ran it."""
 
 
 class Planner:
@@ -83,26 +91,30 @@ class Planner:
         self._options = options
         self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
 
-    def needs_root(self, context: DraftContext) -> bool:
-        """Whether the root is to be run, for the first time or with true features, and could be."""
+    def needs_run(self, context: DraftContext) -> bool:
+        """Whether the root is to be run, or committed tokens once more with true features, and could be.
+
+        A root that was run with the draft's own features is left as it is until it is no root any more: what it would
+        bring is there already, and to find that out takes the place of a whole burst.
+        """
+        if context.root_run:
+            return not self._options.own_features and bool(context.to_run(root=False))
         if not context.lag:
-            return not context.root_run
+            return True
         if context.root < context.lag:
             return False
-        if context.feature_end > context.root:
-            return not context.root_run or not (context.root_settled or self._options.own_features)
+        if context.num_true > len(context.between):
+            return True
         if self._options.lockstep_steps and not self._options.own_features:
             return False
-        first = context.first_unrun
         # Without true features it takes its parent's own, which lie in the parent's tree slot.
-        return not context.root_run and first > 0
+        return max(context.num_true, context.first_unrun) > 0
 
     def plan(self, contexts: Sequence[DraftContext]) -> Plan | None:
-        """A burst that runs the roots of `contexts`, as many as fit, and the best of the forest; None if nothing is."""
+        """A burst that runs what `contexts` need, as many as fit, and the best of the forest; None if nothing is."""
         forest, options = self._forest, self._options
         forced, num_forced = self._force(contexts)
-        reruns = any(one.context.root_run for one in forced)
-        forest.may_know |= reruns
+        num_fresh = sum(one.has_root for one in forced)
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
         chosen = forest.choose(min(self._shape.max_seeds - num_forced, max_nodes))
         if not forced and not len(chosen):
@@ -113,13 +125,12 @@ class Planner:
         left = forest.quotas - forest.num_run
         for one in forced:
             there[one.context.row] = True
-            left[one.context.row] -= not one.context.root_run
+            left[one.context.row] -= one.has_root
         rows = there.nonzero()[0].astype(np.int32)
-        num_steps = self._num_steps(forced, rows, reruns)
+        num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
-        # What a burst brings of roots that are run again may be there, so the host has a look before there is more.
-        most_steps = num_steps if reruns else max(num_steps, options.most_steps)
-        width = self._width(num_forced, len(forced), len(chosen), len(rows), int(left.sum()))
+        most_steps = max(num_steps, options.most_steps)
+        width = self._width(num_forced, num_fresh, len(chosen), len(rows), int(left.sum()))
         fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
         lent = forest.slots.lend(rows, np.minimum(left, min(fair, width * most_steps)))
         self._index[rows] = np.arange(len(rows))
@@ -135,7 +146,8 @@ class Planner:
         lens = self._keeper.context_lens[rows]
         states = RowStates(rows, lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
-        return Plan(burst, rows.tolist(), forced, Harvest(entries), lent, most_steps, num_steps)
+        ran = [False] * num_forced
+        return Plan(burst, rows.tolist(), forced, Harvest(entries), lent, most_steps, num_steps, ran=ran)
 
     def more_steps(self, plan: Plan) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do."""
@@ -149,9 +161,10 @@ class Planner:
         self._forest.merge(plan.harvest, result)
         ran = result.picked >= 0
         plan.num_nodes += int(np.count_nonzero(ran))
-        plan.is_full = int(np.count_nonzero(ran[-1])) >= plan.burst.width
-        if plan.forced and not plan.landed_steps:
-            plan.ran = self._forced_ran(plan.forced, result)
+        enough = plan.burst.width if plan.landed_steps + len(ran) >= _SPREAD_STEPS else 1
+        plan.is_full = int(np.count_nonzero(ran[-1])) >= enough
+        if plan.forced and not all(plan.ran):
+            self._note_forced(plan, result)
         plan.landed_steps += len(ran)
 
     def land(self, plan: Plan, result: BurstResult) -> None:
@@ -170,10 +183,9 @@ class Planner:
         root_slots = self._forest.entries.slots[self._forest.roots].tolist()
         num_free = self._forest.slots.num_free.tolist()
         for context in contexts:
-            true_features = not context.lag or context.feature_end > context.root
-            first = 0 if true_features else context.first_unrun
-            slots = [slot for slot, _ in context.between[first:]]
-            slots.append(root_slots[context.row])
+            indices = context.to_run(root=not context.root_run)
+            places = [slot for slot, _ in context.between] + [root_slots[context.row]]
+            slots = [places[index] for index in indices]
             length = len(slots)
             if count + length > limit or length > num_free[context.row]:
                 continue
@@ -181,17 +193,16 @@ class Planner:
             if any(taken):
                 fresh = iter(self._forest.slots.take(context.row, sum(taken)))
                 slots = [next(fresh) if slot < 0 else slot for slot in slots]
-            forced.append(Forced(context, first, slots, taken, true_features))
+            num_true = sum(index < context.num_true for index in indices)
+            forced.append(Forced(context, indices, slots, taken, num_true))
             count += length
         return forced, count
 
-    def _num_steps(self, forced: list[Forced], rows: Int32s, reruns: bool) -> int:
+    def _num_steps(self, num_fresh: int, rows: Int32s) -> int:
         options = self._options
         if options.lockstep_steps:
             return min(options.fresh_steps, *(max(1, self._contexts[row].steps_left) for row in rows.tolist()))
-        if reruns:  # its candidates are mostly known, which the device cannot see: it would run them again
-            return 1
-        if 2 * len(forced) >= len(rows):
+        if 2 * num_fresh >= len(rows):
             return options.fresh_steps
         return options.part_steps(len(rows)) if options.most_steps else options.steady_steps
 
@@ -217,18 +228,20 @@ class Planner:
         num_features = 0
         for one in forced:
             context, count = one.context, len(one.slots)
-            start = context.end + one.first
+            run = dict(zip(one.indices, one.slots, strict=True))
+            places = [run.get(index, slot) for index, (slot, _) in enumerate(context.between)]
             rows += [context.row] * count
-            parents.append(context.between[one.first - 1].slot if one.first else -1)
-            parents += one.slots[:-1]
-            tokens += context.tree.author.tokens[start : context.root + 1]
-            positions += range(start, context.root + 1)
+            parents += [places[index - 1] if index else -1 for index in one.indices]
+            tokens += [context.tree.author.tokens[context.end + index] for index in one.indices]
+            positions += [context.end + index for index in one.indices]
             slots += one.slots
-            roots.append(len(rows) - 1)
-            if context.lag and one.true_features:
-                features += range(num_features, num_features + count)
-                num_features += count
-                parts += [values for _, _, values in context.features.cut(start - 1, context.root)]
+            if one.has_root:
+                roots.append(len(rows) - 1)
+            if context.lag:
+                features += range(num_features, num_features + one.num_true)
+                features += [-1] * (count - one.num_true)
+                num_features += one.num_true
+                parts += [part for first, past in _runs(one) for _, _, part in context.features.cut(first, past)]
             else:
                 features += [-1] * count
         end = len(rows)
@@ -243,13 +256,11 @@ class Planner:
         fields[0, :end] = self._index[fields[0, :end]]
         return parts
 
-    def _forced_ran(self, forced: list[Forced], result: BurstResult) -> list[bool]:
-        num_forced = sum(len(one.slots) for one in forced)
-        ran = np.zeros(num_forced, np.bool_)
+    def _note_forced(self, plan: Plan, result: BurstResult) -> None:
+        """See which forced seeds a part ran: one that takes its parent's own feature comes a step behind it."""
         picked = result.picked.reshape(-1)
-        ran[picked[(picked >= 0) & (picked < num_forced)]] = True
-        got: list[bool] = ran.tolist()
-        return got
+        for index in picked[(picked >= 0) & (picked < len(plan.ran))].tolist():
+            plan.ran[index] = True
 
     def _land_forced(self, plan: Plan) -> None:
         slots, got = self._forest.slots, plan.ran
@@ -257,18 +268,31 @@ class Planner:
         unused_slots: list[int] = []
         at = 0
         for one in plan.forced:
-            context, last = one.context, len(one.slots) - 1
-            for index, (slot, taken) in enumerate(zip(one.slots, one.taken, strict=True)):
-                if not got[at + index]:
+            context, root = one.context, len(one.context.between)
+            context.is_due = False
+            for place, (index, slot, taken) in enumerate(zip(one.indices, one.slots, one.taken, strict=True)):
+                is_true = place < one.num_true
+                if not got[at + place]:
                     if taken:
                         unused_rows.append(context.row)
                         unused_slots.append(slot)
-                elif index == last:
-                    context.root_run, context.root_settled = True, one.true_features
+                elif index == root:
+                    context.root_run, context.root_settled = True, is_true
                     context.fresh = False
                 else:
                     slots.live[context.row, slot] = True
-                    context.between[one.first + index] = Between(slot, one.true_features)
-            at += last + 1
+                    context.between[index] = Between(slot, is_true)
+            at += len(one.slots)
         if unused_rows:
             slots.free(np.array(unused_rows, np.int32), np.array(unused_slots, np.int32))
+
+
+def _runs(one: Forced) -> Iterator[tuple[int, int]]:
+    """First position and one past the last of features that forced tokens take, an unbroken run at a time."""
+    start = one.context.end - 1
+    taking = one.indices[: one.num_true]
+    for place, index in enumerate(taking):
+        if not place or taking[place - 1] != index - 1:
+            first = index
+        if place + 1 == len(taking) or taking[place + 1] != index + 1:
+            yield start + first, start + index + 1

@@ -11,6 +11,8 @@ _STEADY_STEPS = 2
 """Steps of a burst while trees survive: a commit waits for the burst that runs."""
 _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
+_FIRST_STEPS = 2
+"""The same where a burst goes on: verify has what they brought while the device is at the next ones."""
 _MOST_STEPS = 8
 """Steps of a burst with those by which it goes on: about as many as there are in a round of a large target."""
 _FEW_ROWS = 4
@@ -61,15 +63,16 @@ class GrowthOptions:
         alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
         in_turns = alone and not options.lockstep
         steps = _LOCKSTEP_STEPS if options.lockstep else _TURN_STEPS if in_turns else 0
+        goes_on = on_gpu and not steps
         return cls(
             max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
             steady_steps=min(_STEADY_STEPS, shape.max_steps),
-            fresh_steps=min(_TURN_STEPS if in_turns else _FRESH_STEPS, shape.max_steps),
+            fresh_steps=min(_TURN_STEPS if in_turns else _FIRST_STEPS if goes_on else _FRESH_STEPS, shape.max_steps),
             own_features=options.own_features,
             prompt_chunk=512 if on_gpu else 128,
             lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
             withholds=options.lockstep,
             least_chance=_TURN_LEAST if in_turns else 0.0,
-            most_steps=min(_MOST_STEPS, shape.max_steps) if on_gpu and not steps else 0,
+            most_steps=min(_MOST_STEPS, shape.max_steps) if goes_on else 0,
         )

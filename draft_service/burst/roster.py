@@ -55,6 +55,7 @@ class Roster:
         self._early: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(list)  # features before that
         self._closing: list[DraftContext] = []
         self._changed: dict[int, DraftContext] = {}
+        self._late: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
         self._unsettled: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
     @property
@@ -64,8 +65,8 @@ class Roster:
 
     @property
     def has_changes(self) -> bool:
-        """Whether something waits for `follow`."""
-        return bool(self._changed)
+        """Whether `follow` has something to do."""
+        return bool(self._changed or self._late)
 
     @property
     def is_settled(self) -> bool:
@@ -75,6 +76,13 @@ class Roster:
     def find(self, handle: int) -> DraftContext | None:
         """The request of a tree, if it has a row and is not closed."""
         return self._contexts.get(handle)
+
+    def expects(self, handle: int) -> bool:
+        """Whether the burst under way runs the root of this tree, or the forest will follow a commit when it ends."""
+        context = self._contexts.get(handle)
+        if context is None or handle in self._declined or context.tree.paused:
+            return False
+        return context.is_due or context.known < context.tree.author.committed_len
 
     def open(self, tree: Tree) -> None:
         """It gets its row when the next are admitted."""
@@ -91,8 +99,7 @@ class Roster:
         self._declined.pop(tree.handle, None)
         self._opening.pop(tree.handle, None)
         self._early.pop(tree.handle, None)
-        self._changed.pop(tree.handle, None)
-        self._unsettled.pop(tree.handle, None)
+        self._forget(tree.handle)
         context = self._contexts.pop(tree.handle, None)
         if context is not None:
             # What is left of it must not be appended to a tree that nobody follows.
@@ -111,7 +118,9 @@ class Roster:
             self._early[tree.handle].append(part)
         else:
             context.features.add(*part, since=context.end - 1)
-            self._changed[tree.handle] = context
+            # Where nothing waits for them, no burst is cut short.
+            waits = not (context.root_run or context.is_due) or self.keeper.num_extendable(context)
+            (self._changed if waits else self._late)[tree.handle] = context
 
     def admit(self) -> None:
         """Those that were closed leave their rows, and those that were opened get one."""
@@ -124,8 +133,9 @@ class Roster:
 
     def follow(self) -> None:
         """Have the forest follow the authors that changed, and see what is to be done for them now."""
-        changed = list(self._changed.values())
+        changed = list((self._late | self._changed).values())
         self._changed.clear()
+        self._late.clear()
         moving: list[DraftContext] = []
         steps: list[Step] = []
         for context in changed:
@@ -162,12 +172,13 @@ class Roster:
             return True
         return False
 
-    def roots_to_run(self, needs_root: Callable[[DraftContext], bool]) -> list[DraftContext]:
-        """Requests whose root is to be run now; those for which nothing is to be done are settled."""
-        return [context for context in list(self._unsettled.values()) if self._wants_root(context, needs_root)]
+    def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
+        """Requests of which a burst must run something now; those for which nothing is to be done are settled."""
+        return [context for context in list(self._unsettled.values()) if self._is_to_run(context, needs_run)]
 
     def settle(self, context: DraftContext) -> None:
         """A burst runs what it lacks."""
+        context.is_due = not context.root_run
         self._unsettled.pop(context.tree.handle, None)
 
     def spend(self, rows: Iterable[int], num_steps: int) -> None:
@@ -242,11 +253,13 @@ class Roster:
     def _look_at(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts or context.tree.handle in self._declined:
             return
-        try:
-            self.keeper.settle(context)
-        except Exception as error:
-            self.fail(context, error)
-            return
+        # Behind a miss verify has nothing: what can wait until the root is run does.
+        if context.root_run or len(context.between) > self.keeper.max_forced:
+            try:
+                self.keeper.settle(context)
+            except Exception as error:
+                self.fail(context, error)
+                return
         if context.seen < context.tree.author.next_id:
             take_in(self._forest, context)
         self._set_bounds(context)
@@ -263,10 +276,10 @@ class Roster:
         forest.quotas[row] = 0 if context.tree.paused or is_done or at_end or quota <= 0 else quota + 1
         forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - reach) - 1
 
-    def _wants_root(self, context: DraftContext, needs_root: Callable[[DraftContext], bool]) -> bool:
+    def _is_to_run(self, context: DraftContext, needs_run: Callable[[DraftContext], bool]) -> bool:
         if self.keeper.num_extendable(context):
             return False
-        if self._forest.quotas[context.row] > 0 and needs_root(context):
+        if self._forest.quotas[context.row] > 0 and needs_run(context):
             return True
         del self._unsettled[context.tree.handle]
         return False
@@ -276,5 +289,9 @@ class Roster:
         handle = context.tree.handle
         self._declined[handle] = refusal
         self._forest.quotas[context.row] = 0
-        self._changed.pop(handle, None)
-        self._unsettled.pop(handle, None)
+        self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
+        """Nothing is to be done for it."""
+        for waiting in (self._changed, self._late, self._unsettled):
+            waiting.pop(handle, None)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, max_tiles, power_of_two
-from kernels.jit.online import find_tile, key_slots, online, read
+from kernels.jit.online import find_tile, key_slots, online, page_slots, read
 from kernels.jit.splits import add_up, put, split_steps, tile_tokens, workspace
 
 
@@ -52,6 +52,9 @@ def attend_tiles(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
+    LINE: tl.constexpr = KV_HEADS * DIM
+    # A round's own tokens are few steps, a region may be many.
+    OWN_STAGES: tl.constexpr = STAGES if REGION else 2
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -77,6 +80,9 @@ def attend_tiles(
     # Tiles whose keys are all context, then those that hold keys of the round too.
     open_end = tl.minimum(high, cached // KEYS * KEYS)
     last = tl.maximum(total - 1, 0)
+    # Idle splits need not wait, but one of each tile does: when this launch ends, those in front have ended.
+    if (split > 0) & (low >= high):
+        return
 
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
@@ -84,14 +90,14 @@ def attend_tiles(
     v_head = v_cache + kv_head * DIM
     if PREFETCH:
         # Keys and values of the context are old, too. One tile of queries asks for all that share them.
-        LINES: tl.constexpr = DIM * k_cache.dtype.element_ty.primitive_bitwidth // 1024
-        ahead = low + tl.arange(0, KEYS)
-        old = (ahead < tl.minimum(high, cached)) & (place == 0)
-        # Where there is nothing to fetch, the first slot stands in.
-        lines = tl.where(old, key_slots(table, ahead, last, PAGE, ON_GPU), 0)[:, None] * (KV_HEADS * DIM)
-        lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
-        prefetch(k_head + lines)
-        prefetch(v_head + lines)
+        old_end = tl.minimum(high, cached)
+        if (low < old_end) & (place == 0):
+            LINES: tl.constexpr = DIM * k_cache.dtype.element_ty.primitive_bitwidth // 1024
+            ahead = tl.minimum(low + tl.arange(0, KEYS), old_end - 1)
+            lines = key_slots(table, ahead, last, PAGE, ON_GPU)[:, None] * LINE
+            lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
+            prefetch(k_head + lines)
+            prefetch(v_head + lines)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -110,21 +116,20 @@ def attend_tiles(
         words_low = tl.load(mask + token * WORDS, mask=row_ok, other=0)
         words_high = tl.load(mask + token * WORDS + WORDS - 1, mask=row_ok, other=0)
 
-    slots = key_slots(table, low + tl.arange(0, KEYS), last, PAGE, ON_GPU, cached, shift, REGION)
     for start in tl.range(low, open_end, KEYS, num_stages=STAGES):
-        where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
-        slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU, cached, shift, REGION)
-        tile_k = tl.load(k_head + where)
-        tile_v = tl.load(v_head + where)
+        pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
+        # In this order: where pages fill a tile, only the pages differ between steps.
+        inner = within[:, None] * LINE + dims[None, :]
+        outer = pages[:, None] * LINE
+        tile_k = tl.load(k_head + inner + outer)
+        tile_v = tl.load(v_head + inner + outer)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
         top, mass, acc = online(products, tile_v, top, mass, acc, scale)
 
-    # `slots` are those of the first key tile behind the loop, or of the first at all.
-    for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=STAGES):
-        where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
-        slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU, cached, shift, REGION)
+    for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=OWN_STAGES):
         keys = start + tl.arange(0, KEYS)
         inside = keys < total
+        where = key_slots(table, keys, last, PAGE, ON_GPU, cached, shift, REGION)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         own = keys - cached

@@ -63,6 +63,22 @@ def key_slots(
 
 
 @triton.jit
+def page_slots(table, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
+    """KV slots of the key tile at logical position `start`: the int64 slot of a page for each key, and what to add.
+
+    Where pages fill a tile, what to add is the same for all tiles, so a loop over them need not compute it again.
+    """
+    lanes = tl.arange(0, KEYS)
+    if KEYS % PAGE == 0:
+        # A pipelined loop asks for tiles behind its last one.
+        pages = read(table + tl.minimum(start // PAGE + lanes // PAGE, last // PAGE), ON_GPU)
+        first_slots, within = pages.to(tl.int64) * PAGE, lanes % PAGE
+    else:
+        first_slots, within = key_slots(table, start + lanes, last, PAGE, ON_GPU), tl.zeros([KEYS], tl.int32)
+    return first_slots, within
+
+
+@triton.jit
 def online(products, v, top, mass, acc, scale):
     """One step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
 

@@ -10,6 +10,12 @@ from torch import Tensor
 from kernels.attention_tiles import TileConfig, power_of_two
 from kernels.jit.online import find_row
 
+# Parts, of all (token, head) pairs, that may be read at once by sums of several warps. These exchange what they have
+# through shared memory, of which a small kernel gets little: more of them do not run beside those of the next launch.
+LARGE_SUM = 4096
+WARP_FLOATS = 1024
+"""What a warp reads at once."""
+
 
 @triton.jit
 def split_steps(num_steps, num_splits, SPAN: tl.constexpr):
@@ -42,10 +48,10 @@ def put(
 def combine(
     partials, stats, output, first, cached_len, path, lens, num_rows, num_tokens, num_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
-    ROWS_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS_PAD: tl.constexpr, EACH: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
     REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, heads): add up the splits of a (token, head) pair, in their order. Padding tokens get zeros."""
+    """Grid (tokens, heads): add up the splits of a (token, head) pair, EACH at a time. Padding tokens get zeros."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -67,20 +73,27 @@ def combine(
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    splits = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM)
-    there = splits < used
     num_pairs = (num_tokens * HEADS).to(tl.int64)
     at = token.to(tl.int64) * HEADS + head
-    pairs = splits.to(tl.int64) * num_pairs + at
-    parts = tl.load(partials + pairs[:, None] * DIM + dims[None, :], mask=there[:, None], other=0.0)
-    tops = tl.load(stats + pairs * 2, mask=there, other=float("-inf"))
-    masses = tl.load(stats + pairs * 2 + 1, mask=there, other=0.0)
-    top = tl.max(tops, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    shares = tl.exp2(tops - base)
-    mass = tl.sum(shares * masses, 0)
-    result = tl.sum(shares[:, None] * parts, 0) / tl.where(mass > 0.0, mass, 1.0)
+    top = float("-inf")
+    mass = 0.0
+    acc = tl.zeros([DIM], tl.float32)
+    for begin in tl.range(0, used, EACH):
+        splits = begin + tl.arange(0, EACH)
+        there = splits < used
+        pairs = splits.to(tl.int64) * num_pairs + at
+        parts = tl.load(partials + pairs[:, None] * DIM + dims[None, :], mask=there[:, None], other=0.0)
+        tops = tl.load(stats + pairs * 2, mask=there, other=float("-inf"))
+        masses = tl.load(stats + pairs * 2 + 1, mask=there, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - base)
+        shares = tl.exp2(tops - base)
+        mass = mass * shrink + tl.sum(shares * masses, 0)
+        acc = acc * shrink + tl.sum(shares[:, None] * parts, 0)
+        top = new_top
+    result = acc / tl.where(mass > 0.0, mass, 1.0)
     tl.store(output + at * DIM + dims, result.to(output.dtype.element_ty))
 
 
@@ -107,12 +120,15 @@ def add_up(
 ) -> None:  # fmt: skip
     """Launch `combine`; `lens` are those of a tree region, if there is one."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
-    splits_pad = power_of_two(num_splits)
+    each = power_of_two(num_splits)
+    # The order of the deterministic mode must not depend on the batch.
+    if path is None and each * num_tokens * num_heads > LARGE_SUM:
+        each = min(each, max(WARP_FLOATS // dim, 1))
     combine[(num_tokens, num_heads)](
         partials, stats, out, first, cached_len, first if path is None else path, first if lens is None else lens,
         num_rows, num_tokens, num_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
-        ROWS_PAD=power_of_two(num_rows + 1), SPLITS_PAD=splits_pad,
+        ROWS_PAD=power_of_two(num_rows + 1), EACH=each,
         PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], REGION=lens is not None, PDL=pdl,
-        num_warps=min(max(splits_pad * dim // 1024, 1), 4), launch_pdl=pdl,
+        num_warps=min(max(each * dim // WARP_FLOATS, 1), 4), launch_pdl=pdl,
     )  # fmt: skip

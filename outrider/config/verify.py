@@ -75,7 +75,7 @@ class VerifyOptions(PeerServiceOptions):
         maximum=1024,
     )
     max_hold_ms: float = option(
-        20.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
+        50.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
     )
     lockstep: bool = option(
         False,

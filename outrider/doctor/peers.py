@@ -122,11 +122,8 @@ async def _verify_info(channel: grpc.aio.Channel, said: str, timeout: float) -> 
         f"{said}: {info.model}, {info.dtype}, context {info.context_length}, tokenizer {info.tokenizer_hash[:12]}, "
         f"{load.num_pages_used} of {load.num_pages} pages used, {load.num_healthy_drafts} healthy drafts"
     )
-    if info.version != __version__:
-        return warning("verify", f"{text}; release {info.version}, here {__version__}", "run one release everywhere")
-    if not load.num_healthy_drafts:
-        return warning("verify", text, "tokens come at plain speed; its log says why no draft is used")
-    return ok("verify", text)
+    alone = "" if load.num_healthy_drafts else "tokens come at plain speed; its log says why no draft is used"
+    return _judge("verify", text, info.version, alone)
 
 
 async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
@@ -136,11 +133,15 @@ async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> F
         f"{said}: {', '.join(info.sources)}, {info.num_sessions} sessions, {info.num_requests} requests, "
         f"{info.num_nodes} nodes"
     )
-    if info.version != __version__:
-        return warning("draft", f"{text}; release {info.version}, here {__version__}", "run one release everywhere")
-    if not info.num_sessions:
-        return warning("draft", text, "no verify service is connected: compare its --draft with this address")
-    return ok("draft", text)
+    alone = "" if info.num_sessions else "no verify service is connected: compare its --draft with this address"
+    return _judge("draft", text, info.version, alone)
+
+
+def _judge(service: str, text: str, release: str, alone: str) -> Finding:
+    """What a service said of itself. `alone` is what to do about it if it has nobody to work with; else empty."""
+    if release != __version__:
+        return warning(service, f"{text}; release {release}, here {__version__}", "run one release everywhere")
+    return warning(service, text, alone) if alone else ok(service, text)
 
 
 _INFO: dict[str, Callable[[Any, str, float], Awaitable[Finding]]] = {

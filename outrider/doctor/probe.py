@@ -6,7 +6,6 @@ this process alone with it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
@@ -23,6 +22,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
+from outrider.models.store_folder import hash_tokenizer
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
 from outrider.tree.messages import PROTOCOL_VERSION, Hello
@@ -94,7 +94,7 @@ def _target(name: str) -> tuple[Hello, str]:
     config = load_model(path, torch.float32, _META).config
     tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
     vocab_size = min(config.vocab_size, tokens)
-    digest = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    digest = hash_tokenizer(path)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
@@ -14,6 +16,9 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.grammar.vocabulary import GrammarVocabulary
+
+if TYPE_CHECKING:
+    from outrider.grammar.state import GrammarState
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
@@ -57,6 +62,8 @@ class CompiledGrammar:
         """Masks computed by all of its matchers."""
         self.num_renewals = 0
         """How often it was compiled anew, so that matchers share nothing with those made before."""
+        self.renew: Callable[[GrammarState], None] | None = None
+        """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None does it on the spot."""
         self._pristine = matcher
 
     @property
@@ -70,10 +77,14 @@ class CompiledGrammar:
 
     def fresh_matcher(self) -> LLMatcher:
         """A matcher that shares nothing with others, compiled anew."""
-        self._pristine = compile_grammar(self.grammar, self.vocabulary).matcher()
+        self.adopt(compile_grammar(self.grammar, self.vocabulary))
+        return self.matcher()
+
+    def adopt(self, fresh: CompiledGrammar) -> None:
+        """Make matchers of the same grammar, compiled anew, from now on."""
+        self._pristine = fresh.matcher()
         self.num_masks = 0
         self.num_renewals += 1
-        return self.matcher()
 
 
 def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary, field: str | None = None) -> CompiledGrammar:

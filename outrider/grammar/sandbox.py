@@ -11,12 +11,13 @@ import os
 import resource
 import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.compiler import compile_grammar, probe
 from outrider.grammar.spec import Grammar
 from outrider.grammar.vocabulary import GrammarVocabulary
@@ -31,10 +32,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
     problem: str = ""
     fix: str = ""
+    lasting: bool = True
+    """Whether the same would be found again: what a busy machine had no time or memory for is no such thing."""
 
 
-def judge(grammar: Grammar, vocabulary: GrammarVocabulary) -> Verdict:
-    """Compile a grammar and try it out."""
+def judge(grammar: Grammar, vocabulary: GrammarVocabulary | None) -> Verdict:
+    """Compile a grammar and try it out. Without a vocabulary none can be used."""
+    if vocabulary is None:
+        return Verdict("cannot be used: the grammar library does not know the model's tokenizer", "leave it out")
     try:
         probe(compile_grammar(grammar, vocabulary))
     except InvalidRequestError as error:
@@ -42,7 +47,7 @@ def judge(grammar: Grammar, vocabulary: GrammarVocabulary) -> Verdict:
     return Verdict()
 
 
-def serve(vocabulary: GrammarVocabulary, requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(vocabulary: GrammarVocabulary | None, requests: BinaryIO, answers: BinaryIO) -> None:
     """Judge what comes until nothing does any more."""
     decoder = msgspec.msgpack.Decoder(Grammar)
     _write(answers, b"")
@@ -60,7 +65,10 @@ def main(argv: list[str]) -> int:
     """Serve stdin; returns the exit code."""
     folder, size, *end_ids = argv
     os.nice(5)
-    vocabulary = GrammarVocabulary.from_folder(Path(folder), int(size), [int(token) for token in end_ids])
+    vocabulary: GrammarVocabulary | None = None
+    # The engine serves such a model, too, without grammars.
+    with suppress(ConfigError):
+        vocabulary = GrammarVocabulary.from_folder(Path(folder), int(size), [int(token) for token in end_ids])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     serve(vocabulary, sys.stdin.buffer, sys.stdout.buffer)

@@ -43,7 +43,8 @@ class GrammarState:
     """One answer under a grammar.
 
     Behind a token that ends the answer, and where the grammar has room for no more text, only tokens that end are
-    legal. `error` says why masks at the root cannot be computed, once that is so.
+    legal. `error` says why masks at the root cannot be computed, once that is so; while the state `waits`, they cannot
+    yet.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
@@ -52,7 +53,10 @@ class GrammarState:
         self.num_committed = 0
         """Tokens of the answer that were followed."""
         self.error: OutriderError | None = None
-        self._compiled = compiled
+        self.waits = False
+        """Whether the grammar is being compiled anew for the root's mask."""
+        self.compiled = compiled
+        self._was_renewed = False
         self._end_ids = compiled.vocabulary.end_ids
         self.end_mask = _end_mask(self._end_ids, compiled.vocabulary.num_words)
         """Allows nothing but the end."""
@@ -83,11 +87,15 @@ class GrammarState:
 
     def mask(self, node: GrammarNode, path: TokenPath) -> Mask | None:
         """The mask of the node at the end of `path`; computed if it is not there. None if the library gave up on it."""
-        if node.mask is None and not (node.gave_up and path):
+        if node.mask is None and not (node.gave_up and path) and not self.waits and self.error is None:
             ends = path[-1] in self._end_ids if path else bool(self._answer) and self._answer[-1] in self._end_ids
             node.mask = self.end_mask if ends else self._compute(path)
             node.gave_up = node.mask is None
         return node.mask
+
+    def renewed(self, error: OutriderError | None = None) -> None:
+        """The grammar was compiled anew, as `CompiledGrammar.renew` was asked to, or could not be."""
+        self.waits, self._was_renewed, self.error = False, True, error
 
     def find(self, path: TokenPath) -> GrammarNode | None:
         """The state behind a path, with the masks on the way to it; None if the grammar forbids it."""
@@ -104,29 +112,37 @@ class GrammarState:
             mask = self._try_afresh()
         if mask is None:
             # A matcher that is in error stays so.
-            self._restart(self._compiled.matcher())
+            self._restart(self.compiled.matcher())
         return mask
 
     def _try_afresh(self) -> Mask | None:
         """The root's mask from a grammar that is compiled anew: others may have used up what its matchers share."""
+        was_renewed, self._was_renewed = self._was_renewed, False
         # All answers of a grammar come here at once, and compiling takes up to a second: the first one's does for all.
-        if self._num_renewals < self._compiled.num_renewals:
-            self._restart(self._compiled.matcher())
+        if self._num_renewals < self.compiled.num_renewals:
+            self._restart(self.compiled.matcher())
             if (mask := self._try(())) is not None:
                 return mask
+        if self.compiled.renew is not None and not was_renewed:
+            self.waits = True
+            self.compiled.renew(self)
+            return None
+        if was_renewed:
+            self.error = refusal(self.compiled.grammar, self._matcher.get_error())
+            return None
         try:
-            self._restart(self._compiled.fresh_matcher())
+            self._restart(self.compiled.fresh_matcher())
         except OutriderError as error:
             self.error = error
             return None
         mask = self._try(())
         if mask is None:
-            self.error = refusal(self._compiled.grammar, self._matcher.get_error())
+            self.error = refusal(self.compiled.grammar, self._matcher.get_error())
         return mask
 
     def _try(self, path: TokenPath) -> Mask | None:
         matcher = self._matcher
-        self._compiled.num_masks += 1
+        self.compiled.num_masks += 1
         if not self._move(path) or matcher.is_error():
             return None
         if matcher.is_stopped():
@@ -147,7 +163,7 @@ class GrammarState:
 
     def _restart(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._num_renewals = self._compiled.num_renewals
+        self._num_renewals = self.compiled.num_renewals
         self._num_consumed, self._path = 0, ()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
@@ -17,7 +18,6 @@ GRAPH_BYTES = 4 << 20
 """A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/gpu.md)."""
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
-_TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def count_graphs(round_tokens: int, options: VerifyOptions) -> int:
     """Rounds that are captured: every number of requests with every number of tokens that holds them."""
     if options.deterministic:
         return 1
-    tokens = [width for width in _TOKEN_BUCKETS if width < round_tokens] + [round_tokens]
+    tokens = width_buckets(TOKEN_BUCKETS, round_tokens)
     most = min(options.max_running_requests, options.cuda_graph_max_bs)
-    rows = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    return len({(max(width, min(count, tokens[-1])), count) for count in rows for width in tokens if width >= count})
+    counts = row_buckets(most)
+    return len({(max(width, min(count, tokens[-1])), count) for count in counts for width in tokens if width >= count})

@@ -1,7 +1,8 @@
-"""Model folders on disk: what a usable one holds, and the manifest of those converted here."""
+"""Model folders on disk: what a usable one holds, and the manifest of those converted here. Torch-free."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -105,6 +106,12 @@ def shard_names(folder: Path) -> set[str]:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"{folder / INDEX_FILE} names {name!r}, which is no safetensors file of the same folder")
     return names
+
+
+def hash_tokenizer(folder: Path) -> str:
+    """SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
+    path = folder / TOKENIZER_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def _encode_hello(hello: Hello) -> draft_pb2.Hello:
         features_token=hello.features_token,
         projection_columns=hello.projection_columns,
         projection_hash=hello.projection_hash,
+        features_optional=hello.features_optional,
     )
 
 
@@ -198,6 +199,7 @@ def _decode_hello(event: Any) -> Hello:
         features_token=hello.features_token,
         projection_columns=hello.projection_columns,
         projection_hash=hello.projection_hash,
+        features_optional=hello.features_optional,
     )
 
 

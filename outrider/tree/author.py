@@ -14,6 +14,9 @@ from outrider.tree.messages import Commit, Grow, Open
 _LEAST = -sys.float_info.max
 """Edge scores are finite."""
 
+_MAX_EPOCH = 2**63
+"""Epochs travel as uint64; no request has so many commits."""
+
 
 class Outcome(Enum):
     """What a commit did to the author's tree."""
@@ -100,6 +103,10 @@ class TreeAuthor:
         new_tokens = commit.token_ids[known - commit.length_before :].tolist()
         self.tokens.extend(new_tokens)
         walked = self._walk(new_tokens)
+        if self.epoch < commit.epoch < _MAX_EPOCH:
+            # Verify believes in an epoch that never began here, and drops what is said of this one.
+            self.epoch = commit.epoch
+            walked = None
         if walked is None or self._lost(commit, walked[-1]):
             self._start_epoch()
             return Outcome.MISS
@@ -184,6 +191,16 @@ class TreeAuthor:
             node_id = node.parent
         tokens.reverse()
         return tokens
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether `take` has given nothing since the last commit."""
+        return self._acked_len != len(self.tokens)
+
+    @property
+    def has_untaken(self) -> bool:
+        """Whether `take` has nodes to give."""
+        return bool(self._untaken)
 
     def take(self, max_nodes: int) -> Grow | None:
         """What verify has not been told, in one message of consecutive ids; call again until None.

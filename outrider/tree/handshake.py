@@ -46,6 +46,8 @@ class Terms:
     """Of the matrix that the draft offers for its features; 0 for none."""
     projection_hash: str = ""
     """Names this matrix."""
+    features_optional: bool = False
+    """Whether the draft serves requests without their features, too."""
     sources: tuple[str, ...] = ()
     """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
 
@@ -76,6 +78,7 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         hidden_size=draft.hidden_size,
         projection_columns=draft.projection_columns,
         projection_hash=draft.projection_hash,
+        features_optional=draft.features_optional,
         sources=tuple(name[:MAX_SOURCE_NAME] for name in draft.sources[:MAX_SOURCES]),
     )
 

@@ -43,6 +43,8 @@ class Hello:
     """Of the matrix that the drafter offers (outrider.tree.projection); the draft's hello only, 0 for none."""
     projection_hash: str = ""
     """Names this matrix."""
+    features_optional: bool = False
+    """Whether requests are served without features, too, by drafters that take none; the draft's hello only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class TreeMirror:
         root: row of the deepest committed node known.
         ids, scores, sources: of each row, node id, edge score as sent, and who found the node.
         path_scores: float64 [num_rows], calibrated; less `root_score` it is the path's log-probability, at most 0.
+        estranged: the two copies disagree about which epoch it is, which no honest draft's do. Nothing mends that but
+            to open the request anew.
         nodes: int32 [3, num_rows]: token, number of rows up to the parent, and depth, from which `root_depth` goes off.
     """
 
@@ -65,6 +67,8 @@ class TreeMirror:
 
     def forget(self) -> None:
         """Drop the tree and its epoch, as when a session ends."""
+        self._opened_len = len(self.tokens)
+        self.estranged = False
         self._begin(epoch=0, base_len=len(self.tokens))
 
     def _begin(self, epoch: int, base_len: int) -> None:
@@ -156,12 +160,17 @@ class TreeMirror:
             return self._drop("malformed", max(count, 1))
         if grow.epoch < self.epoch:
             return self._drop("stale_epoch", count)
+        # What no draft can mean is no sign that the two have parted.
+        if not 1 <= grow.base_len <= len(self.tokens):
+            return self._drop("base_len", max(count, 1))
         if grow.epoch > self.epoch:
-            if not 1 <= grow.base_len <= len(self.tokens):
-                return self._drop("base_len", max(count, 1))
+            # A draft begins each epoch at a longer base than the one before. One more is for a draft that goes past an
+            # epoch which it never began.
+            if grow.epoch > 2 + grow.base_len - self._opened_len:
+                return self._estrange("epoch", max(count, 1))
             self._begin(grow.epoch, grow.base_len)
         elif grow.base_len != self.base_len:
-            return self._drop("base_len", max(count, 1))
+            return self._estrange("base_len", max(count, 1))
         return True
 
     def _enter(self, grow: Grow) -> int:
@@ -245,6 +254,10 @@ class TreeMirror:
         self._row_of = {node_id: row for row, node_id in enumerate(self.ids)}
         self._children = {(row - up, token): row for row, (up, token) in enumerate(zip(ups, tokens, strict=True)) if up}
         self._observed.intersection_update(self._row_of)
+
+    def _estrange(self, reason: str, count: int) -> bool:
+        self.estranged = True
+        return self._drop(reason, count)
 
     def _drop(self, reason: str, count: int) -> bool:
         if count:

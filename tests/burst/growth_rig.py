@@ -67,6 +67,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.vocab_size = VOCAB
+        self.parts: frozenset[int] | None = None
         self.received: list[DraftMessage] = []
 
     def send(self, messages: Sequence[DraftMessage]) -> None:

@@ -250,7 +250,9 @@ class _Run:
             last = index + 1 == count or not forced[index + 1] or seeds.rows[index + 1] != row
             check(bool(forced[index]) == (seeds.slots[index] >= 0), "only forced seeds have slots")
             check(forced[index] or burst.floor <= score <= 0.0, f"seed score {score}")
-            base = (0.0 if last else None) if forced[index] else score
+            # Committed tokens bring nothing; the root, if it is there, comes behind them.
+            is_root = forced[index] and last and seeds.bases[index] != NONE
+            base = (0.0 if is_root else None) if forced[index] else score
             check(seeds.bases[index] == (NONE if base is None else base), f"base {seeds.bases[index]}")
             check(seeds.slots[index] not in self.free[row], "a forced slot is called free")
             value = self.features[feature] if feature >= 0 else None

@@ -21,6 +21,7 @@ class FakeSession:
     """Stands for a stream: keeps what it is sent and tells when enough of a tree is there."""
 
     vocab_size = VOCAB
+    parts = None
     closed = False
 
     def __init__(self, request: Verify, wanted: int) -> None:

@@ -11,7 +11,7 @@ from draft_service.main import watch
 from draft_service.metrics import DraftMetrics
 from gateway.metrics import GatewayMetrics
 from verify_service.metrics import VerifyMetrics
-from verify_service.wire import PeerPart, Snapshot
+from verify_service.wire_engine import PeerPart, Snapshot
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")

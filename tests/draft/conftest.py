@@ -11,7 +11,7 @@ import pytest
 from draft_door import Door, serve_door
 from draft_fakes import SignallingDrafter
 
-from draft_service.drafters.base import Drafter
+from draft_service.drafters.base import AnyDrafter
 from draft_service.feature_ring import MemoryMapper
 from outrider.config.draft import DraftOptions
 
@@ -28,9 +28,15 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
     """Start a service: `door = await serve(drafter, options)`; it ends with the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(drafter: Drafter | None = None, mapper: MemoryMapper | None = None, **options: object) -> Door:
+        async def start(
+            drafter: AnyDrafter | None = None,
+            mapper: MemoryMapper | None = None,
+            may_leave_out: bool = False,
+            **options: object,
+        ) -> Door:
             made = drafter or SignallingDrafter()
             chosen = DraftOptions(**options)  # type: ignore[arg-type]
-            return await stack.enter_async_context(serve_door(tmp_path / "draft.sock", made, chosen, mapper))
+            door = serve_door(tmp_path / "draft.sock", made, chosen, mapper, may_leave_out)
+            return await stack.enter_async_context(door)
 
         yield start

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 from draft_fakes import VOCAB
 
-from draft_service.drafters.base import Drafter
+from draft_service.drafters.base import AnyDrafter
 from draft_service.engine import Engine
 from draft_service.feature_ring import MemoryMapper
 from draft_service.metrics import DraftMetrics
@@ -55,7 +55,7 @@ class Stream:
 class Door:
     """A running service."""
 
-    def __init__(self, address: str, drafter: Drafter, engine: Engine, metrics: DraftMetrics) -> None:
+    def __init__(self, address: str, drafter: AnyDrafter, engine: Engine, metrics: DraftMetrics) -> None:
         self.drafter = drafter
         self.engine = engine
         self.metrics = metrics
@@ -80,7 +80,11 @@ class Door:
 
 @asynccontextmanager
 async def serve_door(
-    path: Path, drafter: Drafter, options: DraftOptions, mapper: MemoryMapper | None = None
+    path: Path,
+    drafter: AnyDrafter,
+    options: DraftOptions,
+    mapper: MemoryMapper | None = None,
+    may_leave_out: bool = False,
 ) -> AsyncIterator[Door]:
     metrics = DraftMetrics(drafter.sources)
     engine = Engine(drafter, options, metrics)
@@ -89,7 +93,7 @@ async def serve_door(
         service_names=["outrider.v1.DraftService"],
         allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )
-    servicer = DraftServicer(engine, drafter, options, metrics, mapper)
+    servicer = DraftServicer(engine, drafter, options, metrics, mapper, may_leave_out)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)
     engine.start()
     address = await server.start()

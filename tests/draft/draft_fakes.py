@@ -73,6 +73,7 @@ class RecordingPeer:
 
     def __init__(self, vocab_size: int = VOCAB) -> None:
         self.vocab_size = vocab_size
+        self.parts: frozenset[int] | None = None
         self.received: list[DraftMessage] = []
 
     def send(self, messages: Sequence[DraftMessage]) -> None:

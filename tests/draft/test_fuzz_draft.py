@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from draft_door import HELLO, Door
 from draft_fakes import VOCAB, SignallingDrafter, open_message
 from hypothesis import given
 from hypothesis import strategies as st
-from proto_fuzz import check, fuzz, messages, no_failures, wire
+from proto_fuzz import check, fuzz, messages, wire
 
 from draft_service.drafters.base import Drafter, Needs
 from draft_service.drafters.ngram import NgramDrafter
@@ -22,18 +22,14 @@ from outrider.rpc.codec import encode_verify
 from outrider.tree.messages import Features, Grow, Hello
 from outrider.v1 import draft_pb2
 
+pytestmark = pytest.mark.usefixtures("nothing_fails")
+
 Serve = Callable[..., Awaitable[Door]]
 Said = draft_pb2.DraftServiceSpeculateRequest
 SPECULATE = "/outrider.v1.DraftService/Speculate"
 FEATURES = "/outrider.v1.DraftService/Features"
 INFO = "/outrider.v1.DraftService/GetInfo"
 TARGET = replace(HELLO, hidden_size=4, num_layers=6)
-
-
-@pytest.fixture(autouse=True)
-def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    no_failures(caplog.get_records("call"))
 
 
 class FeatureTaker(SignallingDrafter):

@@ -36,6 +36,7 @@ class InProcessDraft:
     def __init__(self, engine: Engine, drafter: AnyDrafter, options: DraftOptions, turns: int = 1000) -> None:
         self.address = "in-process"
         self.vocab_size = engine.limits.vocab_size
+        self.parts: frozenset[int] | None = None
         self.requests = Requests(drafter, options)
         self.num_resets = 0
         self.committed: list[int | None] = []

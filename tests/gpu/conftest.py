@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from outrider.models.base import CausalLM
+from verify_service.cuda_executor import CudaExecutor
+from verify_service.engine import Engine
 
 # Engine and runners are driven on a GPU as they are on a CPU.
 for _folder in ("verify", "burst", "models"):
     sys.path.append(str(Path(__file__).parent.parent / _folder))
 
 Models = Callable[..., CausalLM]
+Start = Callable[..., tuple[Engine, CudaExecutor]]
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +39,26 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes engines and starts them; in the end nothing may be left in them."""
+    from cuda_harness import make_paged_engine
+
+    made: list[Engine] = []
+
+    def begin(model: CausalLM, **options: object) -> tuple[Engine, CudaExecutor]:
+        engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
+        made.append(engine)
+        engine.start()
+        return engine, executor
+
+    yield begin
+    for engine in made:
+        engine.stop()
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 
 @pytest.fixture(scope="session")

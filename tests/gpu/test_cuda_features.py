@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft
-from harness import Answer, run_all
+from harness import Answer, run_all, tokens
 from local_draft import oracle
 
 from outrider.models.base import CausalLM
@@ -23,30 +23,8 @@ Models = Callable[..., CausalLM]
 Start = Callable[..., tuple[Engine, CudaExecutor]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Makes engines and starts them; in the end nothing may be left in them."""
-    made: list[Engine] = []
-
-    def begin(model: CausalLM, **options: object) -> tuple[Engine, CudaExecutor]:
-        engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
-        made.append(engine)
-        engine.start()
-        return engine, executor
-
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
-
-
 def guessing(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
     return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
-from harness import Answer, run_all
+from harness import run_all, tokens
 from local_draft import oracle
 from ring_reader import Offerer, Reader
 
@@ -44,22 +44,6 @@ def reading() -> Iterator[MakeReader]:
             reader.kill()
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    made: list[Engine] = []
-
-    def begin(model: CausalLM, **options: object) -> tuple[Engine, CudaExecutor]:
-        engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
-        made.append(engine)
-        engine.start()
-        return engine, executor
-
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-
-
 class RingDraft(FeatureDraft):
     """A draft whose features another process reads."""
 
@@ -90,10 +74,6 @@ def new_ring() -> Ring:
     ring = RingPool(torch.device("cuda", 0), share_device_memory).lend()
     assert ring is not None, "no device memory can be shared"
     return ring
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -8,7 +8,16 @@ from rounds import Round, chain, make_round, random_tree
 from torch import Tensor
 
 from kernels.attention import prefill_attention, tree_attention
-from kernels.attention_tiles import CHOSEN_SPLITS, TileConfig, choose_splits, max_tiles, tree_config, usual_tokens
+from kernels.attention_tiles import (
+    CHOSEN_SPLITS,
+    WORTHY_SPLITS,
+    TileConfig,
+    choose_splits,
+    max_tiles,
+    tree_config,
+    usual_tokens,
+)
+from kernels.jit import splits
 from kernels.reference import attention as reference
 
 SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
@@ -68,8 +77,21 @@ def test_splits_of_several_steps(span: int, path: bool, device: str) -> None:
     torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(torch.float32))
 
 
+@pytest.mark.parametrize("path", [False, True])
+def test_sums_that_take_a_few_splits_at_a_time(path: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that use 1 split, a part of what is read at once, all of it, and more than once as much."""
+    monkeypatch.setattr(splits, "LARGE_SUM", 0)
+    monkeypatch.setattr(splits, "WARP_FLOATS", 4 * HEADS[2])
+    trees = [random_tree(5, 1), chain(1), chain(3), chain(2)]
+    made = make_round(trees, [37, 0, 61, 139], device=device, padding=2, empty_rows=1).expand()
+    q, k, v = caches(made, HEADS, torch.float32)
+    result = run_tree(made, q, k, v, path, num_splits=13)
+    torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(torch.float32))
+    assert not result[-2:].any(), "padding gets zeros"
+
+
 @pytest.mark.parametrize("heads", [(6, 2, 32), (3, 3, 16), (8, 1, 16)])
-@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32])
 def test_groups_and_page_sizes(heads: tuple[int, int, int], page_size: int, device: str) -> None:
     made = make_round(TREES[:2], [19, 40], device=device, page_size=page_size).expand()
     q, k, v = caches(made, heads, torch.float32)
@@ -235,13 +257,23 @@ def test_tiles_are_enough_for_any_row_lengths() -> None:
 def test_splits_fill_the_device() -> None:
     assert choose_splits(1, 1, 1, 32, 8, 132) > choose_splits(64, 16, 32, 32, 8, 132) >= 1
     assert choose_splits(1, 1, 1, 1, 1, 1000) == CHOSEN_SPLITS
+    # One tile a kv head: a program a processor. Two: as many splits, for which two programs share a processor.
+    assert choose_splits(8, 1, 8, 32, 8, 132) == choose_splits(32, 1, 32, 32, 8, 132) == WORTHY_SPLITS
+    assert choose_splits(64, 1, 64, 32, 8, 132) == WORTHY_SPLITS // 2
+
+
+def test_small_tiles_of_many_rows_take_short_steps() -> None:
+    """Three programs of them share a processor, and a lone row's have it to themselves."""
+    alone, many = (tree_config(4, 4, torch.bfloat16, num_rows) for num_rows in (1, 16))
+    assert alone.rows == many.rows == 16
+    assert alone.keys > many.keys
 
 
 @pytest.mark.parametrize(("num_rows", "row_tokens"), [(1, 1), (1, 32), (1, 64), (16, 4), (5, 11)])
 def test_all_programs_run_at_the_same_time(num_rows: int, row_tokens: int) -> None:
-    splits = choose_splits(num_rows * row_tokens, num_rows, row_tokens, 32, 8, 132)
-    rows = tree_config(row_tokens, 4, torch.bfloat16).rows
-    programs = max_tiles(num_rows * row_tokens, num_rows, row_tokens, rows // 4) * 8 * splits
+    chosen = choose_splits(num_rows * row_tokens, num_rows, row_tokens, 32, 8, 132)
+    rows = tree_config(row_tokens, 4, torch.bfloat16, num_rows).rows
+    programs = max_tiles(num_rows * row_tokens, num_rows, row_tokens, rows // 4) * 8 * chosen
     assert programs <= 132 * (3 if rows == 16 else 2)
 
 

@@ -12,7 +12,6 @@ from tiny_models import relative_error, run_one
 
 from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
-from outrider.models.store import DEFAULT_MODEL, resolve_model
 
 PROMPTS = [
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
@@ -22,23 +21,18 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return resolve_model(DEFAULT_MODEL)
+def model(model_path: Path) -> CausalLM:
+    return load_model(model_path)
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    return load_model(folder)
+def reference(model_path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def prompts(folder: Path) -> list[torch.Tensor]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+def prompts(model_path: Path) -> list[torch.Tensor]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     return [torch.tensor(tokenizer(prompt).input_ids) for prompt in PROMPTS]
 
 

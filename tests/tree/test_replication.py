@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network import CREDIT, VOCAB, Pair
 
-from outrider.rpc.codec import decode_verify, encode_verify
-from outrider.tree.messages import Grow
+from outrider.rpc.codec import decode_verify, encode_draft, encode_verify
+from outrider.tree.messages import Commit, Grow
+from outrider.tree.mirror import token_array
 
 tokens = st.integers(0, VOCAB - 1)
 index = st.integers(0, 1 << 16)
@@ -120,6 +121,59 @@ def test_hits_resume_within_two_exchanges_once_faults_stop(trace: list[tuple]) -
         hits.append(exchange(pair))
         pair.check_safety()
     assert all(hits[2:]), hits
+
+
+lies = st.tuples(st.integers(0, 9) | st.integers(1, 2**64 - 1), st.integers(-3, 3), st.lists(tokens, max_size=3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(steps | lies, max_size=40))
+def test_hits_resume_within_two_exchanges_after_epochs_that_never_began(trace: list[tuple]) -> None:
+    pair = Pair()
+    for step in trace:
+        if isinstance(step[0], str):
+            apply(pair, step)
+        else:
+            ahead, base, chain = step
+            pair.insert(epoch_out_of_thin_air(pair, pair.mirror.epoch + ahead, len(pair.tokens) + base, chain))
+        pair.mirror.check_integrity()
+    pair.flush()
+    pair.deliver_all()
+    hits = [exchange(pair) for _ in range(6)]
+    assert all(hits[2:]), hits
+    pair.check_safety()
+
+
+def epoch_out_of_thin_air(pair: Pair, epoch: int, base_len: int, chain: list[int]) -> Grow:
+    count = len(chain)
+    return Grow(
+        pair.life, epoch, base_len, 0, 1, np.arange(count, dtype=np.uint32), np.array(chain, np.int32),
+        np.zeros(count, np.float32), np.zeros(count, np.uint8),
+    )  # fmt: skip
+
+
+def test_an_epoch_is_believed_only_as_far_as_commits_allow() -> None:
+    for base, epoch, entered in ((4, 6, 0), (4, 5, 1), (3, 5, 0), (1, 2, 1)):
+        pair = Pair()
+        pair.commit([1, 2, 3])
+        assert pair.mirror.insert(epoch_out_of_thin_air(pair, epoch, base, [4])) == entered
+        assert pair.mirror.dropped["epoch"] == 1 - entered and pair.mirror.estranged is not bool(entered)
+
+
+def test_a_draft_goes_past_an_epoch_that_it_never_began_but_not_past_what_travels() -> None:
+    pair = Pair()
+    pair.deliver_all()
+    assert pair.author is not None
+    first = pair.author.epoch
+    for epoch, then in ((2**64 - 1, first), (first + 7, first + 8)):
+        guess_rightly(pair, 1)
+        token = truth(len(pair.tokens))
+        before = len(pair.author.tokens)
+        pair.tokens.append(token)
+        pair.author.apply(Commit(pair.life, before, token_array([token]), epoch, 0, None, CREDIT))
+        assert pair.author.epoch == then
+    grow = pair.author.take(4)
+    assert grow is not None and encode_draft([grow])
 
 
 def test_a_lost_tree_is_noticed_and_grown_anew_within_two_exchanges() -> None:

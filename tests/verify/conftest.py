@@ -11,6 +11,7 @@ import pytest
 from cuda_harness import jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
 
+from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
 from verify_service import session
 from verify_service.engine import Engine
@@ -25,34 +26,48 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 
 @pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
+    from tiny_grammar import tiny_vocabulary
+
+    return tiny_vocabulary(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
 def truth(model: CausalLM) -> list[Answer]:
-    """What `jobs` are answered without speculation."""
+    """What `jobs` are answered without speculation, one at a time."""
     engine = make_engine(model)
     engine.start()
     try:
-        return run_all(engine, jobs(), speculate=False)
+        return run_all(engine, jobs(), width=1, speculate=False)
     finally:
         engine.stop()
 
 
 @pytest.fixture
-def start(model: CausalLM) -> Iterator[Callable[..., Engine]]:
-    """Makes engines of a kind; in the end nothing may be left in them."""
+def engines() -> Iterator[list[Engine]]:
+    """Engines that a test makes; in the end nothing may be left in them."""
     made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+        assert engine.scheduler.running == [] and not engine.scheduler.waiting
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+
+
+@pytest.fixture
+def start(model: CausalLM, engines: list[Engine]) -> Callable[..., Engine]:
+    """Makes engines of a kind."""
 
     def begin(kind: str, **options: Any) -> Engine:
         if kind == "torch":
             engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
         else:
             engine, _ = make_paged_engine(model, deterministic=kind == "deterministic", **options)
-        made.append(engine)
+        engines.append(engine)
         return engine
 
-    yield begin
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+    return begin
 
 
 @pytest.fixture

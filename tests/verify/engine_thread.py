@@ -16,7 +16,7 @@ from verify_service.inbox import Inbox
 from verify_service.observer import Observer
 from verify_service.pipe import Pipe
 from verify_service.remote import RemoteEngine
-from verify_service.wire import Ready, RoundReport
+from verify_service.wire_engine import Ready, RoundReport
 from verify_service.worker import serve_engine
 
 

@@ -134,3 +134,8 @@ def run_all(
             assert answer.done.wait(60)
         answers += group
     return answers
+
+
+def tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    """Token ids of each answer."""
+    return [answer.token_ids for answer in answers]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
-from harness import Answer, make_engine, make_request, run_all
+from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
 from kernels.sampling import sample_rows
@@ -22,21 +22,6 @@ from verify_service.cuda_executor import CudaExecutor
 from verify_service.engine import Engine
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return small_model(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
-    """Plain decoding by the CPU's executor, one request at a time."""
-    engine = make_engine(model)
-    engine.start()
-    answers = run_all(engine, jobs(), width=1, speculate=False)
-    engine.stop()
-    return answers
 
 
 Made = list[tuple[Engine, CudaExecutor]]

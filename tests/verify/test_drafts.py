@@ -252,3 +252,26 @@ def test_health_may_be_asked_for_from_any_thread() -> None:
         thread.join()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_draft_that_speaks_of_another_epoch_is_told_of_its_request_anew_but_not_again_and_again() -> None:
+    clock, port = Clock(), Recorder()
+    drafts = Drafts(vocab_size=50, max_nodes=16, clock=clock)
+    drafts.connected(port)
+    asked = request([1, 2])
+    drafts.admit(asked)
+    link = drafts.link(asked)
+    assert link is not None
+    first = link.number
+    clock.now += 2.0
+    drafts.receive(port, [tree(first, 40, 2, [3])], clock.now)
+    assert link.number > first and drafts.dropped["epoch"] == 1
+    assert [type(message) for message in port.take(drafts)] == [Open, Close, Open]
+    drafts.receive(port, [tree(link.number, 40, 2, [3])], clock.now)
+    assert link.peer is None and isinstance(port.take(drafts)[-1], Close)
+    drafts.receive(port, [tree(first, 1, 2, [3]), tree(first + 1, 1, 2, [3])], clock.now)
+    assert not link.mirror.num_nodes, "what was said of an earlier life is not believed"
+    clock.now += 2.0
+    drafts.attend()
+    drafts.receive(port, [tree(link.number, 1, 2, [3, 4])], clock.now)
+    assert link.mirror.num_nodes == 2

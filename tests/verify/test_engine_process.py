@@ -24,7 +24,7 @@ from outrider.sampling.params import SamplingParams
 from verify_service import engine_process
 from verify_service.engine_process import EngineProcess
 from verify_service.submission import Submission, Update
-from verify_service.wire import RoundReport
+from verify_service.wire_engine import RoundReport
 
 
 @pytest.fixture(scope="module")

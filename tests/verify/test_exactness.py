@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from harness import Answer, make_engine, run_all, tiny_model
+from cuda_harness import VOCAB, jobs, texts
+from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
 from outrider.models.base import CausalLM
-from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Decline, DeclineReason, Grow, Hello
 from verify_service.engine import Engine
-
-VOCAB = 61
-
-KINDS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.8, top_p=0.95, seed=3),
-    SamplingParams(temperature=1.0, seed=4, presence_penalty=0.6, frequency_penalty=0.3, repetition_penalty=1.2),
-    SamplingParams(temperature=1.2, seed=5, top_k=12, min_p=0.02, logit_bias={7: 3.0, 9: -100.0}),
-    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5),
-    SamplingParams(temperature=0.7, seed=2**64 - 1, choice_index=3, num_logprobs=3),
-]
-
-
-def jobs() -> list[tuple[list[int], SamplingParams]]:
-    source = random.Random(5)
-    shared = [source.randrange(VOCAB) for _ in range(19)]
-    prompts = [[source.randrange(VOCAB) for _ in range(source.randint(1, 40))] for _ in range(8)]
-    for place in (1, 4, 9):  # apart, so that a later one finds an earlier one's pages in the cache
-        prompts.insert(place, [*shared, source.randrange(VOCAB)])
-    return [(prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
-    engine = make_engine(model)
-    engine.start()
-    answers = run_all(engine, jobs(), width=1, speculate=False)
-    engine.stop()
-    return answers
-
-
-@pytest.fixture
-def engines(model: CausalLM) -> Iterator[list[Engine]]:
-    made: list[Engine] = []
-    yield made
-    for engine in made:
-        engine.stop()
-        assert engine.scheduler.running == [] and not engine.scheduler.waiting
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
-
-
-def texts(truth: list[Answer]) -> dict[tuple[int, ...], list[int]]:
-    return {tuple(prompt): prompt + answer.token_ids for (prompt, _), answer in zip(jobs(), truth, strict=True)}
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, wait_for
-from harness import Answer, make_request, run_all
+from harness import Answer, make_request, run_all, tokens
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
 from outrider.errors import ConfigError
@@ -33,10 +34,6 @@ def guesser(name: str, truth: list[Answer]) -> Guess:
         "wrong": wrong(known, VOCAB),
         "random": noise(9, VOCAB),
     }[name]
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
@@ -147,6 +144,56 @@ def test_a_preempted_request_gets_features_when_it_comes_back(
     assert tokens(answers) == tokens(truth[:6])
     assert engine.scheduler.num_preemptions > 0
     assert draft.check(model, preempted=True) > 50
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+def test_a_draft_that_can_do_without_features_drafts_before_they_come(
+    model: CausalLM, truth: list[Answer], start: Start, kind: str
+) -> None:
+    engine = start(kind)
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    draft.terms = replace(draft.terms, features_optional=True)
+    accept, begun = draft.accept, []
+    draft.accept = begun.append  # type: ignore[method-assign]
+    draft.connect()
+    engine.start()
+    assert tokens(run_all(engine, jobs()[:3])) == tokens(truth[:3])
+    assert begun and not draft.messages, "the stream is asked for, and not open"
+    assert len(draft.texts) == 3 and engine.drafts.dropped["closed"] == 0
+    engine.ask(lambda: accept(begun[0]))
+    answers = run_all(engine, jobs()[3:6])
+    engine.stop()
+    assert tokens(answers) == tokens(truth[3:6])
+    draft.texts = {number: text for number, text in draft.texts.items() if draft.rows[number]}
+    assert len(draft.texts) == 3 and draft.check(model) > 30
+
+
+@pytest.mark.parametrize("kind", ["torch", "paged"])
+def test_a_request_from_before_is_drafted_for_and_gets_no_features(
+    model: CausalLM, truth: list[Answer], start: Start, kind: str
+) -> None:
+    """What was computed before the store was filled has none, and never will."""
+    engine = start(kind)
+    draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
+    draft.terms = replace(draft.terms, features_optional=True)
+    prompt, params = jobs()[0]
+    answer = Answer()
+    request = make_request(answer, prompt, params, VOCAB)
+    sink = request.sink
+
+    def connect(update: Any) -> None:
+        sink(update)
+        if len(answer.updates) == 2:
+            draft.connect()
+
+    request.sink = connect
+    engine.start()
+    engine.submit(request)
+    wait_for([answer])
+    engine.stop()
+    assert tokens([answer]) == tokens(truth[:1])
+    assert draft.texts and not draft.messages
+    assert answer.num_accepted > 3
 
 
 def test_a_second_draft_with_other_layers_gets_its_own(model: CausalLM, truth: list[Answer], start: Start) -> None:

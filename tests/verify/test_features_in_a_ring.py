@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
-from harness import Answer, run_all
+from harness import Answer, run_all, tokens
 from local_draft import oracle
 from shared_file import MappedFile, SharedFiles
 
@@ -65,10 +65,6 @@ def ring_of(engine: Engine, draft: FeatureDraft) -> Ring | None:
     line = engine.drafts.peers[draft].line
     assert line is not None
     return line.ring
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("kind", ["torch", "paged"])

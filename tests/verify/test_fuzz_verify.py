@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import grpc
 import pytest
 from dialled_draft import Context, dialled, greet, greet_with_layers, stay
 from engine_thread import EngineThread, engine_thread
-from harness import make_engine, tiny_model
+from harness import make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proto_fuzz import EXAMPLES, check, fuzz, messages, no_failures, outcome, wire
+from proto_fuzz import EXAMPLES, check, fuzz, messages, outcome, wire
 
 from outrider.models.base import CausalLM
 from outrider.rpc.channel import open_channel
@@ -25,20 +25,11 @@ from outrider.v1 import draft_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.admission import Admission
 from verify_service.servicer import VerifyServicer
 
+pytestmark = pytest.mark.usefixtures("nothing_fails")
+
 Request = verify_pb2.VerifyServiceGenerateRequest
 VOCAB = 61
 SERVICE = "/outrider.v1.VerifyService/"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(autouse=True)
-def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    no_failures(caplog.get_records("call"))
 
 
 class Door:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from cuda_harness import make_paged_engine
 from grammar_cases import fits, guesser, jobs, run
 from harness import Answer, make_engine
 from local_draft import Guess, LocalDraft
-from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of, tiny_vocabulary
+from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 
 from outrider.grammar.spec import Grammar
 from outrider.grammar.vocabulary import GrammarVocabulary
@@ -19,11 +19,6 @@ from outrider.tokens import FinishReason
 from verify_service.engine import Engine
 
 Start = Callable[[str, Guess | None], Engine]
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
-    return tiny_vocabulary(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +31,8 @@ def truth(model: CausalLM, vocabulary: GrammarVocabulary) -> list[Answer]:
 
 
 @pytest.fixture
-def start(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[Start]:
-    """Makes engines of a kind; in the end nothing may be left in them."""
-    made: list[Engine] = []
+def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[Engine]) -> Start:
+    """Makes engines of a kind."""
 
     def make(kind: str, guess: Guess | None) -> Engine:
         if kind in ("cpu", "crowded"):
@@ -46,16 +40,12 @@ def start(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[Start]:
         else:
             limits = {"deterministic": kind == "deterministic", "spin": kind == "spinning"}
             engine, _ = make_paged_engine(model, vocabulary=vocabulary, **limits)
-        made.append(engine)
+        engines.append(engine)
         if guess is not None:
             engine.draft_connected(LocalDraft(engine, VOCAB, guess))
         return engine
 
-    yield make
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+    return make
 
 
 def test_every_complete_answer_is_what_its_grammar_allows_and_ends_with_stop(truth: list[Answer]) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import Answer, make_engine, make_request
 from local_draft import LocalDraft, noise
-from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of, tiny_vocabulary
+from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError
 from outrider.grammar import compiler
 from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.state import GrammarState, Mask, TokenPath
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
@@ -24,11 +25,6 @@ from verify_service.grammars import Grammars
 
 PROMPT = [1, 2, 3]
 LONG = Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}")
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
-    return tiny_vocabulary(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -99,10 +95,12 @@ class Held:
         self.begun = threading.Event()
         self.go = threading.Event()
         self.count = 0
+        self.threads: list[str] = []
         real = grammars.compile_grammar
 
         def compile_held(grammar: Grammar, vocabulary: GrammarVocabulary) -> compiler.CompiledGrammar:
             self.count += 1
+            self.threads.append(threading.current_thread().name)
             self.begun.set()
             assert self.go.wait(60)
             return real(grammar, vocabulary)
@@ -122,6 +120,52 @@ def test_others_are_answered_while_a_grammar_is_compiled_and_it_is_compiled_once
     third = finished(ask(engine, CHOICE))
     assert finished(first).token_ids == finished(second).token_ids == third.token_ids
     assert held.count == 1
+
+
+def test_others_are_answered_while_a_grammar_is_compiled_anew_and_it_is_compiled_once_for_all(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What answers share is used up in mid-answer, by all at once."""
+    want = [finished(one).token_ids for one in (ask(engine, LONG), ask(engine, LONG))]
+    held = Held(monkeypatch)
+    real = GrammarState._try
+
+    def used_up(state: GrammarState, path: TokenPath) -> Mask | None:
+        return None if state.num_committed > 2 and not state.compiled.num_renewals else real(state, path)
+
+    monkeypatch.setattr(GrammarState, "_try", used_up)
+    bound = [ask(engine, LONG), ask(engine, LONG)]
+    assert held.begun.wait(60)
+    for _ in range(2):
+        assert finished(ask(engine, None)).updates[-1].error is None
+    assert not any(answer.done.is_set() for answer in bound)
+    held.go.set()
+    assert [finished(answer).token_ids for answer in bound] == want
+    assert held.threads == ["grammars"], "once, and not by the engine"
+
+
+def test_a_request_may_be_cancelled_while_its_grammar_is_compiled_anew(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(ask(engine, LONG))
+    held = Held(monkeypatch)
+    monkeypatch.setattr(GrammarState, "_try", lambda state, path: None)
+    gone = ask(engine, LONG)
+    assert held.begun.wait(60) and gone.request is not None
+    engine.cancel(gone.request)
+    held.go.set()
+    assert finished(ask(engine, None)).updates[-1].error is None
+    assert gone.updates == []
+
+
+def test_a_request_whose_mask_cannot_be_had_from_a_fresh_grammar_either_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(ask(engine, LONG))
+    monkeypatch.setattr(GrammarState, "_try", lambda state, path: None)
+    assert isinstance(finished(ask(engine, LONG)).updates[-1].error, InvalidRequestError)
+    monkeypatch.setattr(grammars, "compile_grammar", lambda *given: 1 / 0)
+    assert isinstance(finished(ask(engine, LONG)).updates[-1].error, InternalError)
 
 
 def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(

@@ -105,6 +105,18 @@ def test_a_round_waits_for_the_burst_that_follows_an_empty_answer(peer: Peer) ->
     assert peer.wait() == 0, "nothing more is expected"
 
 
+@pytest.mark.parametrize(("share", "waits"), [(0.4, True), (1.4, False)])
+def test_a_round_runs_rather_than_wait_as_long_as_it_takes(peer: Peer, share: float, waits: bool) -> None:
+    """What the draft answers meanwhile is there for the round after."""
+    for _ in range(60):
+        peer.miss()
+        peer.clock.now += share * ROUND
+        peer.answer([5, 6])
+        peer.clock.now += ROUND
+    peer.miss()
+    assert (peer.wait() > 0) == waits
+
+
 def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_hope() -> None:
     clock = Clock()
     drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
@@ -261,12 +273,13 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     def advance(until: float) -> None:
         while due and due[0][0] <= until:
             clock.now, length = due.pop(0)
-            drafts.receive(port, [tree(link.number, length, length, [])], clock.now)
+            drafts.receive(port, [tree(link.number, length - 1, length, [])], clock.now)
         clock.now = until
 
     for _ in range(200):
         if link.expects and policy.seconds([link], 1, budget.choose(1, 1, link.mirror.log_probs)):
             held += longest
+            drafts.waits_for([link])
             advance(clock.now + longest)
         drafts.launched(clock.now)
         advance(clock.now + seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from fake_device import VOCAB, FakeDevice, FakeRound, count_up, fake_engine, submit
@@ -14,7 +14,7 @@ from outrider.errors import InternalError
 from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Commit, VerifyMessage
 from verify_service.engine import Engine
-from verify_service.observer import RoundFigures
+from verify_service.figures import RoundFigures
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
 
@@ -22,17 +22,6 @@ from verify_service.submission import Update
 @pytest.fixture(params=[False, True], ids=["sleeping", "spinning"])
 def device(request: pytest.FixtureRequest) -> FakeDevice:
     return FakeDevice(spin=request.param)
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    made: list[Engine] = []
-    yield made
-    for engine in made:
-        engine.stop()
-        assert engine.scheduler.running == [] and not engine.scheduler.waiting
-        engine.memory.check_integrity()
-        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 
 def guess_right(depth: int = 4) -> Guess:

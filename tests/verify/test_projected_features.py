@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
-from harness import Answer, run_all
+from harness import Answer, run_all, tokens
 from local_draft import oracle
 
 from outrider.cache.features import FeatureStore
@@ -33,10 +33,6 @@ def store_of(engine: Engine) -> FeatureStore:
     store = engine._executor._features  # type: ignore[attr-defined]
     assert isinstance(store, FeatureStore)
     return store
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
 
 
 @pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,15 +59,6 @@ def deterministic(model: CausalLM, **options: object) -> Engine:
 
 Make = Callable[..., Engine]
 MAKERS = [on_cpu, on_device, deterministic]
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Engine]]:
-    made: list[Engine] = []
-    yield made
-    for engine in made:
-        engine.stop()
-        engine.memory.check_integrity()
 
 
 def start(engines: list[Engine], engine: Engine) -> Engine:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_thread import EngineThread, engine_thread
 from feature_draft import ProjectedDraft, random_projection
-from harness import make_engine, run_all, tiny_model
+from harness import make_engine, run_all
 from local_draft import LocalDraft, oracle
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
@@ -30,7 +30,8 @@ from outrider.tree.messages import (
 from outrider.tree.projection import Projection, ProjectionPart
 from verify_service.remote import MAX_UNREAD, RemoteEngine
 from verify_service.submission import Submission, Update
-from verify_service.wire import FeaturesDone, FeaturesPart, FeaturesTold, FromDoor
+from verify_service.wire import FromDoor
+from verify_service.wire_drafts import FeaturesDone, FeaturesPart, FeaturesTold
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -38,11 +39,6 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=2**63 + 1, num_logprobs=2),
     SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.5, logit_bias={3: 1.0}),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +133,7 @@ async def test_rounds_and_state_are_reported(model: CausalLM) -> None:
         assert await Stream(thread, submission(PROMPTS[1])).token_ids()
         await remote.until(lambda: sum(sum(report.committed) for report in remote.rounds) == 24)
         assert sum(report.num_prefilled for report in remote.rounds) == 4
-        assert all(report.seconds > 0 and report.num_failed == 0 for report in remote.rounds)
+        assert all(report.figures.seconds > 0 and report.num_failed == 0 for report in remote.rounds)
         assert remote.snapshot.cost
         await remote.until(lambda: remote.snapshot.num_pages_used > 0 and not remote.snapshot.num_running)
         assert remote.num_running == remote.num_waiting == 0

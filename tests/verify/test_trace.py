@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cuda_harness import VOCAB, make_paged_engine, small_model
+from cuda_harness import VOCAB, make_paged_engine
 from harness import Answer, make_engine, make_request
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
@@ -18,11 +18,6 @@ from verify_service.engine import Engine
 
 PROMPT = [7, 3, 19, 4]
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return small_model(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(params=["cpu", "device"])

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 from prometheus_client import generate_latest
 
+from verify_service.figures import RoundFigures
 from verify_service.metrics import VerifyMetrics
-from verify_service.wire import PeerPart, RoundReport, Snapshot
+from verify_service.wire_engine import PeerPart, RoundReport, Snapshot
 
 
 def test_a_round_is_counted_in_every_figure() -> None:
     metrics = VerifyMetrics()
-    metrics.observe(
-        RoundReport(6, 9, committed=[3, 1], accepted=[2], num_failed=1, seconds=0.02, held=0.5, gap=2e-4, gpu=0.01)
-    )
-    metrics.observe(RoundReport(0, 0, [1], [], 0, 0.03, 0.0))
+    figures = RoundFigures(seconds=0.02, held=0.5, gap=2e-4, gpu=0.01)
+    metrics.observe(RoundReport(6, 9, committed=[3, 1], accepted=[2], num_failed=1, figures=figures))
+    metrics.observe(RoundReport(0, 0, [1], [], 0, RoundFigures(0.03, 0.0)))
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"outrider_verify_{name}", labels)
@@ -36,7 +36,7 @@ def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -
     metrics = VerifyMetrics()
 
     def observe(ready: int | None, nodes: int, held: float = 0.0) -> None:
-        metrics.observe(RoundReport(nodes, 0, [1], [], 0, 0.02, held, 1e-4, None, ready, [0.003]))
+        metrics.observe(RoundReport(nodes, 0, [1], [], 0, RoundFigures(0.02, held, 1e-4, None, ready, [0.003])))
 
     observe(None, 0)
     for _ in range(5):
@@ -86,9 +86,10 @@ def test_a_round_of_tokens_that_no_draft_serves_is_a_fallback_only_where_drafts_
         backlog = SimpleNamespace(num_tokens=0, refused={"requests": 0, "tokens": 0}, slow_readers=0)
         engine = SimpleNamespace(snapshot=Snapshot(), num_running=0, num_waiting=0, num_healthy=0, backlog=backlog)
         metrics.watch(engine, dialers)  # type: ignore[arg-type]
-        metrics.observe(RoundReport(0, 0, [1], [], 0, 0.02, 0.0, 1e-4, None, None, []))
-        metrics.observe(RoundReport(0, 64, [], [], 0, 0.02, 0.0, 1e-4, None, None, []))
-        metrics.observe(RoundReport(4, 0, [2], [1], 0, 0.02, 0.0, 1e-4, None, 4, []))
+        undrafted = RoundFigures(0.02, 0.0, 1e-4)
+        metrics.observe(RoundReport(0, 0, [1], [], 0, undrafted))
+        metrics.observe(RoundReport(0, 64, [], [], 0, undrafted))
+        metrics.observe(RoundReport(4, 0, [2], [1], 0, undrafted._replace(ready=4)))
         return metrics.registry.get_sample_value("outrider_verify_fallback_rounds_total")
 
     assert fallbacks([SimpleNamespace(address="far:1", state="connecting")]) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from engine_thread import EngineThread, engine_thread
-from harness import make_engine, tiny_model
+from harness import make_engine
 
 from outrider.errors import ContextLengthError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
 from outrider.models.base import CausalLM
@@ -25,11 +25,6 @@ from verify_service.servicer import VerifyServicer
 
 VOCAB = 61
 Message = verify_pb2.VerifyServiceGenerateRequest
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass

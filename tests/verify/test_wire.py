@@ -36,30 +36,9 @@ from outrider.tree.messages import (
     Pause,
     Resume,
 )
+from verify_service.figures import RoundFigures
 from verify_service.submission import Submission, Update
-from verify_service.wire import (
-    MAX_FRAME_BYTES,
-    Cancel,
-    DraftSaid,
-    DraftTold,
-    DraftUp,
-    FeaturesDone,
-    FeaturesOpen,
-    FeaturesTold,
-    FeaturesUp,
-    FrameReader,
-    FromDoor,
-    FromEngine,
-    ProjectionFrame,
-    RoundReport,
-    Snapshot,
-    Start,
-    Submit,
-    Told,
-    from_door,
-    from_engine,
-    pack,
-)
+from verify_service.wire import MAX_FRAME_BYTES, FrameReader, FromDoor, FromEngine, from_door, from_engine, pack
 from verify_service.wire_codec import pack_submission, pack_update, unpack_submission, unpack_update
 from verify_service.wire_draft_codec import (
     pack_begin,
@@ -71,6 +50,18 @@ from verify_service.wire_draft_codec import (
     unpack_features,
     unpack_verify,
 )
+from verify_service.wire_drafts import (
+    DraftSaid,
+    DraftTold,
+    DraftUp,
+    FeaturesDone,
+    FeaturesOpen,
+    FeaturesTold,
+    FeaturesUp,
+    ProjectionFrame,
+)
+from verify_service.wire_engine import RoundReport, Snapshot, Start, Told
+from verify_service.wire_requests import Cancel, Submit
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 ids = st.integers(0, 2**31 - 1)
@@ -311,4 +302,4 @@ def test_a_frame_that_would_be_refused_does_not_leave(monkeypatch: pytest.Monkey
 
 def test_a_frame_of_the_other_direction_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
-        to_engine(Told([], [], [RoundReport(0, 0, [], [], 0, 0.0, 0.0)], {}, Snapshot()))  # type: ignore[arg-type]
+        to_engine(Told([], [], [RoundReport(0, 0, [], [], 0, RoundFigures(0.0, 0.0))], {}, Snapshot()))  # type: ignore[arg-type]

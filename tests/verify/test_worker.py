@@ -16,25 +16,16 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.tree.messages import Close
 from verify_service.assembly import Built
+from verify_service.figures import RoundFigures
 from verify_service.inbox import Inbox, ThreadInbox
-from verify_service.observer import Observer, RoundFigures
+from verify_service.observer import Observer
 from verify_service.pipe import MAX_BACKLOG_BYTES, Pipe
 from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
 from verify_service.submission import Update
-from verify_service.wire import (
-    Cancel,
-    DraftReset,
-    DraftTold,
-    FrameReader,
-    FromEngine,
-    ProjectionFrame,
-    Refused,
-    Start,
-    Stop,
-    Told,
-    from_engine,
-    pack,
-)
+from verify_service.wire import FrameReader, FromEngine, from_engine, pack
+from verify_service.wire_drafts import DraftReset, DraftTold, ProjectionFrame
+from verify_service.wire_engine import Refused, Start, Stop, Told
+from verify_service.wire_requests import Cancel
 from verify_service.worker import SocketInbox, await_start, serve_engine
 
 
@@ -110,7 +101,8 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
     assert isinstance(told, Told)
     assert [(part.number, part.token_ids) for part in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
     assert told.ended == [4] and told.read == {9: 48}
-    assert [(report.seconds, report.held, report.gap, report.gpu) for report in told.rounds] == [(0.5, 0.1, 0.001, 0.4)]
+    (report,) = told.rounds
+    assert report.figures._replace(answers=()) == RoundFigures(0.5, 0.1, gap=0.001, gpu=0.4)
     reporter.flush()
     with pytest.raises(BlockingIOError):
         wire.read()

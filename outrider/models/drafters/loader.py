@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from outrider.models.fields import get_int, read_json
 from outrider.models.llama import LlamaFamily
 from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
 from outrider.models.store import resolve_model
+from outrider.models.store_folder import hash_tokenizer
 from outrider.models.store_hub import is_hub_id
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -72,7 +72,7 @@ def load_draft_model(
         else _load_eagle(options, algorithm, folder, target, place)
     )
     # A head without a tokenizer has its target's.
-    head.tokenizer_hash = _tokenizer_hash(folder) or (_tokenizer_hash(target) if target is not None else "")
+    head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
     return head
 
 
@@ -106,7 +106,7 @@ def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> Draft
             model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)
             model.head.weight.copy_(source.read()[allowed])
             model.head.pack()
-    return StandaloneDraft(model, _tokenizer_hash(folder), _on(allowed, place.device))
+    return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
 
 
 def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: Place) -> DraftHead:
@@ -231,8 +231,3 @@ def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
 
 def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
     return None if ids is None else ids.to(device, torch.int32)
-
-
-def _tokenizer_hash(folder: Path) -> str:
-    path = folder / "tokenizer.json"
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

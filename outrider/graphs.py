@@ -1,0 +1,131 @@
+"""One CUDA graph for each shape of the same work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kernels.compiling import allow_threads
+from outrider.logs import get_logger
+
+log = get_logger(__name__)
+
+COMPILE_THREADS = 8
+
+Shape = TypeVar("Shape", bound=tuple[int, ...])
+"""What tells one graph from another; larger ones compare greater."""
+
+
+class GraphPool(Generic[Shape]):
+    """Captured work that shares one memory pool. `body(shape)` queues the work on the device and nothing else."""
+
+    def __init__(
+        self, name: str, body: Callable[[Shape], None], prepare: Callable[[Shape], None] | None = None
+    ) -> None:
+        """`name` says in the log what is captured, in the plural. `prepare(shape)` is what the host does before."""
+        self._name = name
+        self._body = body
+        self._prepare = prepare
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self.seconds = 0.0
+        self.num_bytes = 0
+        """Device memory that captures took."""
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def capture(
+        self, shapes: Sequence[Shape], together: bool, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Capture every shape. Each is run once first, so that kernels are compiled and libraries initialised.
+
+        What `body` finds must be empty, so that those runs change nothing. `together`: it may be run by several
+        threads, which compiles on all cores.
+        """
+        start = time.perf_counter()
+        if together:
+            self._compile(shapes)
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):
+            for done, shape in enumerate(shapes):
+                self._capture(shape, self._stream)
+                # The first replay uploads the graph.
+                self._graphs[shape].replay()
+                if progress is not None:
+                    progress(done + 1, len(shapes))
+        torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - start
+        self.num_bytes = max(before - torch.cuda.mem_get_info()[0], 0)
+        size = self.num_bytes / 2**20
+        log.info("%d %s captured in %.1f s, %.0f MiB", len(shapes), self._name, self.seconds, size)
+
+    def captured(self) -> list[Shape]:
+        """Shapes that have a graph, largest first."""
+        return sorted(self._graphs, reverse=True)
+
+    def recapture(self, shape: Shape) -> None:
+        """Capture a shape anew, because `body` does something else by now; between two runs, which it holds up.
+
+        Raises torch.OutOfMemoryError; the shape is run kernel by kernel from then on.
+        """
+        # Kept until there is a new one: a memory pool lives as long as some graph uses it.
+        old = self._graphs.pop(shape)
+        torch.cuda.synchronize()
+        stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._capture(shape, stream)
+        torch.cuda.synchronize()
+        del old
+
+    def run(self, shape: Shape) -> None:
+        """Replay the work, or run it kernel by kernel if it was not captured."""
+        if self._prepare is not None:
+            self._prepare(shape)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            self._body(shape)
+        else:
+            graph.replay()
+
+    def _capture(self, shape: Shape, stream: torch.cuda.Stream) -> None:
+        if self._prepare is not None:
+            self._prepare(shape)
+        self._body(shape)
+        stream.synchronize()
+        # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            self._body(shape)
+        finally:
+            graph.capture_end()
+        self._graphs[shape] = graph
+
+    def _compile(self, shapes: Sequence[Shape]) -> None:
+        """Run all shapes at the same time: compiling takes most of a first start.
+
+        On the device all of it is still one stream, where runs that end up in each other do no harm as long as they
+        find nothing to do.
+        """
+        device = torch.cuda.current_device()
+        num_threads = COMPILE_THREADS
+        if not allow_threads():
+            num_threads = 1
+            log.info("kernels are compiled one after another: whether this Triton bears threads is not known")
+
+        def run(shape: Shape) -> None:
+            with torch.cuda.device(device), torch.inference_mode():
+                self._body(shape)
+
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+            for done in [pool.submit(run, shape) for shape in shapes]:
+                done.result()

@@ -1,0 +1,115 @@
+"""A draft service whose drafters nobody has named serves any target, with those of them that fit it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import grpc
+import pytest
+from draft_door import HELLO, Door, Stream
+from draft_fakes import SignallingDrafter, open_message
+
+from draft_service.drafters.base import Needs
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.drafters.several import SeveralDrafters
+from draft_service.handshake import own_hello
+from draft_service.main import _choose
+from outrider.config.draft import DraftOptions
+from outrider.rpc.status import error_from_rpc
+from outrider.tree.messages import Close, Grow, Hello
+
+Serve = Callable[..., Awaitable[Door]]
+
+NAMES = ("EAGLE3", "NGRAM")
+OURS = replace(HELLO, model="ours", hidden_size=64, num_layers=6)
+OTHER = replace(HELLO, model="other", hidden_size=32, num_layers=3)
+TEXT = [*range(20, 50), 20, 21, 22]
+
+
+class Head(SignallingDrafter):
+    """Stands for a head that was trained for one target."""
+
+    needs = Needs(hidden_size=64, feature_layers=(2, 5))
+
+
+def drafters() -> tuple[SeveralDrafters, Head]:
+    head = Head()
+    return SeveralDrafters([head, NgramDrafter(DraftOptions())]), head
+
+
+async def grown(stream: Stream) -> Grow:
+    """The first nodes that come."""
+    while True:
+        message = await stream.receive()
+        if isinstance(message, Grow) and len(message.token_ids):
+            return message
+
+
+async def test_another_target_is_drafted_for_by_n_grams_alone_and_the_log_names_both(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    several, head = drafters()
+    door = await serve(several, may_leave_out=True, speculative_algorithm=NAMES)
+    stream = door.stream()
+    with caplog.at_level(logging.WARNING, "draft_service"):
+        await stream.send(OTHER)
+        hello = await stream.receive()
+    assert isinstance(hello, Hello)
+    assert (hello.model, hello.feature_layers, hello.hidden_size, hello.features_token) == ("NGRAM", (), 0, "")
+    assert hello.sources == several.sources, "nodes name their sources by number among all"
+    (line,) = (record.getMessage() for record in caplog.records if "alone drafts" in record.getMessage())
+    assert all(word in line for word in ("NGRAM alone", "other", "EAGLE3+NGRAM", "32", "64"))
+    await stream.send(open_message(TEXT, credit=16))
+    grow = await grown(stream)
+    assert grow.token_ids[:3].tolist() == [23, 24, 25] and set(grow.sources.tolist()) == {1}
+    assert len(grow.token_ids) > 8, "no room is left for a head that is not there"
+    assert not head.open_requests
+    await stream.send(Close(1))
+
+
+async def test_its_own_target_gets_all_drafters_when_the_other_one_is_gone(serve: Serve) -> None:
+    several, head = drafters()
+    door = await serve(several, may_leave_out=True, speculative_algorithm=NAMES)
+    other = door.stream()
+    await other.send(OTHER)
+    await other.receive()
+    other.call.cancel()
+    while (await door.info()).num_sessions:
+        pass
+    stream = door.stream()
+    await stream.send(OURS)
+    hello = await stream.receive()
+    assert isinstance(hello, Hello) and (hello.model, hello.feature_layers) == ("EAGLE3+NGRAM", (2, 5))
+    await stream.send(open_message(TEXT))
+    assert {0, 1} & set((await grown(stream)).sources.tolist())
+    assert head.open_requests
+
+
+@pytest.mark.parametrize("hello", [OTHER, replace(OURS, protocol_version=77)])
+async def test_drafters_that_somebody_named_refuse_what_does_not_fit(serve: Serve, hello: Hello) -> None:
+    """And so does a release that no drafter fits, whoever chose them."""
+    stream = (await serve(drafters()[0], may_leave_out=hello is not OTHER, speculative_algorithm=NAMES)).stream()
+    await stream.send(hello)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.receive()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert ("77" if hello is not OTHER else "32") in error_from_rpc(caught.value).message
+
+
+def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
+    several, head = drafters()
+    named = DraftOptions(speculative_algorithm=NAMES)
+    assert own_hello(several, named).features_optional
+    assert not own_hello(head, named).features_optional
+    assert not own_hello(several, replace(named, lockstep=True)).features_optional
+
+
+def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:
+    """A container would be started again with the same options, for ever."""
+    with caplog.at_level(logging.ERROR, "draft_service"):
+        chosen = _choose(DraftOptions(speculative_draft_model_path="/models/head"))
+    assert (chosen.speculative_algorithm, chosen.speculative_draft_model_path) == (("NGRAM",), "")
+    (record,) = caplog.records
+    assert all(word in record.getMessage() for word in ("/models/head", "--speculative-algorithm", "n-grams alone"))

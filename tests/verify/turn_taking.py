@@ -1,0 +1,181 @@
+"""Verify and a draft that share two cores, in simulated time: the engine's own hold rule, and a model of the rest.
+
+A draft works at full speed while a round is held, and slowly while one runs. It takes up a commit when the burst before
+is done, answers with what it has at once, and a burst later with its tree: a chain of guesses, each right as often as
+its score says.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scripted_peer import Clock, Recorder, request
+
+from outrider.tree.author import Outcome, TreeAuthor
+from outrider.tree.messages import Commit, DraftMessage, Open, VerifyMessage
+from verify_service.budget import Budget, CostModel
+from verify_service.drafts import Drafts
+from verify_service.hold import HoldPolicy
+
+VOCAB = 50
+SLOW = 0.3
+"""Speed of a draft beside a round."""
+DEPTH = 6
+WIDTHS = (1, 2, 4, 8, 16)
+
+
+@dataclass
+class Machine:
+    """Times in seconds on a machine that does nothing else."""
+
+    rounds: tuple[float, ...] = (0.033, 0.034, 0.036, 0.046, 0.060)
+    """Of rounds of so many tokens as WIDTHS has."""
+    answer: float = 0.002
+    burst: float = 0.014
+    chance: float = 0.7
+    """Of each guess."""
+    delay: Callable[[int], float] = field(default=lambda number: 1.0)
+    """How much slower the draft works for the commit of this number."""
+
+
+class TurnTaking:
+    """One request, answered round by round. `wait`: "rule" asks the policy, "always" and "never" do not."""
+
+    def __init__(self, machine: Machine, wait: str = "rule", longest: float = 0.05) -> None:
+        self.clock = Clock()
+        self.held = 0.0
+        self.num_held = self.num_rounds = 0
+        self._machine, self._wait, self._longest = machine, wait, longest
+        self._drafts = Drafts(VOCAB, max_nodes=64, clock=self.clock, turns=True)
+        self._budget = Budget(CostModel(machine.rounds, WIDTHS), 15)
+        self._policy = HoldPolicy(self._budget, longest, turns=True)
+        self._random = random.Random(7)
+        self._port = Recorder()
+        self._drafts.connected(self._port)
+        self.request = request([1, 2])
+        self._drafts.admit(self.request)
+        self._author: TreeAuthor | None = None
+        self._told: list[VerifyMessage] = []
+        self._steps: list[tuple[float, Callable[[], list[DraftMessage]]]] = []
+        """What the draft is at: seconds of work left, and what comes of it."""
+        self._num_commits = 0
+        self._untold = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second so far."""
+        return (self.request.committed_len - 2) / (self.clock.now - 100.0)
+
+    def run(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            self._round()
+
+    def _round(self) -> None:
+        link = self._drafts.link(self.request)
+        assert link is not None
+        start = self.clock.now
+        while (left := self._longest - (self.clock.now - start)) > 1e-9 and (seconds := self._seconds()):
+            self._drafts.waits_for([link])
+            self._tell()
+            self._advance(min(seconds, left), 1.0, until_said=True)
+        self.held += self.clock.now - start
+        self.num_held += self.clock.now > start
+        choice = self._choice()
+        self._drafts.launched(self.clock.now)
+        self._tell()
+        self._budget.took(choice)
+        rows = {link.mirror.root + 1 + index for index in choice.taken.tolist()}
+        taken = {link.mirror.root: link.mirror.root}
+        tokens, row = [], link.mirror.root
+        while True:
+            tokens.append(self._truth(self.request.committed_len + len(tokens)))
+            below = link.mirror.child(row, tokens[-1]) if taken else None
+            if below is None or below not in rows:
+                break
+            row = below
+        self._advance(choice.seconds, SLOW, until_said=False)
+        self.request.tokens.extend(tokens)
+        self._drafts.committed(self.request)
+        self._untold += len(tokens)
+        self.num_rounds += 1
+
+    def _choice(self):
+        link = self._drafts.link(self.request)
+        assert link is not None
+        return self._budget.choose(1, 1, link.mirror.log_probs)
+
+    def _seconds(self) -> float:
+        link = self._drafts.link(self.request)
+        assert link is not None
+        if self._wait == "rule":
+            return self._policy.seconds([link] if link.expects else [], 1, self._choice())
+        return self._longest if self._wait == "always" and (self._steps or self._told or self._untold) else 0.0
+
+    def _tell(self) -> None:
+        """What `Aftermath.settle` and the session do: the draft hears of the last commit."""
+        if self._untold:
+            self._drafts.report(self.request, self._untold, credit=60)
+            self._untold = 0
+            self._drafts.learn()
+        self._told += self._port.take(self._drafts)
+
+    def _advance(self, seconds: float, speed: float, *, until_said: bool) -> None:
+        """Let the draft work for so long, or until it says something."""
+        end = self.clock.now + seconds
+        while True:
+            if not self._steps:
+                self._take_up()
+            if not self._steps or self.clock.now + self._steps[0][0] / speed > end:
+                break
+            work, do = self._steps.pop(0)
+            self.clock.now += work / speed
+            self._drafts.receive(self._port, do(), self.clock.now)
+            if until_said:
+                return
+        if self._steps:
+            work, do = self._steps[0]
+            self._steps[0] = (work - (end - self.clock.now) * speed, do)
+        self.clock.now = end
+
+    def _take_up(self) -> None:
+        """The draft follows all that it was told, and begins to answer."""
+        machine, told, self._told = self._machine, self._told, []
+        for message in told:
+            if isinstance(message, Open):
+                self._author = TreeAuthor(message, VOCAB)
+            elif isinstance(message, Commit) and self._author is not None:
+                assert self._author.apply(message) in (Outcome.HIT, Outcome.MISS)
+        if told:
+            self._num_commits += 1
+            slower = machine.delay(self._num_commits)
+            self._steps = [(slower * machine.answer, self._say), (slower * machine.burst, self._grow)]
+
+    def _grow(self) -> list[DraftMessage]:
+        author = self._author
+        assert author is not None
+        node, position = author.root, author.committed_len
+        for _ in range(DEPTH):
+            guess = self._guess(position)
+            known = author.child(node, guess)
+            below = known if known is not None else author.add(node, guess, math.log(self._machine.chance), 0)
+            if below is None:
+                break
+            node, position = below, position + 1
+        return self._say()
+
+    def _say(self) -> list[DraftMessage]:
+        assert self._author is not None
+        said: list[DraftMessage] = []
+        while (grow := self._author.take(64)) is not None:
+            said.append(grow)
+        return said
+
+    def _truth(self, position: int) -> int:
+        return position % 40
+
+    def _guess(self, position: int) -> int:
+        right = random.Random(position).random() < self._machine.chance
+        return self._truth(position) if right else 45
