@@ -108,6 +108,11 @@ class Pending:
         """See PendingBurst."""
         return True
 
+    @property
+    def step_seconds(self) -> float:
+        """See PendingBurst."""
+        return 0.0
+
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         """See PendingBurst."""
         return True

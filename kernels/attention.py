@@ -76,7 +76,7 @@ def tree_attention(
         page_size: tokens in a page.
         max_row_tokens: no row has more tokens.
         num_splits: the most programs that share the keys of a tile, 1 to 32. How many do is decided on the device, by
-            the length of the row and `config.span`; 1 saves the second launch.
+            the length of the row, `config.span` and its number of processors; 1 saves the second launch.
         scale: factor on the scores.
         path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
         region: bit j of a mask then means slot base + j of the row instead of the row's token j, and W * 32 is at

@@ -13,6 +13,8 @@ MAX_SPLITS = 32
 CHOSEN_SPLITS = 24
 # As many are worth several programs on a processor.
 WORTHY_SPLITS = 16
+# Queries of the smallest tile.
+SMALL_ROWS = 16
 # More rows than these fill the device with small tiles.
 FEW_ROWS = 4
 
@@ -53,9 +55,11 @@ def tree_config(row_tokens: int, group: int, dtype: torch.dtype, num_rows: int =
     """The tile for `num_rows` rows of about `row_tokens` tokens, `group` query heads to a kv head."""
     if dtype == torch.float32:
         return _exact_config(group)
-    if row_tokens * group <= 16:
+    if row_tokens * group <= SMALL_ROWS:
         # Of many rows, three programs are to fit a processor.
-        return TileConfig(16, 64, 4, 3) if num_rows <= FEW_ROWS else TileConfig(16, 32, 2, 4, span=2)
+        if num_rows > FEW_ROWS:
+            return TileConfig(SMALL_ROWS, 32, 2, 4, span=2)
+        return TileConfig(SMALL_ROWS, 64, 4, 3)
     # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits. A tile of
     # fewer rows would not use the tensor cores of a whole warp group, one of more runs alone on its processor.
     return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=1 + row_tokens // 16)
@@ -94,10 +98,28 @@ def choose_splits(
     group = num_heads // num_kv_heads
     usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
     rows = tree_config(usual, group, torch.bfloat16, num_rows).rows
-    # Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once.
-    programs = max_tiles(num_tokens, num_rows, usual, rows // group) * num_kv_heads
-    crowded = min(processors * (3 if rows == 16 else 2) // programs, WORTHY_SPLITS)
+    programs = usual_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
+    crowded = min(processors * (3 if rows == SMALL_ROWS else 2) // programs, WORTHY_SPLITS)
     return min(max(processors // programs, crowded, 1), CHOSEN_SPLITS)
+
+
+def lone_splits(programs: int, rows: int, num_splits: int, processors: int) -> int:
+    """How many of the splits take part in contexts that are not long: as many as have processors to themselves.
+
+    Of small tiles all do: one alone leaves its processor idle when it waits.
+
+    Args:
+        programs: of one split.
+        rows: of a tile.
+        num_splits: of the launch.
+        processors: of the device.
+    """
+    return num_splits if rows == SMALL_ROWS else min(max(processors // programs, 1), num_splits)
+
+
+def usual_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int) -> int:
+    """Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once."""
+    return max_tiles(num_tokens, num_rows, usual_tokens(num_tokens, num_rows, max_row_tokens), tile_tokens)
 
 
 def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int, padding: bool = False) -> int:

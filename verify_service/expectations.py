@@ -34,11 +34,13 @@ class Expectations:
 
     def given_up(self, link: Link) -> None:
         """The link has no peer any more."""
-        link.awaited, link.answered_at = False, None
+        link.awaited, link.missed, link.answered_at = False, False, None
 
     def committed(self, link: Link) -> None:
         """The link's mirror was re-rooted. What followed the commit before is over; its draft is not told yet."""
         self._launched_at = math.inf
+        if link.missed and link.peer is not None:
+            link.peer.health.misses.passed(link.held, link.mirror.num_nodes > 0)
         link.num_passed += link.waits_in_vain
         link.held = False
         tempts = self._turns and not link.merit.in_doubt
@@ -51,6 +53,7 @@ class Expectations:
         link.asked_at = None
         always = self._lockstep or self._turns
         link.awaited = link.peer is not None and (always or not link.mirror.num_nodes)
+        link.missed = link.awaited and not always
         link.after_hit = self._turns and link.mirror.num_nodes > 0
         link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 

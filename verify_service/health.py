@@ -22,6 +22,11 @@ _LOST_SECONDS = 2.0
 _IN_VAIN = 1.5
 """Of the wait: what was waited for in vain takes longer than that."""
 
+_FOUND = 0.7
+"""Of answers that nobody waited for, those that leave nodes for the round after, before any was seen."""
+_FOUND_HOPE = 0.01
+"""What is held for is not tried without a hold; so much of the hope comes back with each."""
+
 
 class Wait(NamedTuple):
     """A wait for something that a draft is expected to send."""
@@ -34,6 +39,8 @@ class Wait(NamedTuple):
     """The same for 19 of 20 such waits."""
     shares: NDArray[np.float64]
     """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
+    found: float = 0.0
+    """How often the round after finds nodes if this one does not wait."""
 
 
 class AnswerTimes:
@@ -69,18 +76,27 @@ class Answers:
     """What a draft sends after a commit: an answer, and perhaps more of it a little later, as a model's burst is done.
 
     `more_gain`: accepted tokens that the second message added to what the first one promised, 0 where none came.
+    `found`: how often, without a wait for it, an answer left nodes for the round after.
     """
 
-    def __init__(self, more_gain: float = 0.0) -> None:
+    def __init__(self, more_gain: float = 0.0, found: float = 0.0) -> None:
         self.answer = AnswerTimes()
         self.more = AnswerTimes()
         self.more_gain = more_gain
+        self.found = self._hoped_found = found
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
     def promised(self, promise: NDArray[np.float64]) -> None:
         """Tokens that the best 1, 2, ... nodes of an answer are expected to have accepted, shape [PROMISE_NODES]."""
         if promise[-1]:
             self.shares = self.shares + _LEARN * (promise / promise[-1] - self.shares)
+
+    def passed(self, held: bool, has_nodes: bool) -> None:
+        """A round began without nodes, held for them or not, and the one after it has some or not."""
+        if held:  # which says nothing of rounds that are not
+            self.found += _FOUND_HOPE * (self._hoped_found - self.found)
+        else:
+            self.found += _LEARN * (has_nodes - self.found)
 
     def followed(self, gain: float, seconds: float | None) -> None:
         """An answer was followed by more, `seconds` after it, or by nothing before the round was over (None)."""
@@ -109,6 +125,7 @@ class PeerHealth:
         """`turns`: what a draft can do is known only once it was waited for, so that much is hoped of it at first."""
         self._clock = clock
         self._hoped = 1.0 if turns else 0.0
+        self._hoped_found = 0.0 if turns else _FOUND
         self.answers: list[float] = []
         """Times of answers that nobody has taken yet; whoever reports them empties it."""
         self.restart()
@@ -116,7 +133,7 @@ class PeerHealth:
     def restart(self) -> None:
         """Forget everything, as at the start of a session."""
         self.times = AnswerTimes()
-        self.misses = Answers(self._hoped)
+        self.misses = Answers(self._hoped, self._hoped_found)
         """After commits that left no nodes."""
         self.hits = Answers(self._hoped)
         """After those that left some, where an answer to them is waited for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +12,6 @@ from verify_service.link import Link
 
 MIN_GAIN = 1.02
 """Holding must promise this much more tokens per second: estimates are no better than that."""
-
-FOUND = 0.7
-"""Of an answer that comes while a round runs, what is left of it for the next one: its token may lie beside the tree."""
 
 _COUNTS = np.arange(1, PROMISE_NODES + 1)
 
@@ -63,26 +59,23 @@ class HoldPolicy:
         real = [wait for wait in waits if wait is not None]
         if not real:
             return 0.0
-        gains = sum(wait.gain * wait.shares for wait in real)
+        gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
         promised = np.minimum(len(choice.taken) + len(real) * _COUNTS, self._budget.max_nodes)
         then = self._budget.cost.curve(num_tokens, int(promised[-1]) + 1)[promised] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
-        rate = MIN_GAIN * self._rate(choice, float(gains[-1]), typical)
+        rate = MIN_GAIN * self._rate(choice, real)
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0
         longest = self._max_seconds if self._turns else max(wait.late for wait in real)
         return min(pays, longest, self._max_seconds)
 
-    def _rate(self, choice: Choice, gain: float, typical: float) -> float:
+    def _rate(self, choice: Choice, waits: Sequence[Wait]) -> float:
         """Tokens a second without a wait.
 
-        A draft with a device of its own answers while rounds run. So what it brings is there for a later round, which
-        makes a wait as long as a round worth less than the round.
+        A draft with a device of its own answers while rounds run. What it brings is there for the round after, as far
+        as it was so lately, which makes a wait as long as a round worth less than the round.
         """
-        rate = choice.expected / choice.seconds
-        if self._turns:
-            return rate
-        rounds = math.ceil(typical / choice.seconds) + 1
-        return rate + FOUND * gain / (rounds * choice.seconds)
+        found = sum(wait.found * wait.gain for wait in waits)
+        return (choice.expected + found / 2) / choice.seconds

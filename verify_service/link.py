@@ -131,6 +131,8 @@ class Link:
     """Messages that followed the last commit."""
     num_late: int = 0
     """Of these, those that came after the round was launched, on cores that the round had taken."""
+    missed: bool = False
+    """Whether the last commit left no nodes, and an answer is not awaited anyway."""
     held: bool = False
     """Whether the next round was held for the draft's answer, or for more of it."""
     num_vain: int = 0
@@ -167,7 +169,7 @@ class Link:
         answers = self.answers(self.peer)
         waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
         gain = self.hit_gain if self.after_hit else self.gain
-        return Wait(gain, *answers.answer.left(waited), answers.shares)
+        return Wait(gain, *answers.answer.left(waited), answers.shares, answers.found)
 
     def whole_wait(self) -> Wait | None:
         """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
@@ -181,7 +183,7 @@ class Link:
         if first is None:
             return None
         gain, more = first.gain + answers.more_gain, answers.more
-        return Wait(gain, first.typical + more.typical, first.late + more.late, answers.shares)
+        return Wait(gain, first.typical + more.typical, first.late + more.late, answers.shares, answers.found)
 
     @property
     def feature_end(self) -> int:

@@ -10,7 +10,7 @@ from draft_service.burst.buckets import Bucket
 from draft_service.burst.plan import BurstShape
 from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
 from outrider.attention.base import AttentionBackend
-from outrider.attention.frontier import StepTokens, begin_burst
+from outrider.attention.frontier import StepTokens
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
 from outrider.device import num_processors
 from outrider.graphs import GraphPool
@@ -33,6 +33,7 @@ class CudaRunner(Runner):
         self._on_gpu = model.device.type == "cuda"
         self._num_processors = num_processors(model.device)
         self.graphs = GraphPool[Bucket]("draft steps", self._step)
+        self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
 
     @on_device
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -44,6 +45,7 @@ class CudaRunner(Runner):
         self._input.clear()
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
+            self._begins.capture(self.buckets.all(), False)
 
     def _warm_up(self) -> None:
         """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
@@ -58,13 +60,12 @@ class CudaRunner(Runner):
         self.memory.warm_up()
         self._input.clear()
         for bucket in self.buckets.all():
-            rows = self._input.rows.head(bucket.rows)
-            begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
+            self._begin(bucket)
 
     @property
     def num_bytes(self) -> int:
         """Device memory of KV, features and graphs."""
-        return self.memory.num_bytes + self.graphs.num_bytes
+        return self.memory.num_bytes + self.graphs.num_bytes + self._begins.num_bytes
 
     def _make_proposer(self) -> Proposer:
         shape, model, options = self.shape, self._model, self.options
@@ -103,6 +104,9 @@ class CudaRunner(Runner):
         if self._on_gpu:
             pending.event = torch.cuda.Event()
             pending.event.record()
+
+    def _run_begin(self, bucket: Bucket) -> None:
+        self._begins.run(bucket)
 
     def _run_step(self, bucket: Bucket) -> None:
         self.graphs.run(bucket)

@@ -174,7 +174,7 @@ class BurstGrowth(Grower):
         if self._roster.has_news or not self._roster.is_settled:
             return None
         plan = flight.plan
-        steps = self._planner.more_steps(plan)
+        steps = self._planner.more_steps(plan, flight.pending.step_seconds)
         if not steps:
             return None
         try:

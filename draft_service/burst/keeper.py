@@ -37,6 +37,8 @@ class ContextKeeper:
         self._slots = slots
         self._own_features = options.own_features
         self._max_between = shape.region // 8
+        # A move is a launch: where launches are what bursts wait for, several commits share one.
+        self._worth_moving = self._max_between // 2 if options.most_steps else 1
         self._freed_rows: list[int] = []
         self._freed_slots: list[int] = []
 
@@ -53,7 +55,7 @@ class ContextKeeper:
 
     def settle(self, context: DraftContext) -> None:
         """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`."""
-        if not context.between:
+        if len(context.between) < self._worth_moving:
             return
         # Those whose true features are here will be run with them.
         is_full = len(context.between) > self._max_between and context.feature_end <= context.end

@@ -149,9 +149,9 @@ class Planner:
         ran = [False] * num_forced
         return Plan(burst, rows.tolist(), forced, Harvest(entries), lent, most_steps, num_steps, ran=ran)
 
-    def more_steps(self, plan: Plan) -> int:
+    def more_steps(self, plan: Plan, step_seconds: float) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do."""
-        steps = min(self._options.part_steps(len(plan.rows)), plan.most_steps - plan.queued_steps)
+        steps = min(self._options.part_steps(len(plan.rows), step_seconds), plan.most_steps - plan.queued_steps)
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
         num_lent = int((plan.lent.ends - plan.lent.starts).sum())
         return steps if plan.is_full and num_lent > plan.num_nodes + running else 0

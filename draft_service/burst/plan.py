@@ -169,6 +169,10 @@ class BurstResult:
 class PendingBurst(Protocol):
     """A burst that was launched."""
 
+    @property
+    def step_seconds(self) -> float:
+        """What a step like its own takes, as far as that is known; else 0."""
+
     def done(self) -> bool:
         """Whether `wait` would return at once."""
 

@@ -100,6 +100,11 @@ class Pending:
         """Steps of this part."""
         return self._num_steps or self.burst.num_steps
 
+    @property
+    def step_seconds(self) -> float:
+        """See PendingBurst."""
+        return self._runner.expected_seconds(self) / self.num_steps
+
     def done(self) -> bool:
         """See PendingBurst. Where there is no device that works meanwhile, `wait` is what there is to do."""
         return self.event is None or self.event.query()
@@ -285,11 +290,15 @@ class Runner(ABC):
         self.memory.flush()
         self.memory.take_features(burst.features)
         self._input.to_device(pending.copy, len(burst.rows))
-        rows = self._input.rows.head(bucket.rows)
-        begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
+        self._run_begin(bucket)
         for _ in range(burst.num_steps):
             self._run_step(bucket)
         self._output.to_host(pending.copy, bucket, burst.num_steps)
+
+    def _begin(self, bucket: Bucket) -> None:
+        """What precedes a burst's steps on the device; may be captured."""
+        rows = self._input.rows.head(bucket.rows)
+        begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
 
     def _step(self, bucket: Bucket) -> None:
         """The whole of a step on the device; may be captured."""
@@ -347,6 +356,10 @@ class Runner(ABC):
     @abstractmethod
     def _queue(self, pending: Pending) -> None:
         """Run a burst now or by the next `_settle`."""
+
+    def _run_begin(self, bucket: Bucket) -> None:
+        """Queue what precedes the steps."""
+        self._begin(bucket)
 
     @abstractmethod
     def _run_step(self, bucket: Bucket) -> None:

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import TileConfig, max_tiles, power_of_two
+from kernels.attention_tiles import TileConfig, lone_splits, max_tiles, power_of_two, usual_tiles
 from kernels.jit.online import find_tile, key_slots, online, page_slots, read
 from kernels.jit.splits import add_up, put, split_steps, tile_tokens, workspace
+from kernels.launch import num_processors
 
 
 @triton.jit
@@ -37,10 +38,10 @@ def tile_words(row_masks, own, first_word, KEYS: tl.constexpr, WORDS: tl.constex
     return words
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "lone_splits"])
 def attend_tiles(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, lens, output, partials, stats,
-    num_rows, num_tokens, table_stride, region_base, scale,
+    num_rows, num_tokens, lone_splits, table_stride, region_base, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     REGION: tl.constexpr, SPAN: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
@@ -74,7 +75,7 @@ def attend_tiles(
     else:
         total = tl.where(real, cached + row_end - row_first, 0)
         shift = 0
-    span = split_steps(tl.cdiv(total, KEYS), num_splits, SPAN) * KEYS
+    span = split_steps(tl.cdiv(total, KEYS), num_splits, lone_splits, SPAN) * KEYS
     low = split * span
     high = tl.minimum(low + span, total)
     # Tiles whose keys are all context, then those that hold keys of the round too.
@@ -162,11 +163,13 @@ def tree_attention(
     tokens = tile_tokens(config, num_heads, kv_heads)
     # Where keys are split, `combine` clears padding.
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
+    usual = usual_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
+    lone = lone_splits(usual, config.rows, num_splits, num_processors(q))
     line = dim * q.element_size()
     partials, stats = workspace(q, num_splits)
     attend_tiles[(tiles, kv_heads, num_splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, first if lens is None else lens,
-        out, partials, stats, num_rows, num_tokens, page_tables.stride(0), region_base, scale * log2(e),
+        out, partials, stats, num_rows, num_tokens, lone, page_tables.stride(0), region_base, scale * log2(e),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
         ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), WORDS=mask.shape[1],
         STAGES=config.num_stages, REGION=lens is not None, SPAN=config.span, DIRECT=num_splits == 1, PDL=pdl,
@@ -174,4 +177,4 @@ def tree_attention(
         num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
     )  # fmt: skip
     if num_splits > 1:
-        add_up(partials, stats, out, first, cached_len, None, num_splits, config, num_heads, pdl, lens)
+        add_up(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl, lens)

@@ -144,4 +144,4 @@ def path_attention(
         num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
     )  # fmt: skip
     if num_splits > 1:
-        add_up(partials, stats, out, first, cached_len, path, num_splits, config, num_heads, pdl)
+        add_up(partials, stats, out, first, cached_len, path, num_splits, num_splits, config, num_heads, pdl)

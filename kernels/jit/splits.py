@@ -17,10 +17,18 @@ WARP_FLOATS = 1024
 """What a warp reads at once."""
 
 
+# Steps that a program alone on its processor takes before two that share one are faster.
+LONG = tl.constexpr(16)
+
+
 @triton.jit
-def split_steps(num_steps, num_splits, SPAN: tl.constexpr):
-    """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN."""
-    return tl.maximum(tl.cdiv(num_steps, num_splits), SPAN)
+def split_steps(num_steps, num_splits, lone_splits, SPAN: tl.constexpr):
+    """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN.
+
+    More than `lone_splits` take part only where each of these had more than LONG steps.
+    """
+    lone = tl.cdiv(num_steps, lone_splits)
+    return tl.maximum(tl.where(lone > LONG, tl.cdiv(num_steps, num_splits), lone), SPAN)
 
 
 @triton.jit
@@ -44,9 +52,9 @@ def put(
         tl.store(stats + at * 2 + 1, mass, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits", "lone_splits"])
 def combine(
-    partials, stats, output, first, cached_len, path, lens, num_rows, num_tokens, num_splits,
+    partials, stats, output, first, cached_len, path, lens, num_rows, num_tokens, num_splits, lone_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     ROWS_PAD: tl.constexpr, EACH: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
     REGION: tl.constexpr, PDL: tl.constexpr,
@@ -68,7 +76,7 @@ def combine(
         else:
             own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
         num_tiles = tl.cdiv(cached + own, KEYS)
-        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, SPAN))
+        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, lone_splits, SPAN))
     used = tl.where(real, used, 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -116,7 +124,7 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 def add_up(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
-    num_splits: int, config: TileConfig, num_heads: int, pdl: bool, lens: Tensor | None = None,
+    num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool, lens: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch `combine`; `lens` are those of a tree region, if there is one."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
@@ -126,7 +134,7 @@ def add_up(
         each = min(each, max(WARP_FLOATS // dim, 1))
     combine[(num_tokens, num_heads)](
         partials, stats, out, first, cached_len, first if path is None else path, first if lens is None else lens,
-        num_rows, num_tokens, num_splits,
+        num_rows, num_tokens, num_splits, lone_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
         ROWS_PAD=power_of_two(num_rows + 1), EACH=each,
         PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], REGION=lens is not None, PDL=pdl,

@@ -76,6 +76,10 @@ class Pending:
     def done(self) -> bool:
         return self.ready
 
+    @property
+    def step_seconds(self) -> float:
+        return 0.0
+
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         return self.over(interrupted)
 

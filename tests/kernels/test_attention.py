@@ -13,6 +13,7 @@ from kernels.attention_tiles import (
     WORTHY_SPLITS,
     TileConfig,
     choose_splits,
+    lone_splits,
     max_tiles,
     tree_config,
     usual_tokens,
@@ -88,6 +89,15 @@ def test_sums_that_take_a_few_splits_at_a_time(path: bool, device: str, monkeypa
     result = run_tree(made, q, k, v, path, num_splits=13)
     torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(torch.float32))
     assert not result[-2:].any(), "padding gets zeros"
+
+
+def test_more_splits_take_part_in_long_contexts(device: str) -> None:
+    """Large tiles: rows of few steps, and one whose steps are too many for one program a processor."""
+    config = TileConfig(rows=32, keys=16, num_warps=4, num_stages=2)
+    made = make_round([chain(3), random_tree(9, 1), chain(1)], [100, 16 * 16 * 4 + 70, 0], device=device).expand()
+    q, k, v = caches(made, HEADS, torch.float32)
+    result = run_tree(made, q, k, v, num_splits=7, config=config)
+    torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(torch.float32))
 
 
 @pytest.mark.parametrize("heads", [(6, 2, 32), (3, 3, 16), (8, 1, 16)])
@@ -231,6 +241,17 @@ def test_large_trees(num_splits: int, heads: tuple[int, int, int], dtype: torch.
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 32, 64])
+def test_rows_alone_with_what_is_chosen_for_them(num_tokens: int, device: str) -> None:
+    num_splits = choose_splits(num_tokens, 1, num_tokens, 32, 8, 132)
+    for context in (0, 17, 1023, 1024, 9001):
+        made = make_round([random_tree(num_tokens, 1)], [context], device=device, page_size=16).expand()
+        q, k, v = caches(made, (32, 8, 128), torch.bfloat16)
+        result = run_tree(made, q, k, v, num_splits=num_splits, config=None)
+        torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(torch.bfloat16))
+
+
+@pytest.mark.gpu
 def test_replays_of_a_graph_read_new_lengths(device: str) -> None:
     made = make_round([random_tree(16, 1)], [700], device=device, page_size=16).expand()
     q, k, v = caches(made, (32, 8, 128), torch.bfloat16)
@@ -260,6 +281,13 @@ def test_splits_fill_the_device() -> None:
     # One tile a kv head: a program a processor. Two: as many splits, for which two programs share a processor.
     assert choose_splits(8, 1, 8, 32, 8, 132) == choose_splits(32, 1, 32, 32, 8, 132) == WORTHY_SPLITS
     assert choose_splits(64, 1, 64, 32, 8, 132) == WORTHY_SPLITS // 2
+
+
+def test_programs_of_large_tiles_begin_alone_on_their_processors() -> None:
+    assert lone_splits(16, 64, 16, 132) == 8
+    assert lone_splits(8, 64, 16, 132) == 16
+    assert lone_splits(200, 64, 2, 132) == 1
+    assert lone_splits(128, 16, 3, 132) == 3
 
 
 def test_small_tiles_of_many_rows_take_short_steps() -> None:

@@ -105,14 +105,17 @@ def test_a_round_waits_for_the_burst_that_follows_an_empty_answer(peer: Peer) ->
     assert peer.wait() == 0, "nothing more is expected"
 
 
-@pytest.mark.parametrize(("share", "waits"), [(0.4, True), (1.4, False)])
-def test_a_round_runs_rather_than_wait_as_long_as_it_takes(peer: Peer, share: float, waits: bool) -> None:
-    """What the draft answers meanwhile is there for the round after."""
+@pytest.mark.parametrize(("share", "lands", "waits"), [(0.2, True, True), (0.9, True, False), (0.9, False, True)])
+def test_a_round_runs_rather_than_wait_as_long_as_it_takes(peer: Peer, share: float, lands: bool, waits: bool) -> None:
+    """What the draft answers meanwhile is there for the round after, unless what is committed lies beside its tree."""
     for _ in range(60):
         peer.miss()
         peer.clock.now += share * ROUND
         peer.answer([5, 6])
         peer.clock.now += ROUND
+        if lands:
+            peer.request.tokens.append(5)
+            follow(peer.drafts, peer.request, 1)
     peer.miss()
     assert (peer.wait() > 0) == waits
 

@@ -92,7 +92,7 @@ def test_one_right_guess_ends_the_doubt(session: Session) -> None:
 
 def test_a_draft_that_is_seldom_right_is_not_in_doubt(session: Session) -> None:
     for _ in range(8):
-        session.guess(RIGHT)
+        assert session.commit(RIGHT) == 1
         assert session.commit(WRONG, TRIAL - 1) == TRIAL - 1
 
 
