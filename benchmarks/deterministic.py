@@ -110,7 +110,7 @@ class Mode:
         """Answer all prompts in each batch, at each temperature."""
         address = target.cluster.gateway_address
         for batch in batches:
-            warm_up(address, Case(case.drafter, batch=batch), self._arguments.warm_tokens)
+            warm_up(address, Case(case.drafter, batch=batch), [], self._arguments.warm_tokens)
             for temperature in TEMPERATURES:
                 run = Run(Case(case.drafter, batch=batch, temperature=temperature), scarce)
                 before = target.page()

@@ -172,7 +172,7 @@ def default_config(case: Case) -> TileConfig:
         return prefill_config(group, DIM, DTYPE)
     if case.kind == "paths":
         return path_config(group, DTYPE)
-    return tree_config(case.row_tokens, group, DTYPE, case.num_rows)
+    return tree_config(case.row_tokens, group, DTYPE)
 
 
 def configs(case: Case) -> list[TileConfig]:

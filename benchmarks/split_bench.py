@@ -118,7 +118,7 @@ class Bench:
     def _measure(self, case: Case, target: Target, draft: Draft | None) -> Measured:
         arguments, address = self.arguments, target.cluster.gateway_address
         prompts = self._prompts[: max(arguments.limit, 2 * case.batch if case.batch > 1 else 0)]
-        warm_up(address, case, arguments.warm_tokens)
+        warm_up(address, case, prompts, arguments.warm_tokens)
         verify, page = target.page(), draft.page() if draft else None
         used = cost_of(draft.pid) if draft else None
         answers = asyncio.run(answer_all(address, prompts, case, arguments.max_tokens))

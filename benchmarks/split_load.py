@@ -80,7 +80,8 @@ async def answer_all(address: str, prompts: list[str], case: Case, max_tokens: i
     return answers
 
 
-def warm_up(address: str, case: Case, max_tokens: int) -> None:
-    """Some answers before those that count: drafts are calibrated, and code is warm."""
-    prompts = [WARM_PROMPTS[place % len(WARM_PROMPTS)] for place in range(max(case.batch, 2))]
-    asyncio.run(answer_all(address, prompts, case, max_tokens))
+def warm_up(address: str, case: Case, prompts: list[str], max_tokens: int) -> None:
+    """Some answers before those that count: drafts are calibrated, and code is warm, for such prompts, too."""
+    asyncio.run(answer_all(address, prompts, case, 2))
+    others = [WARM_PROMPTS[place % len(WARM_PROMPTS)] for place in range(max(case.batch, 2))]
+    asyncio.run(answer_all(address, others, case, max_tokens))

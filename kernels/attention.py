@@ -118,7 +118,7 @@ def tree_attention(
     if path is None:
         num_rows = cached_len.shape[0]
         usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-        config = config or tree_config(usual, group, q.dtype, num_rows)
+        config = config or tree_config(usual, group, q.dtype)
         where = (*lengths, mask, *_unpacked(region))
         jit.tree_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)
     else:

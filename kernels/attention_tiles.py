@@ -15,8 +15,6 @@ CHOSEN_SPLITS = 24
 WORTHY_SPLITS = 16
 # Queries of the smallest tile.
 SMALL_ROWS = 16
-# More rows than these fill the device with small tiles.
-FEW_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,11 @@ def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
     return min(max_row_tokens, ceil_div(num_tokens, num_rows))
 
 
-def tree_config(row_tokens: int, group: int, dtype: torch.dtype, num_rows: int = 1) -> TileConfig:
-    """The tile for `num_rows` rows of about `row_tokens` tokens, `group` query heads to a kv head."""
+def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for rows of about `row_tokens` tokens, `group` query heads to a kv head."""
     if dtype == torch.float32:
         return _exact_config(group)
     if row_tokens * group <= SMALL_ROWS:
-        # Of many rows, three programs are to fit a processor.
-        if num_rows > FEW_ROWS:
-            return TileConfig(SMALL_ROWS, 32, 2, 4, span=2)
         return TileConfig(SMALL_ROWS, 64, 4, 3)
     # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits. A tile of
     # fewer rows would not use the tensor cores of a whole warp group, one of more runs alone on its processor.
@@ -97,7 +92,7 @@ def choose_splits(
     """
     group = num_heads // num_kv_heads
     usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-    rows = tree_config(usual, group, torch.bfloat16, num_rows).rows
+    rows = tree_config(usual, group, torch.bfloat16).rows
     programs = usual_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
     crowded = min(processors * (3 if rows == SMALL_ROWS else 2) // programs, WORTHY_SPLITS)
     return min(max(processors // programs, crowded, 1), CHOSEN_SPLITS)
