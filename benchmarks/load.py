@@ -1,6 +1,10 @@
 """Many streams at once for minutes: no error, flat memory, and the latencies that clients see.
 
-python benchmarks/load.py --minutes 10 --out benchmarks/results/load_cpu.json
+python benchmarks/load.py --minutes 10 --verify-option=--max-total-tokens=16384 \
+    --draft-option=--max-total-tokens=16384 --out benchmarks/results/load_cpu.json
+
+A KV cache takes its memory page by page as it is used, and the radix cache uses all of it in time: memory is flat once
+the cache is full, which one of the default size is not for an hour. So the load is run with small ones.
 
 Starts all three services and keeps `--streams` requests under way over the gRPC door (`--backend openai-chat`: REST).
 Prompts and answers are of random length. The memory of each service and of the load

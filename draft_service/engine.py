@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import TypeVar
@@ -68,15 +67,16 @@ class Engine:
     def submit_features(
         self,
         session: Session,
-        features: Features,
+        pieces: Sequence[Features],
         done: Callable[[], None],
-        fetch: Callable[[], object] | None = None,
+        fetch: Callable[[], Sequence[Features]] | None = None,
     ) -> None:
-        """Apply features of a session; `done` is called, in the engine's thread, when their memory is free.
+        """Apply features of a session that came together; `done` is called, in the engine's thread, when their memory
+        is free.
 
-        `fetch`, called there too, gives their `rows` if they lie elsewhere.
+        `fetch`, called there too, gives the same with their `rows`, where they lie elsewhere.
         """
-        self._inbox.put(lambda: self._apply_features(session, features, done, fetch))
+        self._inbox.put(lambda: self._apply_features(session, pieces, done, fetch))
 
     def post(self, action: Callable[[], None]) -> None:
         """Do something in the engine's thread after all that was submitted before."""
@@ -144,18 +144,32 @@ class Engine:
         session.batch_done()
 
     def _apply_features(
-        self, session: Session, features: Features, done: Callable[[], None], fetch: Callable[[], object] | None
+        self,
+        session: Session,
+        pieces: Sequence[Features],
+        done: Callable[[], None],
+        fetch: Callable[[], Sequence[Features]] | None,
     ) -> None:
         try:
-            if not session.closed:
-                if fetch is not None:
-                    features = replace(features, rows=fetch())
-                self.requests.handle(session, features)
-        except Exception as error:
-            _logger.error("features could not be handled", exc_info=error)
-            self.requests.fail(session, features)
+            for features in () if session.closed else self._fetched(session, pieces, fetch):
+                try:
+                    self.requests.handle(session, features)
+                except Exception as error:
+                    _logger.error("features could not be handled", exc_info=error)
+                    self.requests.fail(session, features)
         finally:
             done()
+
+    def _fetched(
+        self, session: Session, pieces: Sequence[Features], fetch: Callable[[], Sequence[Features]] | None
+    ) -> Sequence[Features]:
+        try:
+            return pieces if fetch is None else fetch()
+        except Exception as error:
+            _logger.error("features could not be read", exc_info=error)
+            for features in pieces:
+                self.requests.fail(session, features)
+            return ()
 
     def _drain(self, on_drained: Callable[[], object]) -> None:
         self.requests.draining = True

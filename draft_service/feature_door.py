@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 MAX_HELD_BYTES = 16 << 20
@@ -11,9 +12,9 @@ MAX_HELD_BYTES = 16 << 20
 
 
 class FeatureInflow:
-    """Messages of one features stream between its reader and the engine. The event loop makes it.
+    """What came on one features stream, between its reader and the engine. The event loop makes it.
 
-    Messages are released in their order, whatever the order in which the engine is done with them.
+    Features are released in their order, whatever the order in which the engine is done with them.
     """
 
     def __init__(self) -> None:
@@ -29,29 +30,38 @@ class FeatureInflow:
         self._may_read.set()
 
     async def admit(self, sequence: int, num_bytes: int) -> bool:
-        """Hold a message once there is room; False, and nothing is held, if its number does not rise."""
+        """Hold features once there is room; False, and nothing is held, if their number does not rise."""
+        return (await self.admit_all([(sequence, num_bytes)]))[0]
+
+    async def admit_all(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
+        """The same for numbers and bytes of all that came in one message."""
         await self._may_read.wait()
         with self._lock:
-            if sequence <= self._newest:
-                return False
-            self._newest = sequence
-            self._held[sequence] = num_bytes
-            self._num_bytes += num_bytes
+            admitted = [self._hold(sequence, num_bytes) for sequence, num_bytes in pieces]
             if self._num_bytes > MAX_HELD_BYTES:
                 self._may_read.clear()
+        return admitted
+
+    def _hold(self, sequence: int, num_bytes: int) -> bool:
+        if sequence <= self._newest:
+            return False
+        self._newest = sequence
+        self._held[sequence] = num_bytes
+        self._num_bytes += num_bytes
         return True
 
-    def release(self, sequence: int) -> None:
-        """A held message is done with; from any thread."""
+    def release(self, *sequences: int) -> None:
+        """Held features are done with; from any thread."""
         with self._lock:
-            self._num_bytes -= self._held.pop(sequence)
-            # Messages are held in their order.
+            for sequence in sequences:
+                self._num_bytes -= self._held.pop(sequence)
+            # They are held in their order.
             self._through = next(iter(self._held), self._newest + 1) - 1
         with suppress(RuntimeError):  # the loop has closed: the service is ending
             self._loop.call_soon_threadsafe(self._wake)
 
     async def next_release(self) -> int:
-        """Wait for releases; returns the last message that is done with together with all before it."""
+        """Wait for releases; returns the number of the last features that are done with together with all before."""
         while True:
             await self._has_news.wait()
             self._has_news.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -11,6 +11,7 @@ import grpc
 
 from draft_service.drafters.base import AnyDrafter
 from draft_service.engine import Engine
+from draft_service.feature_batch import with_rows
 from draft_service.feature_door import FeatureInflow
 from draft_service.feature_ring import MemoryMapper, RingReader, map_ring
 from draft_service.handshake import Answer, Target, answer_hello, check_same_target, check_target
@@ -23,7 +24,7 @@ from outrider.logs import get_logger
 from outrider.rpc.codec import decode_verify, encode_draft, in_parts
 from outrider.rpc.feature_codec import (
     decode_begin,
-    decode_features,
+    decode_pieces,
     encode_accept,
     encode_projection,
     encode_released,
@@ -33,7 +34,6 @@ from outrider.tree.messages import (
     FEATURE_ITEM_BYTES,
     Decline,
     DeclineReason,
-    Features,
     FeaturesAccept,
     FeaturesBegin,
     FeaturesReleased,
@@ -121,7 +121,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         tasks: list[asyncio.Task[None]] = []
         try:
             inflow = FeatureInflow()
-            await context.write(encode_accept(FeaturesAccept(ring is not None, projects=begin.wants_projection)))
+            accept = FeaturesAccept(ring is not None, projects=begin.wants_projection, takes_batches=True)
+            await context.write(encode_accept(accept))
             projection = self._drafter.needs.projection if begin.wants_projection else None
             work = (
                 self._read_features(session, begin, ring, inflow, context),
@@ -197,6 +198,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         inflow: FeatureInflow,
         context: _FeaturesContext,
     ) -> None:
+        row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
         while True:
             try:
                 message: object = await context.read()
@@ -209,19 +211,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 # The session is dialled again, and goes without a ring.
                 self._mapper = None
                 raise InternalError("the ring of features cannot be read any more")
-            sequence = message.features.sequence
-            try:
-                features = decode_features(message, begin, ring.num_bytes if ring is not None else 0)
-            except InvalidRequestError:
-                features = None
-            admitted = await inflow.admit(sequence, len(features.data) if features else 0)
-            if features is not None and admitted:
-                fetch = _fetcher(features, begin, ring)
-                self._engine.submit_features(session, features, partial(inflow.release, sequence), fetch)
-                continue
-            self._metrics.dropped["malformed"].inc()
-            if admitted:
-                inflow.release(sequence)
+            found = decode_pieces(message, begin, ring.num_bytes if ring is not None else 0)
+            admitted = await inflow.admit_all([(number, len(piece.data) if piece else 0) for number, piece in found])
+            held = [one for one, fits in zip(found, admitted, strict=True) if fits]
+            pieces = [piece for _, piece in held if piece is not None]
+            if len(pieces) < len(found):
+                self._metrics.dropped["malformed"].inc(len(found) - len(pieces))
+            done = partial(inflow.release, *(number for number, _ in held))
+            if pieces:
+                fetch = partial(with_rows, pieces, row_bytes, ring.read if ring is not None else None)
+                self._engine.submit_features(session, pieces, done, fetch)
+            elif held:
+                done()
 
     async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
@@ -278,13 +279,6 @@ async def _write(session: Session, context: _Context) -> None:
     while True:
         if answers := await session.next_answers():
             await context.write(encode_draft(answers))
-
-
-def _fetcher(features: Features, begin: FeaturesBegin, ring: RingReader | None) -> Callable[[], object] | None:
-    """Reads features from the ring; None where they are in their message."""
-    if ring is None or features.ring_offset is None:
-        return None
-    return partial(ring.read, features.ring_offset, features.count * begin.width * FEATURE_ITEM_BYTES[begin.dtype])
 
 
 def _unmap(mapping: asyncio.Future[RingReader | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -11,8 +12,16 @@ import grpc
 from outrider.errors import InvalidRequestError
 from outrider.logs import get_logger
 from outrider.rpc.channel import open_channel
-from outrider.rpc.feature_codec import decode_response, encode_begin, encode_features
-from outrider.tree.messages import Features, FeaturesAccept, FeaturesBegin, FeaturesReleased
+from outrider.rpc.feature_codec import decode_response, encode_batch, encode_begin, encode_features
+from outrider.tree.messages import (
+    FEATURE_ITEM_BYTES,
+    MAX_FEATURE_BYTES,
+    MAX_FEATURE_PIECES,
+    Features,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+)
 from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -27,7 +36,7 @@ PassOn = Callable[[ProjectionPart], Awaitable[None]]
 
 
 class FeatureStream:
-    """Sends features and hears of releases until cancelled.
+    """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
 
     What waits here is bounded by its sender, which counts what the draft has not released; so nothing may be released
     that was not written yet.
@@ -56,13 +65,17 @@ class FeatureStream:
         self._opened = opened
         self._released = released
         self._written = 0
-        """Number of the last message that the draft may have seen."""
-        self._queue: asyncio.Queue[Features] = asyncio.Queue()
+        """Number of the last features that the draft may have seen."""
+        self._row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+        self._most_pieces = 1
+        """Of a message."""
+        self._queue: deque[Features] = deque()
+        self._filled = asyncio.Event()
 
     def send(self, messages: list[Features]) -> None:
         """Queue features, in order."""
-        for message in messages:
-            self._queue.put_nowait(message)
+        self._queue.extend(messages)
+        self._filled.set()
 
     async def run(self) -> None:
         """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
@@ -75,6 +88,7 @@ class FeatureStream:
                 raise InvalidRequestError("event", "is not what accepts this stream")
             if self._reader is not None:
                 await self._read_projection(call, self._reader)
+            self._most_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
             self._opened(accept.window, accept.uses_ring)
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
@@ -110,9 +124,21 @@ class FeatureStream:
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:
-            message = await self._queue.get()
-            self._written = message.sequence
-            await call.write(encode_features(message))
+            await self._filled.wait()
+            self._filled.clear()
+            while self._queue:
+                batch = self._next_batch()
+                self._written = batch[-1].sequence
+                await call.write(encode_features(batch[0]) if len(batch) == 1 else encode_batch(batch))
+
+    def _next_batch(self) -> list[Features]:
+        """What goes out next: a round's features for all requests, as a rule."""
+        batch = [self._queue.popleft()]
+        room = MAX_FEATURE_BYTES // self._row_bytes - batch[0].count
+        while self._queue and len(batch) < self._most_pieces and self._queue[0].count <= room:
+            room -= self._queue[0].count
+            batch.append(self._queue.popleft())
+        return batch
 
 
 def _read(message: object) -> FeaturesAccept | FeaturesReleased | ProjectionPart | None:

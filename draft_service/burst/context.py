@@ -35,6 +35,7 @@ class DraftContext:
     """Of the runner."""
     lag: int
     sampling: SamplingParams
+    features: FeatureStore
     root: int
     """Position of the root."""
     end: int
@@ -44,7 +45,6 @@ class DraftContext:
     root_settled: bool = False
     """As `Between.settled`."""
     pages: list[int] = field(default_factory=list)
-    features: FeatureStore = field(default_factory=FeatureStore)
     known: int = 0
     """Committed tokens that the forest has followed."""
     epoch: int = 0

@@ -115,14 +115,14 @@ class DeviceMemory:
             return
         if self.features is None:
             raise ValueError("features for a model that takes none")
-        place = self._first_given
-        for part in parts:
-            rows = as_tensor(part)
-            end = place + rows.shape[0]
-            if end > self.features.shape[0]:
-                raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
-            self.features[place:end].copy_(rows, non_blocking=True)
-            place = end
+        rows = [as_tensor(part) for part in parts]
+        end = self._first_given + sum(len(part) for part in rows)
+        if end > self.features.shape[0]:
+            raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
+        if rows[0].shape[1:] != self.features.shape[1:]:
+            raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {self.features.shape[1]}")
+        # One launch, in however many parts they are.
+        torch.cat(rows, out=self.features[self._first_given : end])
 
     def _move_pairs(self) -> Ints:
         """[N, 2] KV slots from and to which KV moves."""

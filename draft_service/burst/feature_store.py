@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+Join = Callable[[Sequence[Any]], Any]
+"""Makes one of parts [N, feature_size] that follow each other; see BurstRunner.join."""
+
+_SMALL = 16
+"""Rows of a part that should be joined with others, and how many such parts in a row are."""
 
 
 class FeatureStore:
     """Parts [N, feature_size] by the position of their first row, in order and without overlap.
 
-    What is needed are the features of the positions just before those tokens that are no context yet.
+    What is needed are the features of the positions just before those tokens that are no context yet. A part may be a
+    view of what came for many requests at once; where many small ones wait they are joined, which lets go of the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, join: Join) -> None:
+        self._join = join
         self._parts: list[tuple[int, int, Any]] = []  # start, end, values
 
     def add(self, start: int, count: int, values: object, since: int) -> None:
         """Keep features of positions `start`, ...; those before position `since`, and those that are here, go."""
         start, end, values = self._cut(start, start + count, values, since)
+        if end > start and (not self._parts or self._parts[-1][1] <= start):
+            self._parts.append((start, end, values))
+            self._join_small()
+            return
         kept: list[tuple[int, int, Any]] = []
         for part in self._parts:
             if part[1] <= start or part[0] >= end:
@@ -46,10 +58,26 @@ class FeatureStore:
             if low < high:
                 yield low, high, values[low - first : high - first]
 
+    def joined(self, start: int, end: int) -> object:
+        """Values of positions `start` to `end`, which are here, as one part."""
+        parts = [values for _, _, values in self.cut(start, end)]
+        return parts[0] if len(parts) == 1 else self._join(parts)
+
     def forget(self, position: int) -> None:
         """Drop what lies before a position."""
         while self._parts and self._parts[0][1] <= position:
             del self._parts[0]
+
+    def _join_small(self) -> None:
+        """Make one of the last parts, if they are many, small, and follow each other."""
+        first = len(self._parts)
+        begin = self._parts[-1][1]
+        while first and self._parts[first - 1][1] == begin and begin - self._parts[first - 1][0] < _SMALL:
+            first -= 1
+            begin = self._parts[first][0]
+        small = self._parts[first:]
+        if len(small) >= _SMALL:
+            self._parts[first:] = [(begin, small[-1][1], self._join([values for _, _, values in small]))]
 
     def _cut(self, start: int, end: int, values: Any, since: int) -> tuple[int, int, Any]:
         if start < since:

@@ -12,6 +12,9 @@ from draft_service.tree import Refusal
 from outrider.cache.pages import PagePool
 from outrider.tree.messages import DeclineReason
 
+_LEAST_FORCED = 7
+"""Tokens that a burst computes, however many requests share it: a forward apart takes as long as a few of them do."""
+
 
 class DeclinedError(Exception):
     """A request cannot be served any longer."""
@@ -31,8 +34,10 @@ class ContextKeeper:
         """KV positions of the context of each row."""
         self.num_extended = 0
         """Tokens computed outside of bursts since someone set this to 0."""
-        self.max_forced = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
+        self._most_forced = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
+        self.max_forced = self._most_forced
         """Tokens between context and root that a burst computes; more are computed apart."""
+        self._num_open = 0
         self._runner = runner
         self._slots = slots
         self._own_features = options.own_features
@@ -45,12 +50,14 @@ class ContextKeeper:
     def open(self, context: DraftContext) -> None:
         """A request takes its row."""
         self.context_lens[context.row] = context.kv_len
+        self._share_bursts(1)
         self._runner.open(context.row, context.sampling)
 
     def close(self, context: DraftContext) -> None:
         """It leaves its row and its pages."""
         self.pool.release(context.pages)
         context.pages = []
+        self._share_bursts(-1)
         self._runner.close(context.row)
 
     def settle(self, context: DraftContext) -> None:
@@ -78,15 +85,16 @@ class ContextKeeper:
             covered = min(covered, context.num_movable)
         return covered if covered > self.max_forced else 0
 
-    def extend(self, context: DraftContext, limit: int) -> None:
-        """Compute up to `limit` of those tokens."""
+    def extend(self, context: DraftContext, limit: int) -> int:
+        """Compute up to `limit` of those tokens; returns how many."""
         count = min(self.num_extendable(context), limit)
         start = context.end
         self._reserve(context, context.kv_len + count)
         tokens = context.tree.author.tokens
         if context.lag:
-            for low, high, values in context.features.cut(start - 1, start - 1 + count):
-                self._runner.extend(context.row, tokens[low + 1 : high + 1], low + 1, values)
+            # One forward, in however many parts they came.
+            features = context.features.joined(start - 1, start - 1 + count)
+            self._runner.extend(context.row, tokens[start : start + count], start, features)
         else:
             self._runner.extend(context.row, tokens[start : start + count], start, None)
         self.num_extended += count
@@ -95,6 +103,16 @@ class ContextKeeper:
         del context.between[:count]
         self._advanced(context, slots)
         self.free_slots()
+        return count
+
+    def _share_bursts(self, more: int) -> None:
+        """So many more requests are open. With true features every committed token is run once more, for each request:
+        what does not fit a burst would keep other requests out of it.
+        """
+        self._num_open += more
+        if self._runner.shape.lag:
+            share = self._runner.shape.max_width // max(self._num_open, 1) - 1
+            self.max_forced = min(max(share, _LEAST_FORCED), self._most_forced)
 
     def _reserve(self, context: DraftContext, kv_len: int) -> None:
         missing = -(-kv_len // self.pool.page_size) - len(context.pages)

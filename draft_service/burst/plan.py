@@ -251,9 +251,12 @@ class BurstRunner(Protocol):
         """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
 
         `features` is a `Features` message of outrider.tree.messages with its values in `data`, or as a tensor of bytes
-        in `rows`, or else a tensor [N, layers * hidden]; the memory of `data` and of such a tensor may be used again
-        as soon as this returns.
+        in `rows`, or there as a part of what came together (draft_service.feature_batch), or else a tensor
+        [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
         """
+
+    def join(self, parts: Sequence[object]) -> object:
+        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size]."""
 
     def launch(self, burst: Burst) -> PendingBurst:
         """Queue a burst; returns before it has run."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from draft_service.burst.context import DraftContext
+from draft_service.burst.feature_store import FeatureStore
 from draft_service.burst.forest import DraftForest
 from draft_service.burst.intake import take_in
 from draft_service.burst.keeper import ContextKeeper, DeclinedError
@@ -22,6 +23,8 @@ _logger = get_logger(__name__)
 
 _RUN_PER_CREDIT = 2
 """Nodes run for each that may be sent: a wide burst also runs some that turn out not to be among the best."""
+_MOST_EXTENDED = 4
+"""Requests for which tokens are computed apart between two bursts, each in a forward of its own."""
 _FAILED = Refusal(DeclineReason.UNSPECIFIED, "the draft model failed")
 
 
@@ -160,17 +163,21 @@ class Roster:
         self.keeper.free_slots()
 
     def extend(self) -> bool:
-        """Compute one chunk of the first request that needs it; whether there was one."""
+        """Compute up to a chunk of tokens of those few requests that need it first; whether there were any."""
+        left = self._options.prompt_chunk
+        num_extended = 0
         for handle, context in list(self._unsettled.items()):
             if context.tree.paused or not self.keeper.num_extendable(context):
                 continue
+            num_extended += 1
             self._unsettled[handle] = self._unsettled.pop(handle)  # others come first next time
             try:
-                self.keeper.extend(context, self._options.prompt_chunk)
+                left -= self.keeper.extend(context, left)
             except Exception as error:
                 self.fail(context, error)
-            return True
-        return False
+            if left <= 0 or num_extended == _MOST_EXTENDED:
+                break
+        return num_extended > 0
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
         """Requests of which a burst must run something now; those for which nothing is to be done are settled."""
@@ -219,7 +226,8 @@ class Roster:
             self._declined[tree.handle] = Refusal(DeclineReason.OVERLOADED, detail)
             return
         row, root, lag = self._free_rows.pop(), author.committed_len - 1, self._shape.lag
-        context = DraftContext(tree, row, lag, author.sampling, root, end=lag, steps_left=options.lockstep_steps)
+        store, steps = FeatureStore(self._runner.join), options.lockstep_steps
+        context = DraftContext(tree, row, lag, author.sampling, store, root, end=lag, steps_left=steps)
         context.begin(author.committed_len, author.epoch)
         for part in self._early.pop(tree.handle, ()):
             context.features.add(*part, since=context.end - 1)

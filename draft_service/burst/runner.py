@@ -18,6 +18,7 @@ from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import NUM_COPIES, BurstInput, BurstOutput
 from draft_service.burst.device_memory import DeviceMemory, as_tensor
 from draft_service.burst.plan import Burst, BurstResult, BurstShape
+from draft_service.feature_batch import PartOfRows
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.attention.frontier import (
     NUM_FIELDS,
@@ -223,15 +224,30 @@ class Runner(ABC):
     @on_device
     def project(self, features: object) -> Tensor:
         """See BurstRunner."""
-        if isinstance(features, Features):
-            dtype = _DTYPES[features.dtype]
-            if isinstance(features.rows, Tensor):  # read from a ring: nobody else has it
-                rows = features.rows.view(dtype).view(features.count, -1).to(self._model.device, self._model.dtype)
-            else:
-                rows = torch.frombuffer(bytearray(features.data), dtype=dtype).view(features.count, -1)
-                rows = self._taken(rows)
-            return self._model.finish_product(rows) if features.projected else self._model.project(rows)
-        return self._model.project(self._taken(as_tensor(features)))
+        if not isinstance(features, Features):
+            return self._model.project(self._taken(as_tensor(features)))
+        part = features.rows
+        if not isinstance(part, PartOfRows):
+            return self._project(features, features.data if part is None else part, features.count)
+        joined = part.joined
+        made: Tensor = joined.made(self, lambda: self._project(features, joined.rows, joined.count))
+        return made[part.start : part.start + features.count]
+
+    @on_device
+    def join(self, parts: Sequence[object]) -> Tensor:
+        """See BurstRunner."""
+        return torch.cat([as_tensor(part) for part in parts])
+
+    def _project(self, features: Features, given: object, count: int) -> Tensor:
+        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
+        dtype = _DTYPES[features.dtype]
+        if isinstance(given, Tensor):  # read from a ring: nobody else has it
+            rows = given.view(dtype).view(count, -1).to(self._model.device, self._model.dtype)
+        elif isinstance(given, bytes | memoryview):
+            rows = self._taken(torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1))
+        else:
+            raise ValueError(f"features must be bytes, not {type(given).__name__}")
+        return self._model.finish_product(rows) if features.projected else self._model.project(rows)
 
     def _taken(self, rows: Tensor) -> Tensor:
         """A copy on the model's device, whose source is free when this returns, though bursts may be under way."""

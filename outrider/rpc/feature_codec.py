@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.errors import InvalidRequestError
 from outrider.tree.handshake import MAX_FEATURE_LAYERS
 from outrider.tree.messages import (
     FEATURE_ITEM_BYTES,
     MAX_FEATURE_BYTES,
+    MAX_FEATURE_PIECES,
     FeatureRing,
     Features,
     FeaturesAccept,
@@ -45,7 +48,17 @@ def encode_begin(begin: FeaturesBegin) -> draft_pb2.DraftServiceFeaturesRequest:
 
 def encode_features(features: Features) -> draft_pb2.DraftServiceFeaturesRequest:
     """Features; their dtype is the stream's."""
-    message = draft_pb2.Features(
+    return draft_pb2.DraftServiceFeaturesRequest(features=_encode(features))
+
+
+def encode_batch(batch: Sequence[Features]) -> draft_pb2.DraftServiceFeaturesRequest:
+    """Several in one message; within MAX_FEATURE_PIECES and MAX_FEATURE_BYTES, for a draft that takes them so."""
+    pieces = draft_pb2.FeaturesBatch(features=[_encode(features) for features in batch])
+    return draft_pb2.DraftServiceFeaturesRequest(batch=pieces)
+
+
+def _encode(features: Features) -> draft_pb2.Features:
+    return draft_pb2.Features(
         request=features.request,
         start=features.start,
         count=features.count,
@@ -54,12 +67,16 @@ def encode_features(features: Features) -> draft_pb2.DraftServiceFeaturesRequest
         data=bytes(features.data),
         ring_offset=features.ring_offset,
     )
-    return draft_pb2.DraftServiceFeaturesRequest(features=message)
 
 
 def encode_accept(accept: FeaturesAccept) -> draft_pb2.DraftServiceFeaturesResponse:
     """The first message of the draft."""
-    message = draft_pb2.FeaturesAccept(uses_ring=accept.uses_ring, window=accept.window, projects=accept.projects)
+    message = draft_pb2.FeaturesAccept(
+        uses_ring=accept.uses_ring,
+        window=accept.window,
+        projects=accept.projects,
+        takes_batches=accept.takes_batches,
+    )
     return draft_pb2.DraftServiceFeaturesResponse(accept=message)
 
 
@@ -107,7 +124,35 @@ def decode_features(message: draft_pb2.DraftServiceFeaturesRequest, begin: Featu
     """
     if message.WhichOneof("event") != "features":
         raise InvalidRequestError("event", "is no features, or not known to this version")
-    part = message.features
+    return _decode(message.features, begin, ring_bytes)
+
+
+def decode_pieces(
+    message: draft_pb2.DraftServiceFeaturesRequest, begin: FeaturesBegin, ring_bytes: int
+) -> list[tuple[int, Features | None]]:
+    """Numbers and features of what is in one message, alone or in a batch; None for what makes no sense.
+
+    Of a message that makes no sense as a whole only the last number is told; 0 where there is none.
+    """
+    kind = message.WhichOneof("event")
+    given = [message.features] if kind == "features" else message.batch.features if kind == "batch" else []
+    if not 1 <= len(given) <= MAX_FEATURE_PIECES:
+        return [(given[-1].sequence if given else 0, None)]
+    pieces = [(piece.sequence, _decode_or_none(piece, begin, ring_bytes)) for piece in given]
+    row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+    if sum(piece.count for _, piece in pieces if piece is not None) * row_bytes > MAX_FEATURE_BYTES:
+        return [(given[-1].sequence, None)]
+    return pieces
+
+
+def _decode_or_none(part: draft_pb2.Features, begin: FeaturesBegin, ring_bytes: int) -> Features | None:
+    try:
+        return _decode(part, begin, ring_bytes)
+    except InvalidRequestError:
+        return None
+
+
+def _decode(part: draft_pb2.Features, begin: FeaturesBegin, ring_bytes: int) -> Features:
     if not part.count or part.start + part.count > _MAX_POSITIONS:
         raise InvalidRequestError("features.count", f"{part.count} positions from {part.start} on are absurd")
     size = part.count * begin.width * FEATURE_ITEM_BYTES[begin.dtype]
@@ -140,7 +185,7 @@ def decode_response(
     kind = message.WhichOneof("event")
     if kind == "accept":
         accept = message.accept
-        return FeaturesAccept(accept.uses_ring, accept.window, accept.projects)
+        return FeaturesAccept(accept.uses_ring, accept.window, accept.projects, accept.takes_batches)
     if kind == "released":
         return FeaturesReleased(message.released.through)
     if kind == "projection":

@@ -168,6 +168,8 @@ class FeaturesAccept:
     """Bytes that may be sent and not released; 0 leaves it to verify."""
     projects: bool = False
     """Whether the matrix follows that verify wants."""
+    takes_batches: bool = False
+    """Whether features of several requests may come in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ class Features:
     projected: bool = False
     """Whether they were multiplied with the drafter's matrix."""
     rows: object | None = None
-    """What the draft read from the ring, bytes or a tensor of bytes; `data` is empty then."""
+    """What the draft read from the ring, bytes or a tensor of bytes, where `data` is empty; or which part these are of
+    that, or of all data of one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,9 @@ FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 MAX_FEATURE_BYTES = 1 << 18
 """Features that one message may carry, and what a part of a projection may have."""
+
+MAX_FEATURE_PIECES = 256
+"""Features of different requests, or of different positions, that may come in one message, within those bytes."""
 
 MAGIC_BYTES = 32
 """At either end of a ring: what a draft reads first."""

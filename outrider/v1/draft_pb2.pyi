@@ -230,14 +230,16 @@ class FeatureProjection(_message.Message):
     def __init__(self, num_columns: _Optional[int] = ..., dtype: _Optional[str] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class FeaturesAccept(_message.Message):
-    __slots__ = ("uses_ring", "window", "projects")
+    __slots__ = ("uses_ring", "window", "projects", "takes_batches")
     USES_RING_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     PROJECTS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_BATCHES_FIELD_NUMBER: _ClassVar[int]
     uses_ring: bool
     window: int
     projects: bool
-    def __init__(self, uses_ring: _Optional[bool] = ..., window: _Optional[int] = ..., projects: _Optional[bool] = ...) -> None: ...
+    takes_batches: bool
+    def __init__(self, uses_ring: _Optional[bool] = ..., window: _Optional[int] = ..., projects: _Optional[bool] = ..., takes_batches: _Optional[bool] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("request", "start", "count", "final", "sequence", "data", "ring_offset")
@@ -257,6 +259,12 @@ class Features(_message.Message):
     ring_offset: int
     def __init__(self, request: _Optional[int] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., final: _Optional[bool] = ..., sequence: _Optional[int] = ..., data: _Optional[bytes] = ..., ring_offset: _Optional[int] = ...) -> None: ...
 
+class FeaturesBatch(_message.Message):
+    __slots__ = ("features",)
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    features: _containers.RepeatedCompositeFieldContainer[Features]
+    def __init__(self, features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
+
 class FeaturesReleased(_message.Message):
     __slots__ = ("through",)
     THROUGH_FIELD_NUMBER: _ClassVar[int]
@@ -264,12 +272,14 @@ class FeaturesReleased(_message.Message):
     def __init__(self, through: _Optional[int] = ...) -> None: ...
 
 class DraftServiceFeaturesRequest(_message.Message):
-    __slots__ = ("begin", "features")
+    __slots__ = ("begin", "features", "batch")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     begin: FeaturesBegin
     features: Features
-    def __init__(self, begin: _Optional[_Union[FeaturesBegin, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ...) -> None: ...
+    batch: FeaturesBatch
+    def __init__(self, begin: _Optional[_Union[FeaturesBegin, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., batch: _Optional[_Union[FeaturesBatch, _Mapping]] = ...) -> None: ...
 
 class DraftServiceFeaturesResponse(_message.Message):
     __slots__ = ("accept", "released", "projection")

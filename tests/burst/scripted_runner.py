@@ -168,6 +168,10 @@ class ScriptedRunner:
             return np.frombuffer(features.data, np.float32).reshape(features.count, -1).copy()
         return features
 
+    def join(self, parts: Sequence[object]) -> object:
+        check(len(parts) > 1, "nothing to join")
+        return np.concatenate([np.asarray(part) for part in parts])
+
     def launch(self, burst: Burst) -> Pending:
         if self.launch_fault:
             raise self.launch_fault

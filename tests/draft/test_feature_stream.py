@@ -112,7 +112,7 @@ async def test_features_reach_the_drafter_in_order_and_are_released(serve: Serve
     stream, token = await greet(door)
     await opened(stream, 5, 9)
     end = FeaturesEnd(door)
-    assert await end.begin(token) == FeaturesAccept()
+    assert await end.begin(token) == FeaturesAccept(takes_batches=True)
     for sequence, (request, start, count) in enumerate([(5, 0, 2), (9, 0, 1), (5, 2, 300), (9, 1, 7)], 1):
         await end.send(start, sequence, count, request)
     await end.released(4)
@@ -348,7 +348,7 @@ async def test_what_is_offered_need_not_be_taken(serve: Serve) -> None:
     stream, token = await greet(door)
     await opened(stream, 1)
     end = FeaturesEnd(door)
-    assert await end.begin(token) == FeaturesAccept()
+    assert await end.begin(token) == FeaturesAccept(takes_batches=True)
     await end.send(0, 1)
     await end.released(1)
     assert not drafter.features[0][1].projected
