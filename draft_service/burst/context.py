@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,10 +72,11 @@ class DraftContext:
         """Tokens of `between`, and the root behind them, that could be run with true features."""
         return min(max(self.feature_end - self.end, 0), len(self.between) + 1)
 
-    def to_run(self, *, root: bool) -> list[int]:
-        """Indices in `between` of what a burst is to run, in order; the root's is one past the last.
+    def to_run(self, *, root: bool) -> tuple[list[int], int]:
+        """Indices in `between` of what a burst is to run, in order, and how many of the first take true features.
 
-        Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root.
+        Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root, whose index
+        is one past the last.
         """
         num_true = self.num_true
         indices = [
@@ -82,7 +84,9 @@ class DraftContext:
             for index, (slot, settled) in enumerate(self.between)
             if not settled and (index < num_true or (root and slot < 0))
         ]
-        return [*indices, len(self.between)] if root else indices
+        if root:
+            indices.append(len(self.between))
+        return indices, bisect_left(indices, num_true)
 
     @property
     def kv_len(self) -> int:

@@ -54,7 +54,7 @@ class DraftForest:
         self.quotas = np.zeros(rows, np.int32)
         self.last_positions = np.zeros(rows, np.int32)
         self.may_know = False
-        """Whether what a burst brings may be there already: others append to the trees, or roots are run again."""
+        """Whether what a burst brings may be there already: others append to the trees."""
 
     def set_root(self, row: int, token: int, position: int, node: int) -> None:
         """A tree begins with its root, node `node` of the author; the row has no other. No burst may be pending."""

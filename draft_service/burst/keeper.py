@@ -80,8 +80,9 @@ class ContextKeeper:
         between = len(context.between)
         if not context.lag or not between:
             return between if between > self.max_forced else 0
-        covered = min(context.feature_end - context.end, between)
-        if context.feature_end <= context.root:
+        feature_end = context.feature_end
+        covered = min(feature_end - context.end, between)
+        if feature_end <= context.root:
             covered = min(covered, context.num_movable)
         return covered if covered > self.max_forced else 0
 

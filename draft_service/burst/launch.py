@@ -98,7 +98,7 @@ class Planner:
         bring is there already, and to find that out takes the place of a whole burst.
         """
         if context.root_run:
-            return not self._options.own_features and bool(context.to_run(root=False))
+            return not self._options.own_features and bool(context.to_run(root=False)[0])
         if not context.lag:
             return True
         if context.root < context.lag:
@@ -183,7 +183,7 @@ class Planner:
         root_slots = self._forest.entries.slots[self._forest.roots].tolist()
         num_free = self._forest.slots.num_free.tolist()
         for context in contexts:
-            indices = context.to_run(root=not context.root_run)
+            indices, num_true = context.to_run(root=not context.root_run)
             places = [slot for slot, _ in context.between] + [root_slots[context.row]]
             slots = [places[index] for index in indices]
             length = len(slots)
@@ -193,7 +193,6 @@ class Planner:
             if any(taken):
                 fresh = iter(self._forest.slots.take(context.row, sum(taken)))
                 slots = [next(fresh) if slot < 0 else slot for slot in slots]
-            num_true = sum(index < context.num_true for index in indices)
             forced.append(Forced(context, indices, slots, taken, num_true))
             count += length
         return forced, count
