@@ -1,8 +1,9 @@
 """What a layer of a small model costs on a GPU without its attention, launch by launch; microseconds.
 
-Before: norm, product, rotation and writing one after the other. After: norm, product, rotation and writing in one
-launch, norm and gated product in another. The other two products are the same. Each case is one CUDA graph over all
-layers, each with weights of its own.
+Before: norm, product, rotation and writing one after the other. After: as layers run them, products over whole rows
+with all that stands around them in one launch where that pays (`kernels.row_configs`). Each case is one CUDA graph over
+all layers, each with weights of its own. With --cuts the products alone in every cut of their work: what the usual cuts
+were chosen from.
 
 python benchmarks/kernels_layer.py --out benchmarks/results/kernels_layer.json
 """
@@ -13,6 +14,8 @@ import argparse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,10 +23,11 @@ from kernels_attention import graph_us
 from report import Row, write_report
 from torch import Tensor
 
+from kernels.compiling import allow_threads
 from kernels.gemm import stream_linear
 from kernels.norm import rms_norm
 from kernels.rope import rope_write
-from kernels.row_configs import RowConfig
+from kernels.row_configs import RowConfig, fits, pays
 from kernels.row_linear import norm_linear, norm_qkv
 
 DTYPE, EPS, SLOTS = torch.bfloat16, 1e-5, 4096
@@ -70,8 +74,8 @@ class Layers:
 
     def heads_before(self, layer: int) -> Tensor:
         """Three launches."""
-        product = stream_linear(rms_norm(self.stream, self.norms[layer], EPS), self.qkv[layer])
-        heads = product.view(len(product), -1, self.shape.dim)
+        heads = stream_linear(rms_norm(self.stream, self.norms[layer], EPS), self.qkv[layer])
+        heads = heads.view(len(heads), -1, self.shape.dim)
         return rope_write(heads, *self.where(layer), self.shape.heads)
 
     def heads_after(self, layer: int, config: RowConfig | None = None) -> Tensor:
@@ -88,45 +92,78 @@ class Layers:
         norm = self.norms[layer]
         return norm_linear(self.stream, self.gate_up[layer], norm=norm, eps=EPS, gated=True, config=config)
 
-    def output_before(self, layer: int) -> Tensor:
-        """The output projection as it is."""
-        return stream_linear(self.attended, self.out[layer], residual=self.stream, out=self.stream)
+    def added_before(self, weights: list[Tensor], rows: Tensor, layer: int) -> Tensor:
+        """An output projection by the kernel for large models."""
+        return stream_linear(rows, weights[layer], residual=self.stream, out=self.stream)
 
-    def output_after(self, layer: int) -> Tensor:
-        """The output projection over whole rows: not used."""
-        return norm_linear(self.attended, self.out[layer], residual=self.stream, out=self.stream)
+    def added_after(self, weights: list[Tensor], rows: Tensor, layer: int, config: RowConfig | None = None) -> Tensor:
+        """The same over whole rows, if that pays."""
+        if config is None and not pays(*rows.shape):
+            return self.added_before(weights, rows, layer)
+        return norm_linear(rows, weights[layer], residual=self.stream, out=self.stream, config=config)
 
-    def whole(self, heads: Callable[[int], Tensor], gated: Callable[[int], Tensor], layer: int) -> None:
+    def before(self, layer: int) -> None:
         """A layer but for its attention."""
-        heads(layer)
-        self.output_before(layer)
-        stream_linear(gated(layer), self.down[layer], residual=self.stream, out=self.stream)
+        self.heads_before(layer)
+        self.added_before(self.out, self.attended, layer)
+        self.added_before(self.down, self.gated_before(layer), layer)
+
+    def after(self, layer: int) -> None:
+        """The same as it is run."""
+        (self.heads_after if pays(*self.stream.shape) else self.heads_before)(layer)
+        self.added_after(self.out, self.attended, layer)
+        gated = self.gated_after if pays(*self.stream.shape, True) else self.gated_before
+        self.added_after(self.down, gated(layer), layer)
 
 
-def measure(shape: Shape, count: int) -> list[Row]:
-    """All cases of so many rows."""
-    layers = Layers(shape, count)
-    few = RowConfig(warps=4)
-    steps: dict[str, Callable[[int], object]] = {
-        "layer before": lambda layer: layers.whole(layers.heads_before, layers.gated_before, layer),
-        "layer after": lambda layer: layers.whole(layers.heads_after, layers.gated_after, layer),
+def steps_of(layers: Layers) -> dict[str, Callable[[int], object]]:
+    """What is measured without --cuts."""
+    middle = torch.randn(len(layers.stream), layers.shape.mlp, device="cuda", dtype=DTYPE)
+    return {
+        "layer before": layers.before,
+        "layer after": layers.after,
         "heads before": layers.heads_before,
         "heads after": layers.heads_after,
-        "heads after, 4 warps": lambda layer: layers.heads_after(layer, few),
         "gated before": layers.gated_before,
         "gated after": layers.gated_after,
-        "gated after, 4 warps": lambda layer: layers.gated_after(layer, few),
-        "output before": layers.output_before,
-        "output after": layers.output_after,
+        "output before": partial(layers.added_before, layers.out, layers.attended),
+        "output after": partial(layers.added_after, layers.out, layers.attended),
+        "down before": partial(layers.added_before, layers.down, middle),
+        "down after": partial(layers.added_after, layers.down, middle),
     }
-    with ThreadPoolExecutor(len(steps)) as pool:  # compiled all at the same time
+
+
+def cuts_of(layers: Layers) -> dict[str, Callable[[int], object]]:
+    """Every product in every cut that a processor holds."""
+    count, middle = len(layers.stream), torch.randn(len(layers.stream), layers.shape.mlp, device="cuda", dtype=DTYPE)
+    found: dict[str, Callable[[int], object]] = {}
+    for tile, parts, block_m, warps in product((16, 32, 64), (1, 2, 4), (16, 32), (4, 8)):
+        config = RowConfig(tile, parts, block_m, warps)
+        name = f"tile {tile} parts {parts} rows {block_m} warps {warps}"
+        if (parts > 1 and tile == 64) or not config.holds(count, layers.shape.hidden):
+            continue
+        found[f"heads {name}"] = partial(layers.heads_after, config=config)
+        found[f"gated {name}"] = partial(layers.gated_after, config=config)
+        found[f"output {name}"] = partial(layers.added_after, layers.out, layers.attended, config=config)
+        if fits(count, layers.shape.mlp) and config.holds(count, layers.shape.mlp) and (parts > 1 or tile == 16):
+            found[f"down {name}"] = partial(layers.added_after, layers.down, middle, config=config)
+    return found
+
+
+def measure(shape: Shape, count: int, cuts: bool) -> list[Row]:
+    """All cases of so many rows."""
+    layers = Layers(shape, count)
+    steps = cuts_of(layers) if cuts else steps_of(layers)
+    allow_threads()
+    with ThreadPoolExecutor(16) as pool:  # compiled all at the same time
         list(pool.map(lambda step: step(0), steps.values()))
     rows = []
     for name, step in steps.items():
         rows.append(Row(f"{shape.name} {name} m{count} bf16", "us_per_layer", graph_us(step, shape.layers), "us"))
-        print(f"{rows[-1].case:58s}{rows[-1].value:8.2f} us", flush=True)
-    before, after = rows[0].value, rows[1].value
-    rows.append(Row(f"{shape.name} layer m{count} bf16", "after_over_before", after / before, "ratio"))
+        print(f"{rows[-1].case:68s}{rows[-1].value:8.2f} us", flush=True)
+    if not cuts:
+        before, after = rows[0].value, rows[1].value
+        rows.append(Row(f"{shape.name} layer m{count} bf16", "after_over_before", after / before, "ratio"))
     return rows
 
 
@@ -134,11 +171,12 @@ def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 32, 64])
+    parser.add_argument("--cuts", action="store_true", help="every cut of every product")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
-        rows = [row for shape in SHAPES for count in options.rows for row in measure(shape, count)]
+        rows = [row for shape in SHAPES for count in options.rows for row in measure(shape, count, options.cuts)]
     if options.out:
         write_report(options.out, "kernels_layer", torch.cuda.get_device_name(0), rows, ("torch", "triton"))
 

@@ -1,4 +1,4 @@
-"""How products over whole rows are cut into programs, and which shapes they take."""
+"""How products over whole rows are cut into programs, and for which shapes they are worth it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,80 @@ from dataclasses import dataclass
 
 from kernels.attention_tiles import power_of_two
 
-MAX_SIZE = 1024
+MAX_SIZE = 1536
 """Widest rows that a program takes at once: beyond it registers and shared memory are full, and re-reading the rows in
 every program costs more than a launch (an RMS norm inside products of 4096 columns was slower than beside them)."""
 MAX_ROWS = 64
-TILE = 64
-"""Weight rows of a program: what one instruction of the tensor cores takes straight from shared memory."""
 _MIN_SIZE = 16
+"""Columns that an instruction of the tensor cores takes."""
 _SHARED_MEMORY = 200 * 1024
+_GROUP_TILE = 64
+"""Weight rows that the tensor cores of a whole warp group take straight from shared memory."""
+_GROUP_SIZE = 640
+"""Widest rows of such tiles: three of them fit a processor, so that weights of the next launches are on their way."""
+_MIDDLE_SIZE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
     """One way to cut a product over whole rows."""
 
-    block_m: int = 32
+    tile: int = _GROUP_TILE
+    """Weight rows of a program."""
+    parts: int = 1
+    """Into how many parts the columns are cut at most, each of which is multiplied by warps of its own."""
+    block_m: int = 16
     """Rows of a program at most; those beyond are other programs'."""
-    warps: int = 8
+    warps: int = 4
 
     def rows(self, num_rows: int) -> int:
         """Rows of a program for `num_rows` in all, a power of two."""
         return min(max(power_of_two(num_rows), 16), self.block_m)
 
+    def holds(self, num_rows: int, size: int) -> bool:
+        """Whether a program of this cut fits a processor."""
+        return (self.tile + self.rows(num_rows)) * sum(pieces(size, 1)[1:]) * 2 <= _SHARED_MEMORY
 
-def fits(num_rows: int, size: int, tile: int = TILE) -> bool:
-    """Whether a product of [num_rows, size] may be made of whole rows, `tile` weight rows a program."""
-    if not (1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= MAX_SIZE):
+
+def usual_config(size: int) -> RowConfig:
+    """The cut for rows of `size` columns."""
+    if size <= _GROUP_SIZE:
+        return RowConfig()
+    return RowConfig(tile=32 if size <= _MIDDLE_SIZE else 16, parts=4)
+
+
+def fits(num_rows: int, size: int) -> bool:
+    """Whether a product of [num_rows, size] can be made of whole rows."""
+    return 1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= MAX_SIZE
+
+
+def pays(num_rows: int, size: int, gated: bool = False) -> bool:
+    """Whether it is the fastest way, as measured on an H200 at the shapes of SmolLM2-135M and Qwen3-0.6B
+    (`benchmarks/kernels_layer.py --cuts`)."""
+    if not fits(num_rows, size):
         return False
-    return (tile + RowConfig().rows(num_rows)) * sum(pieces(size)) * 2 <= _SHARED_MEMORY
+    if size <= _GROUP_SIZE:
+        return True
+    return num_rows <= (16 if gated or size <= _MIDDLE_SIZE else 32)
 
 
 def qkv_fits(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
-    """The same for heads that are rotated, and normed if `head_norm`."""
-    return head_dim >= TILE and fits(num_rows, size, 2 * pairs_of(head_dim, head_norm))
+    """Whether heads that are rotated can be made so. Where they are normed, too, a program takes whole heads."""
+    config = qkv_config(size, head_dim, head_norm)
+    return fits(num_rows, size) and config.tile <= head_dim and config.holds(num_rows, size)
 
 
-def pairs_of(head_dim: int, head_norm: bool) -> int:
-    """Pairs of channels of a program: whole heads where they are normed."""
-    return head_dim // 2 if head_norm else TILE // 2
+def qkv_config(size: int, head_dim: int, head_norm: bool) -> RowConfig:
+    """The cut for heads."""
+    if head_norm:
+        return RowConfig(tile=head_dim)
+    config = usual_config(size)
+    return RowConfig(tile=min(config.tile, head_dim), parts=config.parts)
 
 
-def pieces(size: int) -> tuple[int, int]:
-    """`size` columns as a power of two that is full and another one, or 0, that need not be."""
+def pieces(size: int, parts: int) -> tuple[int, int, int]:
+    """`size` columns as a power of two that is full and another one, or 0, that need not be; behind the number of equal
+    parts, at most `parts`, that both are cut into."""
     first = power_of_two(size + 1) // 2
-    return first, 0 if size == first else max(power_of_two(size - first), _MIN_SIZE)
+    parts = min(parts, first // _MIN_SIZE)
+    return parts, first, 0 if size == first else max(power_of_two(size - first), _MIN_SIZE * parts)

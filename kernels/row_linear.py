@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import row_linear as reference
-from kernels.row_configs import MAX_ROWS, TILE, RowConfig, fits, qkv_fits
+from kernels.row_configs import MAX_ROWS, RowConfig, fits, pays, qkv_config, qkv_fits, usual_config
 
-__all__ = ["RowConfig", "fits", "norm_linear", "norm_qkv", "qkv_fits"]
+__all__ = ["RowConfig", "fits", "norm_linear", "norm_qkv", "pays", "qkv_fits"]
 
 
 def norm_linear(
@@ -26,8 +26,9 @@ def norm_linear(
 ) -> Tensor:
     """rms_norm(rows) @ weight^T in one launch, for few rows that are not wide.
 
-    In order: RMS norm, rounded to the dtype of `rows` as kernels.norm does; the product, accumulated in float32; bias;
-    silu(gate) * up where gated; residual; one rounding. Weights are read before the launch in front has ended.
+    In order: the norm's weight, rounded to the dtype of `rows`; the product, accumulated in float32; the norm's scale
+    of the row (in float16, which unscaled rows may leave, it comes with the weight); bias; silu(gate) * up where gated;
+    residual; one rounding. Weights are read before the launch in front has ended.
     A row of the result depends on that row and on `config` alone.
 
     Args:
@@ -55,7 +56,8 @@ def norm_linear(
         return out.copy_(reference.norm_linear(rows, weight, norm, eps, bias, residual, gated))
     from kernels.jit import row_linear as jit
 
-    jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config or RowConfig(), supports_pdl(rows))
+    config = config or usual_config(rows.shape[1])
+    jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
     return out
 
 
@@ -82,7 +84,7 @@ def norm_qkv(
 
     Args:
         rows: [M, K], as in `norm_linear`, with `norm`, `eps` and `bias` of H + 2 * KVH heads.
-        weight: [(H + 2 * KVH) * D, K], query, then key, then value heads; D a power of two, at least 64.
+        weight: [(H + 2 * KVH) * D, K], query, then key, then value heads; D a power of two, at least 16.
         cos: float32 [M, D / 2], as sin.
         slots: int32 [M]; k and v of a token whose slot is -1 are not written.
         k_cache: [S, KVH, D] of the rows' dtype, contiguous, written; so is `v_cache`.
@@ -102,8 +104,8 @@ def norm_qkv(
         raise ValueError(
             f"{weight.shape[0]} weight rows for {num_heads} query heads and a cache of {list(k_cache.shape)}"
         )
-    if dim < TILE or dim & (dim - 1):
-        raise ValueError(f"head_dim must be a power of two from {TILE} on, got {dim}")
+    if dim < 16 or dim & (dim - 1):
+        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != rows.dtype:
         raise ValueError(f"caches must be contiguous and of {rows.dtype}")
     angles = (rows.shape[0], dim // 2)
@@ -118,7 +120,7 @@ def norm_qkv(
         return q
     from kernels.jit import row_linear as jit
 
-    config, pdl = config or RowConfig(), supports_pdl(rows)
+    config, pdl = config or qkv_config(rows.shape[1], dim, qk_norm is not None), supports_pdl(rows)
     jit.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q, config, pdl)
     return q
 

@@ -11,55 +11,98 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.row_configs import TILE, RowConfig, pairs_of, pieces
+from kernels.row_configs import RowConfig, pieces
 
 
 @triton.jit
-def _load_pieces(matrix, row, inside, size, FIRST: tl.constexpr, REST: tl.constexpr):
-    """Whole rows of a matrix, as FIRST columns and the others: those behind the row's end are zeros."""
-    places = matrix + row[:, None] * size
-    columns = tl.arange(0, FIRST)[None, :]
-    first = tl.load(places + columns, mask=inside[:, None], other=0.0)
+def _load_piece(matrix, row, inside, size, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """COLUMNS columns of rows from BEGIN on, those behind the row's end as zeros: [PARTS, rows, COLUMNS // PARTS]."""
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    column = BEGIN + tl.arange(0, PARTS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    mask = inside[None, :, None]
+    if BEGIN > 0:
+        mask = mask & (column < size)
+    return tl.load(matrix + row[None, :, None] * size + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_pieces(matrix, row, inside, size, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
+    """Whole rows of a matrix, as FIRST columns and the others."""
+    first = _load_piece(matrix, row, inside, size, 0, FIRST, PARTS)
     rest = first
     if REST > 0:
-        columns = FIRST + tl.arange(0, REST)[None, :]
-        rest = tl.load(places + columns, mask=inside[:, None] & (columns < size), other=0.0)
+        rest = _load_piece(matrix, row, inside, size, FIRST, REST, PARTS)
     return first, rest
 
 
 @triton.jit
-def _load_factors(norm, size, FIRST: tl.constexpr, REST: tl.constexpr):
+def _load_factors(norm, size, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
     """The weight of a norm."""
-    first = tl.load(norm + tl.arange(0, FIRST)).to(tl.float32)
-    rest = first
-    if REST > 0:
-        columns = FIRST + tl.arange(0, REST)
-        rest = tl.load(norm + columns, mask=columns < size, other=0.0).to(tl.float32)
-    return first, rest
+    row = tl.zeros([1], tl.int32)
+    first, rest = _load_pieces(norm, row, row == 0, size, FIRST, REST, PARTS)
+    return first.to(tl.float32), rest.to(tl.float32)
 
 
 @triton.jit
-def _normed(first, rest, factors, more_factors, size, eps, REST: tl.constexpr):
-    """RMS norm of rows in float32, rounded once, as kernels.norm does it."""
-    wide = first.to(tl.float32)
-    power = tl.sum(wide * wide, 1)
+def _power(values):
+    """The sum of the squares of each row of [PARTS, rows, columns]."""
+    wide = values.to(tl.float32)
+    return tl.sum(tl.sum(wide * wide, 2), 0)
+
+
+@triton.jit
+def _norm_scale(first, rest, size, eps, REST: tl.constexpr):
+    """What an RMS norm multiplies each row with, float32 [rows]."""
+    power = _power(first)
     if REST > 0:
-        more = rest.to(tl.float32)
-        power += tl.sum(more * more, 1)
-    scale = tl.rsqrt(power / size + eps)[:, None]
-    normed = (wide * scale * factors[None, :]).to(first.dtype)
-    others = normed
-    if REST > 0:
-        others = (more * scale * more_factors[None, :]).to(first.dtype)
-    return normed, others
+        power += _power(rest)
+    return tl.rsqrt(power / size + eps)
+
+
+@triton.jit
+def _times(values, scale, factors):
+    return (values.to(tl.float32) * scale * factors).to(values.dtype)
+
+
+@triton.jit
+def _normed_product(
+    first, rest, weights, more_weights, factors, more_factors, size, eps,
+    REST: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """float32 [weight rows, rows] of normed rows, or of rows as they are.
+
+    The product need not wait for the sum of the squares: it can be scaled afterwards, except in float16, which rows
+    times the norm's weight may leave.
+    """
+    EARLY: tl.constexpr = NORM and first.dtype == tl.float16
+    left, more_left = first, rest
+    scale = _norm_scale(first, rest, size, eps, REST)[None, :, None] if EARLY else 1.0
+    if NORM:
+        left = _times(first, scale, factors)
+        if REST > 0:
+            more_left = _times(rest, scale, more_factors)
+    acc = _product(left, more_left, weights, more_weights, REST)
+    if NORM and not EARLY:
+        acc *= _norm_scale(first, rest, size, eps, REST)[None, :]
+    return acc
 
 
 @triton.jit
 def _product(first, rest, weights, more_weights, REST: tl.constexpr):
-    """float32 [weight rows, rows]."""
-    acc = tl.dot(weights, tl.trans(first), input_precision="ieee")
+    """float32 [weight rows, rows]. Parts of the columns are multiplied by different warps."""
+    acc = _dot(weights, first)
     if REST > 0:
-        acc = tl.dot(more_weights, tl.trans(rest), acc, input_precision="ieee")
+        acc += _dot(more_weights, rest)
+    return acc
+
+
+@triton.jit
+def _dot(weights, rows):
+    if weights.shape[0] == 1:
+        flat = tl.reshape(rows, [rows.shape[1], rows.shape[2]])
+        acc = tl.dot(tl.reshape(weights, [weights.shape[1], weights.shape[2]]), tl.trans(flat), input_precision="ieee")
+    else:
+        acc = tl.sum(tl.dot(weights, tl.permute(rows, (0, 2, 1)), input_precision="ieee"), 0)
     return acc
 
 
@@ -72,7 +115,7 @@ def _halves(acc):
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_linear(
     rows, weight, norm, bias, residual, out, num_rows, num_out, size, eps,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of weight rows, tiles of rows). A tile is half gate and half up where gated."""
@@ -82,22 +125,21 @@ def _norm_linear(
     local = tl.arange(0, TILE)
     column = tl.program_id(0) * WIDTH + local % WIDTH
     weights, more_weights = _load_pieces(
-        weight, (column + local // WIDTH * num_out).to(tl.int64), column < num_out, size, FIRST, REST
+        weight, (column + local // WIDTH * num_out).to(tl.int64), column < num_out, size, FIRST, REST, PARTS
     )
+    factors, more_factors = weights, more_weights
     if NORM:
-        factors, more_factors = _load_factors(norm, size, FIRST, REST)
+        factors, more_factors = _load_factors(norm, size, FIRST, REST, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first, rest = _load_pieces(rows, row, row < num_rows, size, FIRST, REST)
+    first, rest = _load_pieces(rows, row, row < num_rows, size, FIRST, REST, PARTS)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = (row[:, None] < num_rows) & (column[None, :] < num_out)
     places = row[:, None] * num_out + column[None, :]
     if residual is not None:
         added = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        first, rest = _normed(first, rest, factors, more_factors, size, eps, REST)
-    acc = _product(first, rest, weights, more_weights, REST)
+    acc = _normed_product(first, rest, weights, more_weights, factors, more_factors, size, eps, REST, NORM)
     if GATED:
         gate, up = _halves(acc)
         if bias is not None:
@@ -117,36 +159,37 @@ def _norm_linear(
 def _norm_qkv(
     rows, weight, norm, bias, cos, sin, slots, k_cache, v_cache, qk_norm, q, num_rows, size, eps, qk_eps,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_M: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    BLOCK_M: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads times parts of a head, tiles of rows). A part is PAIRS pairs of channels that turn together."""
+    """Grid (heads times cuts of a head, tiles of rows). A cut is PAIRS pairs of channels that turn together."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = DIM // 2
     ROTATED: tl.constexpr = NUM_HEADS + KV_HEADS
-    PARTS: tl.constexpr = HALF // PAIRS
-    head = tl.program_id(0) // PARTS
+    CUTS: tl.constexpr = HALF // PAIRS
+    head = tl.program_id(0) // CUTS
     local = tl.arange(0, 2 * PAIRS)
-    begin = head * DIM + tl.program_id(0) % PARTS * PAIRS
+    begin = head * DIM + tl.program_id(0) % CUTS * PAIRS
     source = (begin + local % PAIRS + local // PAIRS * HALF).to(tl.int64)
-    weights, more_weights = _load_pieces(weight, source, source >= 0, size, FIRST, REST)
+    weights, more_weights = _load_pieces(weight, source, source >= 0, size, FIRST, REST, PARTS)
+    factors, more_factors = weights, more_weights
     if NORM:
-        factors, more_factors = _load_factors(norm, size, FIRST, REST)
+        factors, more_factors = _load_factors(norm, size, FIRST, REST, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < num_rows
-    first, rest = _load_pieces(rows, row, there, size, FIRST, REST)
-    pair = tl.program_id(0) % PARTS * PAIRS + tl.arange(0, PAIRS)
+    first, rest = _load_pieces(rows, row, there, size, FIRST, REST, PARTS)
+    pair = tl.program_id(0) % CUTS * PAIRS + tl.arange(0, PAIRS)
     channel = head * DIM + pair
     turn = row[:, None] * HALF + pair[None, :]
     slot = tl.load(slots + row, mask=there, other=-1).to(tl.int64)
     cosine = tl.load(cos + turn, mask=there[:, None], other=0.0)
     sine = tl.load(sin + turn, mask=there[:, None], other=0.0)
-    if NORM:
-        first, rest = _normed(first, rest, factors, more_factors, size, eps, REST)
-    low, high = _halves(_product(first, rest, weights, more_weights, REST))
+    low, high = _halves(
+        _normed_product(first, rest, weights, more_weights, factors, more_factors, size, eps, REST, NORM)
+    )
     if bias is not None:
         low += tl.load(bias + channel).to(tl.float32)[None, :]
         high += tl.load(bias + channel + HALF).to(tl.float32)[None, :]
@@ -156,7 +199,7 @@ def _norm_qkv(
     mask = (there & (slot >= 0))[:, None]
     if head < ROTATED:
         if QK_NORM:
-            # A part is a whole head then.
+            # A cut is a whole head then.
             power = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM
             scale = tl.rsqrt(power + qk_eps)[:, None]
             low = low * scale * tl.load(qk_norm + channel).to(tl.float32)[None, :]
@@ -176,12 +219,12 @@ def norm_linear(
 ) -> None:  # fmt: skip
     """As kernels.row_linear.norm_linear, into `out`."""
     (num_rows, size), num_out = rows.shape, out.shape[1]
-    (first, rest), block_m = pieces(size), config.rows(num_rows)
+    block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
     options = {"launch_pdl": True} if pdl else {}
-    width = TILE // 2 if gated else TILE
+    width = config.tile // 2 if gated else config.tile
     _norm_linear[(triton.cdiv(num_out, width), triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, num_out, size, eps,
-        BLOCK_M=block_m, TILE=TILE, FIRST=first, REST=rest,
+        BLOCK_M=block_m, TILE=config.tile, FIRST=first, REST=rest, PARTS=parts,
         NORM=norm is not None, GATED=gated, PDL=pdl, num_warps=config.warps, **options,
     )  # fmt: skip
 
@@ -194,13 +237,14 @@ def norm_qkv(
     """As kernels.row_linear.norm_qkv, into `q`."""
     num_rows, size = rows.shape
     (num_heads, dim), kv_heads = q.shape[1:], k_cache.shape[1]
-    (first, rest), block_m = pieces(size), config.rows(num_rows)
-    pairs = pairs_of(dim, qk_norm is not None)
+    block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
+    pairs = dim // 2 if qk_norm is not None else config.tile // 2
     programs = (num_heads + 2 * kv_heads) * (dim // 2 // pairs)
     options = {"launch_pdl": True} if pdl else {}
     _norm_qkv[(programs, triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, cos, sin, slots, k_cache, v_cache,
         weight if qk_norm is None else qk_norm, q, num_rows, size, eps, qk_eps,
-        NUM_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, BLOCK_M=block_m, FIRST=first, REST=rest,
-        NORM=norm is not None, QK_NORM=qk_norm is not None, PDL=pdl, num_warps=config.warps, **options,
+        NUM_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, BLOCK_M=block_m,
+        FIRST=first, REST=rest, PARTS=parts, NORM=norm is not None, QK_NORM=qk_norm is not None, PDL=pdl,
+        num_warps=config.warps, **options,
     )  # fmt: skip

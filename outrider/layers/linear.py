@@ -10,7 +10,7 @@ from kernels.activation import silu_mul
 from kernels.gemm import stream_linear
 from kernels.gemm_configs import worth_streaming
 from kernels.launch import use_triton
-from kernels.row_linear import fits, norm_linear
+from kernels.row_linear import fits, norm_linear, pays
 from outrider.layers.norm import RMSNorm
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
@@ -56,6 +56,8 @@ class Linear:
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
+        if self.takes_whole_rows(rows):
+            return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return stream_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._packed is not None and rows.shape[0] >= MIN_ROWS:
@@ -77,15 +79,18 @@ class Linear:
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm) -> Tensor:
         """`gated` of the normed residual stream [M, in], in one launch where rows are few and not wide."""
-        if not self.takes_whole_rows(stream):
+        if not self.takes_whole_rows(stream, gated=True):
             return self.gated(norm(stream))
         return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
 
-    def takes_whole_rows(self, rows: Tensor) -> bool:
-        """Whether products of `rows` [M, in] are made with the norm in front of them, as those of small models are."""
-        if self._packed is not None or not use_triton(rows) or not fits(*rows.shape):
+    def takes_whole_rows(self, rows: Tensor, gated: bool = False) -> bool:
+        """Whether products of `rows` [M, in] take whole rows at once, with a norm in front of them, as those of small
+        models do."""
+        if self._packed is not None or not use_triton(rows):
             return False
-        return not rows.is_cuda or rows.dtype != torch.float32
+        if not rows.is_cuda:
+            return fits(*rows.shape)
+        return rows.dtype != torch.float32 and pays(*rows.shape, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
         """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""

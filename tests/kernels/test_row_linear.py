@@ -11,7 +11,17 @@ from torch import Tensor
 
 from kernels.reference import rope as rope_reference
 from kernels.reference import row_linear as reference
-from kernels.row_configs import MAX_ROWS, MAX_SIZE, RowConfig, fits, pieces, qkv_fits
+from kernels.row_configs import (
+    MAX_ROWS,
+    MAX_SIZE,
+    RowConfig,
+    fits,
+    pays,
+    pieces,
+    qkv_config,
+    qkv_fits,
+    usual_config,
+)
 from kernels.row_linear import norm_linear, norm_qkv
 
 # Triton's interpreter multiplies the bit patterns of bfloat16.
@@ -59,7 +69,7 @@ def test_a_product_with_all_around_it_equals_the_reference(
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 40, MAX_ROWS])
-@pytest.mark.parametrize("config", [RowConfig(), RowConfig(block_m=16), RowConfig(block_m=64, warps=4)])
+@pytest.mark.parametrize("config", [RowConfig(), RowConfig(tile=16, parts=4), RowConfig(tile=32, parts=2, block_m=64)])
 def test_any_number_of_rows_and_any_cut(num_rows: int, config: RowConfig, device: str) -> None:
     given = operands(num_rows, 56, 40, torch.float32, device)
     bias = given.pop("bias")
@@ -138,18 +148,32 @@ def test_tokens_without_a_slot_write_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("size", [16, 17, 31, 32, 576, 896, 960, 1024, 1536])
-def test_pieces_hold_every_column(size: int) -> None:
-    first, rest = pieces(size)
+@pytest.mark.parametrize("wanted", [1, 4])
+def test_pieces_hold_every_column(size: int, wanted: int) -> None:
+    parts, first, rest = pieces(size, wanted)
     assert first <= size <= first + rest
     assert all(piece & (piece - 1) == 0 for piece in (first, rest))
-    assert rest == 0 or (rest >= 16 and size > first)
+    assert rest == 0 or (rest // parts >= 16 and size > first)
+    assert 1 <= parts <= wanted and first // parts >= 16
 
 
 def test_what_fits() -> None:
     assert fits(1, 16) and fits(MAX_ROWS, MAX_SIZE)
     assert not fits(MAX_ROWS + 1, 576) and not fits(1, MAX_SIZE + 1) and not fits(0, 576)
-    assert qkv_fits(32, 576, 64, True) and qkv_fits(32, 1024, 128, False)
-    assert not qkv_fits(32, 1024, 128, True) and not qkv_fits(32, 576, 32, False)
+    assert qkv_fits(32, 576, 64, True) and qkv_fits(32, 1024, 128, False) and qkv_fits(32, 576, 32, False)
+    assert not qkv_fits(32, 1024, 128, True) and not qkv_fits(32, MAX_SIZE + 1, 128, False)
+
+
+@pytest.mark.parametrize("size", [64, 576, 640, 896, 1024, 1536])
+def test_the_usual_cuts_fit_a_processor(size: int) -> None:
+    assert usual_config(size).holds(MAX_ROWS, size)
+    assert qkv_config(size, 64, False).holds(MAX_ROWS, size)
+
+
+def test_wide_rows_pay_only_where_there_are_few() -> None:
+    assert pays(64, 576) and pays(64, 576, gated=True) and pays(32, 1536)
+    assert not pays(64, 1536) and not pays(32, 1024, gated=True) and pays(8, 1024, gated=True)
+    assert not pays(1, MAX_SIZE + 1)
 
 
 def test_shapes_are_checked() -> None:
@@ -164,9 +188,9 @@ def test_shapes_are_checked() -> None:
         norm_linear(rows, weight.half())
     with pytest.raises(ValueError, match="1 to 64"):
         norm_linear(torch.zeros(65, 32), weight)
-    cache, angles, slots = torch.zeros(4, 1, 16), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="from 64 on"):
-        norm_qkv(rows, weight, angles, angles, slots, cache, cache, 2)
+    cache, angles, slots = torch.zeros(4, 1, 8), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="from 16 on"):
+        norm_qkv(rows, weight, angles, angles, slots, cache, cache, 6)
 
 
 @pytest.mark.gpu
