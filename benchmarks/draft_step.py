@@ -233,7 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.launch_by_launch:
-        Linear.takes_whole_rows = lambda *_: False  # type: ignore[method-assign]
+        Linear.takes_rows_at_once = lambda *_, **__: False  # type: ignore[method-assign]
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     grid = [

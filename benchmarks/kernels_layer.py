@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,7 @@ from kernels.compiling import allow_threads
 from kernels.gemm import stream_linear
 from kernels.norm import rms_norm
 from kernels.rope import rope_write
-from kernels.row_configs import RowConfig, fits, pays
+from kernels.row_configs import RowConfig, pays
 from kernels.row_linear import norm_linear, norm_qkv
 
 DTYPE, EPS, SLOTS = torch.bfloat16, 1e-5, 4096
@@ -98,7 +98,7 @@ class Layers:
 
     def added_after(self, weights: list[Tensor], rows: Tensor, layer: int, config: RowConfig | None = None) -> Tensor:
         """The same over whole rows, if that pays."""
-        if config is None and not pays(*rows.shape):
+        if config is None and not pays(len(rows), *weights[layer].shape, whole=False):
             return self.added_before(weights, rows, layer)
         return norm_linear(rows, weights[layer], residual=self.stream, out=self.stream, config=config)
 
@@ -110,9 +110,11 @@ class Layers:
 
     def after(self, layer: int) -> None:
         """The same as it is run."""
-        (self.heads_after if pays(*self.stream.shape) else self.heads_before)(layer)
+        count = len(self.stream)
+        (self.heads_after if pays(count, *self.qkv[layer].shape, whole=True) else self.heads_before)(layer)
         self.added_after(self.out, self.attended, layer)
-        gated = self.gated_after if pays(*self.stream.shape, True) else self.gated_before
+        fast = pays(count, *self.gate_up[layer].shape, whole=True, gated=True)
+        gated = self.gated_after if fast else self.gated_before
         self.added_after(self.down, gated(layer), layer)
 
 
@@ -145,8 +147,10 @@ def cuts_of(layers: Layers) -> dict[str, Callable[[int], object]]:
         found[f"heads {name}"] = partial(layers.heads_after, config=config)
         found[f"gated {name}"] = partial(layers.gated_after, config=config)
         found[f"output {name}"] = partial(layers.added_after, layers.out, layers.attended, config=config)
-        if fits(count, layers.shape.mlp) and config.holds(count, layers.shape.mlp) and (parts > 1 or tile == 16):
-            found[f"down {name}"] = partial(layers.added_after, layers.down, middle, config=config)
+        if parts == 1:
+            cut = replace(config, cut=512)
+            found[f"down {name} cut"] = partial(layers.added_after, layers.down, middle, config=cut)
+            found[f"output {name} cut"] = partial(layers.added_after, layers.out, layers.attended, config=cut)
     return found
 
 

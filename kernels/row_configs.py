@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kernels.attention_tiles import power_of_two
+from kernels.attention_tiles import ceil_div, power_of_two
 
 MAX_SIZE = 1536
 """Widest rows that a program takes at once: beyond it registers and shared memory are full, and re-reading the rows in
@@ -18,6 +18,12 @@ _GROUP_TILE = 64
 _GROUP_SIZE = 640
 """Widest rows of such tiles: three of them fit a processor, so that weights of the next launches are on their way."""
 _MIDDLE_SIZE = 1024
+MAX_CUT_SIZE = 8192
+_CUT = 512
+_CROWD = 200
+"""Programs that run at the same time without being in each other's way: with more, each takes more rows instead."""
+_MAX_WEIGHTS = 5 << 20
+"""Weights of the largest matrix that was tried, 896 x 4864 and 2048 x 2048, and a little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,8 @@ class RowConfig:
     block_m: int = 16
     """Rows of a program at most; those beyond are other programs'."""
     warps: int = 4
+    cut: int = 0
+    """Columns of a program, 0 for all; others add theirs. Only where rows are neither normed nor gated."""
 
     def rows(self, num_rows: int) -> int:
         """Rows of a program for `num_rows` in all, a power of two."""
@@ -41,26 +49,30 @@ class RowConfig:
         return (self.tile + self.rows(num_rows)) * sum(pieces(size, 1)[1:]) * 2 <= _SHARED_MEMORY
 
 
-def usual_config(size: int) -> RowConfig:
-    """The cut for rows of `size` columns."""
+def usual_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConfig:
+    """The cut for [num_rows, size] by [num_out, size]. `whole`: rows are normed or gated."""
     if size <= _GROUP_SIZE:
         return RowConfig()
+    if not whole:
+        config = RowConfig(cut=_CUT)
+        programs = ceil_div(num_out, config.tile) * ceil_div(num_rows, config.block_m) * ceil_div(size, _CUT)
+        return config if programs <= _CROWD else replace(config, block_m=32)
     return RowConfig(tile=32 if size <= _MIDDLE_SIZE else 16, parts=4)
 
 
-def fits(num_rows: int, size: int) -> bool:
-    """Whether a product of [num_rows, size] can be made of whole rows."""
-    return 1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= MAX_SIZE
+def fits(num_rows: int, size: int, whole: bool = True) -> bool:
+    """Whether a product of [num_rows, size] can be made so. `whole`: rows are normed or gated."""
+    return 1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= (MAX_SIZE if whole else MAX_CUT_SIZE)
 
 
-def pays(num_rows: int, size: int, gated: bool = False) -> bool:
-    """Whether it is the fastest way, as measured on an H200 at the shapes of SmolLM2-135M and Qwen3-0.6B
-    (`benchmarks/kernels_layer.py --cuts`)."""
-    if not fits(num_rows, size):
+def pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
+    """Whether it is the fastest way, as measured on an H200 (`benchmarks/kernels_layer.py --cuts`): over the kernel for
+    large models, of which bandwidth is all that is wanted."""
+    if not fits(num_rows, size, whole) or num_out * size > _MAX_WEIGHTS:
         return False
-    if size <= _GROUP_SIZE:
+    if size <= _GROUP_SIZE or not whole:
         return True
-    return num_rows <= (16 if gated or size <= _MIDDLE_SIZE else 32)
+    return size <= _MIDDLE_SIZE and num_rows <= (16 if gated else 32)
 
 
 def qkv_fits(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
@@ -73,8 +85,8 @@ def qkv_config(size: int, head_dim: int, head_norm: bool) -> RowConfig:
     """The cut for heads."""
     if head_norm:
         return RowConfig(tile=head_dim)
-    config = usual_config(size)
-    return RowConfig(tile=min(config.tile, head_dim), parts=config.parts)
+    config = usual_config(MAX_ROWS, head_dim, size, whole=True)
+    return replace(config, tile=min(config.tile, head_dim))
 
 
 def pieces(size: int, parts: int) -> tuple[int, int, int]:

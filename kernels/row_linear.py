@@ -1,4 +1,4 @@
-"""Products of a small model: whole rows at once, with the norm in front of them and what stands behind them."""
+"""Products of a small model: short rows at once, with the norm in front of them and what stands behind them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from torch import Tensor
 
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import row_linear as reference
-from kernels.row_configs import MAX_ROWS, RowConfig, fits, pays, qkv_config, qkv_fits, usual_config
+from kernels.row_configs import (
+    MAX_CUT_SIZE,
+    MAX_ROWS,
+    MAX_SIZE,
+    RowConfig,
+    fits,
+    pays,
+    qkv_config,
+    qkv_fits,
+    usual_config,
+)
 
 __all__ = ["RowConfig", "fits", "norm_linear", "norm_qkv", "pays", "qkv_fits"]
 
@@ -56,7 +66,8 @@ def norm_linear(
         return out.copy_(reference.norm_linear(rows, weight, norm, eps, bias, residual, gated))
     from kernels.jit import row_linear as jit
 
-    config = config or usual_config(rows.shape[1])
+    whole = norm is not None or gated
+    config = config or usual_config(rows.shape[0], num_out, rows.shape[1], whole)
     jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
     return out
 
@@ -134,7 +145,9 @@ def _check(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor | Non
         raise ValueError(f"a norm of {tuple(norm.shape)} for rows of {rows.shape[1]}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} weight rows")
-    if not 1 <= rows.shape[0] <= MAX_ROWS or rows.shape[1] < 16:
-        raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of at least 16 columns can be taken whole")
+    count, size = rows.shape
+    if not fits(count, size, whole=norm is not None):
+        limit = MAX_SIZE if norm is not None else MAX_CUT_SIZE
+        raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of 16 to {limit} columns can be taken")
     if not (rows.is_contiguous() and weight.is_contiguous()):
         raise ValueError("rows and weights must be contiguous")

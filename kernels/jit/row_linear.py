@@ -2,7 +2,8 @@
 
 Launches of a small model are bound by latency, one chain of waiting after another. So a program does not walk over
 columns: it has all its weights in registers before the launch in front ends, then loads whole rows at once, norms them
-where they are, and multiplies. There is no loop, and nothing is pipelined.
+where they are, and multiplies. There is no loop, and nothing is pipelined. Rows without a norm may be cut instead,
+since nothing needs all of one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.jit.scratch import scratch
 from kernels.row_configs import RowConfig, pieces
 
 
@@ -156,6 +158,53 @@ def _norm_linear(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
+def _cut_linear(
+    rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of weight rows, tiles of rows, cuts of CUT columns).
+
+    The last program of a tile to end adds up what all of them found, in the order of the columns.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    cut, cuts = tl.program_id(2), tl.num_programs(2)
+    column = cut * CUT + tl.arange(0, CUT)
+    within = (column < size)[None, :]
+    local = tl.arange(0, TILE)
+    target = tl.program_id(0) * TILE + local
+    weights = tl.load(
+        weight + target[:, None].to(tl.int64) * size + column[None, :],
+        mask=(target < num_out)[:, None] & within,
+        other=0.0,
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < num_rows
+    part = tl.load(rows + row[:, None] * size + column[None, :], mask=there[:, None] & within, other=0.0)
+    acc = tl.dot(weights, tl.trans(part), input_precision="ieee")
+
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    place = partials + (tile * cuts).to(tl.int64) * (TILE * BLOCK_M)
+    place += local[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(place + cut * (TILE * BLOCK_M), acc)
+    tl.debug_barrier()
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == cuts - 1:
+        acc = tl.zeros([TILE, BLOCK_M], tl.float32)
+        for other in range(cuts):
+            acc += tl.load(place + other * (TILE * BLOCK_M))
+        tl.store(counters + tile, 0)
+        if bias is not None:
+            acc += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)[:, None]
+        inside = (target < num_out)[:, None] & there[None, :]
+        places = row[None, :] * num_out + target[:, None]
+        if residual is not None:
+            acc += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_qkv(
     rows, weight, norm, bias, cos, sin, slots, k_cache, v_cache, qk_norm, q, num_rows, size, eps, qk_eps,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
@@ -221,6 +270,15 @@ def norm_linear(
     (num_rows, size), num_out = rows.shape, out.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
     options = {"launch_pdl": True} if pdl else {}
+    if config.cut and norm is None and not gated:
+        grid = (triton.cdiv(num_out, config.tile), triton.cdiv(num_rows, block_m), triton.cdiv(size, config.cut))
+        tiles = grid[0] * grid[1]
+        partials, counters = scratch(rows.device, tiles * grid[2] * config.tile * block_m, tiles)
+        _cut_linear[grid](
+            rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
+            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, PDL=pdl, num_warps=config.warps, **options,
+        )  # fmt: skip
+        return
     width = config.tile // 2 if gated else config.tile
     _norm_linear[(triton.cdiv(num_out, width), triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, num_out, size, eps,

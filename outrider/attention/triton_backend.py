@@ -49,7 +49,7 @@ class TritonPlan(AttentionPlan):
         """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         num_rows, size = stream.shape
-        if not qkv.takes_whole_rows(stream) or not qkv_fits(num_rows, size, k.shape[-1], qk_norm is not None):
+        if not qkv.takes_rows_at_once(stream) or not qkv_fits(num_rows, size, k.shape[-1], qk_norm is not None):
             return None
         head_norm, head_eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
         q = norm_qkv(

@@ -56,7 +56,7 @@ class Linear:
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
-        if self.takes_whole_rows(rows):
+        if self.takes_rows_at_once(rows, whole=False):
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return stream_linear(rows, self.weight, bias=self.bias, residual=residual)
@@ -79,18 +79,21 @@ class Linear:
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm) -> Tensor:
         """`gated` of the normed residual stream [M, in], in one launch where rows are few and not wide."""
-        if not self.takes_whole_rows(stream, gated=True):
+        if not self.takes_rows_at_once(stream, gated=True):
             return self.gated(norm(stream))
         return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
 
-    def takes_whole_rows(self, rows: Tensor, gated: bool = False) -> bool:
-        """Whether products of `rows` [M, in] take whole rows at once, with a norm in front of them, as those of small
-        models do."""
+    def takes_rows_at_once(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
+        """Whether products of `rows` [M, in] are those of small models, which take norm and residual along.
+
+        `whole`: the rows are to be normed, and `gated`.
+        """
         if self._packed is not None or not use_triton(rows):
             return False
+        count, (num_out, size) = rows.shape[0], self.weight.shape
         if not rows.is_cuda:
-            return fits(*rows.shape)
-        return rows.dtype != torch.float32 and pays(*rows.shape, gated)
+            return fits(count, size, whole)
+        return rows.dtype != torch.float32 and pays(count, num_out, size, whole, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
         """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""

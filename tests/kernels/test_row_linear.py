@@ -78,6 +78,20 @@ def test_any_number_of_rows_and_any_cut(num_rows: int, config: RowConfig, device
     torch.testing.assert_close(result, expected, **near(torch.float32, 16))
 
 
+@pytest.mark.parametrize("size", [40, 64, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_columns_may_be_cut_among_programs(size: int, dtype: torch.dtype, device: str) -> None:
+    given = operands(20, 72, size, dtype, device)
+    rows, weight, config = given["rows"], given["weight"], RowConfig(tile=32, cut=32)
+    residual = torch.randn(20, 72, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    for bias, added in ((None, None), (given["bias"], residual)):
+        expected = reference.norm_linear(rows, weight, None, EPS, bias, added, False)
+        # Twice: what programs meet with has to be left as it was found.
+        for _ in range(2):
+            result = norm_linear(rows, weight, bias=bias, residual=added, config=config)
+            torch.testing.assert_close(result, expected, **near(dtype, 16))
+
+
 def test_a_result_may_take_the_place_of_its_residual(device: str) -> None:
     given = operands(9, 48, 48, torch.float32, device)
     stream = torch.randn(9, 48, device=device)
@@ -166,14 +180,21 @@ def test_what_fits() -> None:
 
 @pytest.mark.parametrize("size", [64, 576, 640, 896, 1024, 1536])
 def test_the_usual_cuts_fit_a_processor(size: int) -> None:
-    assert usual_config(size).holds(MAX_ROWS, size)
+    assert usual_config(MAX_ROWS, size, size, whole=True).holds(MAX_ROWS, size)
     assert qkv_config(size, 64, False).holds(MAX_ROWS, size)
 
 
-def test_wide_rows_pay_only_where_there_are_few() -> None:
-    assert pays(64, 576) and pays(64, 576, gated=True) and pays(32, 1536)
-    assert not pays(64, 1536) and not pays(32, 1024, gated=True) and pays(8, 1024, gated=True)
-    assert not pays(1, MAX_SIZE + 1)
+def test_products_pay_where_they_were_measured_to() -> None:
+    assert pays(64, 576, 576, whole=True) and pays(64, 3072, 576, whole=True, gated=True)
+    assert pays(32, 576, 1536, whole=False) and pays(64, 1024, 3072, whole=False)
+    assert not pays(32, 6144, 1024, whole=True, gated=True) and not pays(64, 4096, 1024, whole=True)
+    assert pays(32, 4096, 1024, whole=True) and pays(8, 5120, 1024, whole=True, gated=True)
+    assert not pays(1, 4096, 4096, whole=False) and not pays(1, 64, MAX_SIZE + 1, whole=True)
+
+
+def test_more_programs_than_run_at_once_take_more_rows() -> None:
+    assert usual_config(32, 576, 1536, whole=False).block_m == 16
+    assert usual_config(32, 2048, 2048, whole=False).block_m == 32
 
 
 def test_shapes_are_checked() -> None:
@@ -186,7 +207,7 @@ def test_shapes_are_checked() -> None:
         norm_linear(rows, weight, residual=torch.zeros(2, 32))
     with pytest.raises(ValueError, match="product of"):
         norm_linear(rows, weight.half())
-    with pytest.raises(ValueError, match="1 to 64"):
+    with pytest.raises(ValueError, match="1 to 64 of 16 to"):
         norm_linear(torch.zeros(65, 32), weight)
     cache, angles, slots = torch.zeros(4, 1, 8), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="from 16 on"):
