@@ -65,6 +65,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         max_message_bytes=options.max_body_bytes,
         max_connections=options.max_connections,
         handshake_seconds=options.header_seconds,
+        message_seconds=options.body_seconds,
     )
     servicer = GatewayServicer(
         gateway, stall_seconds=options.stall_seconds, max_request_seconds=options.max_request_seconds
@@ -75,13 +76,17 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         app = RestApp(gateway, options, api_keys=api_keys)
         waits: dict[str, Any] = {
             "max_connections": options.max_connections,
+            "max_connections_per_address": options.max_connections_per_address or max(1, options.max_connections // 2),
+            "proxies": options.proxies,
             "header_seconds": options.header_seconds,
             "stall_seconds": options.stall_seconds,
         }
         http = [HttpServer(app, options.rest_address, option="--rest-address", tls=door["tls"], **waits)]
         http[0].connections.on_refused = partial(gateway.count_error, DOOR)
         if (page := options.metrics_address) != "":
-            metrics = HostRule(page, options.allowed_hosts).guard(_metrics_app(gateway))
+            # Beyond loopback a scraper calls it by names that no client knows.
+            rule = HostRule(page, options.allowed_hosts if is_local(page) else ())
+            metrics = rule.guard(_metrics_app(gateway))
             http.append(HttpServer(metrics, page, option="--metrics-address", **waits))
         for server in http:
             stack.push_async_callback(server.stop, 1.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 import h11
@@ -18,39 +20,71 @@ from outrider.logs import get_logger
 _logger = get_logger(__name__)
 
 _REPEAT_LOG_SECONDS = 30.0
+_IPV6_PREFIX = 64
+"""Bits of an IPv6 address that tell clients apart: who has one address has all that begin so."""
 
 
 @dataclass
 class Connections:
-    """The connections of one address. Used from one event loop."""
+    """The connections of one address of ours. Used from one event loop."""
 
     most: int
     header_seconds: float
     """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
     stall_seconds: float
     """That it may take nothing of an answer that is complete."""
+    most_per_client: int = 0
+    """From one address of theirs; 0 for any number."""
+    proxies: Sequence[IPv4Network | IPv6Network] = ()
+    """Addresses that are many clients', and may have all connections."""
     num_open: int = 0
     num_refused: int = 0
     on_refused: Callable[[OutriderError], None] | None = None
     """Is told of each connection that is refused."""
     _idle: dict[HttpConnection, None] = field(default_factory=dict)
     """Those without a request; the one that has been longest without is first."""
+    _per_client: Counter[str] = field(default_factory=Counter)
     _silent_until: float = 0.0
 
     def let_in(self, connection: HttpConnection) -> bool:
-        """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay."""
+        """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay.
+
+        Where one client has too many, it has to be one of its own.
+        """
         self.num_open += 1
-        if self.num_open <= self.most:
+        client = connection.peer
+        self._per_client[client] += 1
+        crowded = bool(client) and 0 < self.most_per_client < self._per_client[client]
+        if not crowded and self.num_open <= self.most:
             return True
-        if self._idle:
-            next(iter(self._idle)).drop()
-            return True
+        for idle in self._idle:
+            if not crowded or idle.peer == client:
+                idle.drop()
+                return True
         self.num_refused += 1
         now = connection.loop.time()
         if now >= self._silent_until:
             self._silent_until = now + _REPEAT_LOG_SECONDS
-            _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self.most)
+            if crowded:
+                text, most = "%d connections from one address, all in use: its new ones", self.most_per_client
+                _logger.warning(f"{text} are refused (--max-connections-per-address, --proxies)", most)
+            else:
+                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self.most)
         return False
+
+    def client_of(self, host: str) -> str:
+        """By what a client's connections are counted; empty where they are not counted by client."""
+        try:
+            address = ip_address(host.partition("%")[0])
+        except ValueError:
+            return ""
+        if isinstance(address, IPv6Address):
+            address = address.ipv4_mapped or address
+        if any(address in network for network in self.proxies):
+            return ""
+        if isinstance(address, IPv6Address):
+            return str(IPv6Network((address, _IPV6_PREFIX), strict=False))
+        return str(address)
 
     def set_idle(self, connection: HttpConnection, idle: bool) -> None:
         """Whether it has no request; keeps its place in the line."""
@@ -62,6 +96,9 @@ class Connections:
     def gone(self, connection: HttpConnection) -> None:
         """A connection is over."""
         self.num_open -= 1
+        self._per_client[connection.peer] -= 1
+        if not self._per_client[connection.peer]:
+            del self._per_client[connection.peer]
         self._idle.pop(connection, None)
 
 
@@ -78,6 +115,8 @@ class HttpConnection(H11Protocol):
         """`arguments` are uvicorn's."""
         super().__init__(**arguments)
         self._all = connections
+        self.peer = ""
+        """As `Connections.client_of` names the client."""
         self._refused = False
         self._late: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -85,6 +124,7 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See the base."""
         super().connection_made(transport)
+        self.peer = self._all.client_of(self.client[0] if self.client else "")
         self._refused = not self._all.let_in(self)
         if self._refused:
             error = HttpError(503, "too many connections; try again later", "too_many_connections")

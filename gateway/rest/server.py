@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from ipaddress import ip_network
 from typing import Any
 
 import uvicorn
@@ -65,11 +66,14 @@ class HttpServer:
         option: str,
         tls: TlsSource | None = None,
         max_connections: int = 1024,
+        max_connections_per_address: int = 0,
+        proxies: Sequence[str] = (),
         header_seconds: float = 10.0,
         stall_seconds: float = 60.0,
     ) -> None:
         """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError.
 
+        `max_connections_per_address`: of one client, 0 for any number; `proxies`, addresses or networks, are many.
         `header_seconds`: for the head of a request; `stall_seconds`: how long a client may take nothing of its answer.
         """
         host, port = split_host_port(address, option)
@@ -88,7 +92,13 @@ class HttpServer:
         config.load()  # which would set the context anew
         if tls is not None:
             config.ssl = http_context(tls)
-        self.connections = Connections(max_connections, header_seconds, stall_seconds)
+        self.connections = Connections(
+            max_connections,
+            header_seconds,
+            stall_seconds,
+            most_per_client=max_connections_per_address,
+            proxies=[ip_network(proxy) for proxy in proxies],
+        )
         self._server = _Server(config, self.connections)
         self._task: asyncio.Task[None] | None = None
 

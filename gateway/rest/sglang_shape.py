@@ -114,7 +114,7 @@ class GenerateShape(Shape):
         with_text: bool,
     ) -> None:
         """`name`: the id that the client chose; `logprob_start`: first position of the prompt that is told of."""
-        super().__init__(model, jobs, None)
+        super().__init__(model, jobs)
         self._name = name
         self._is_batch = is_batch
         self._logprob_start = logprob_start
@@ -150,12 +150,6 @@ class GenerateShape(Shape):
 
     def _keeps_tokens(self, job: Job) -> bool:
         return True
-
-    def _choices(self, delta: Delta, answer: Collected) -> Iterator[Body]:
-        raise NotImplementedError  # events are answers here
-
-    def _chunk(self, choices: list[Any], **more: Any) -> Body:
-        raise NotImplementedError
 
     def _body(self, index: int, answer: Collected, told: _Told | None = None) -> GenerateAnswer:
         """An answer, as far as it goes; `told` is what earlier events have told of it."""

@@ -69,15 +69,12 @@ class Shape(ABC):
     prompt_field = "prompt_logprobs"
     """What the route calls the same of prompts."""
 
-    def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
+    def __init__(self, model: ServedModel, jobs: Sequence[Job]) -> None:
         self._tokenizer = model.tokenizer
-        self._options = options or StreamOptions()
         self._jobs = [job for job in jobs for _ in range(job.n)]
         """Of each answer."""
         self._answers = [Collected() for job in jobs for _ in range(job.n)]
         self._num_described = sum(_described(job) for job in self._jobs)
-        self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
-        self._completion_tokens = 0
         self._num_collected = 0
         """Log-probabilities, tree nodes and tokens of the answers that are kept."""
         self._usage = Usage()
@@ -143,20 +140,9 @@ class Shape(ABC):
     def whole(self) -> Sendable:
         """The response that is not streamed; every answer has been collected to its end."""
 
+    @abstractmethod
     def chunks(self, delta: Delta) -> Iterator[Sendable]:
         """The events of a delta, the usage at the end included."""
-        self._completion_tokens += len(delta.tokens)
-        more: dict[str, Any] = {}
-        if self._options.continuous_usage_stats:
-            more["usage"] = UsageBody(
-                prompt_tokens=self._prompt_tokens,
-                completion_tokens=self._completion_tokens,
-                total_tokens=self._prompt_tokens + self._completion_tokens,
-            )
-        for choice in self._choices(delta, self._answers[delta.choice_index]):
-            yield self._chunk([choice], **more)
-        if delta.usage is not None and self._options.include_usage:
-            yield self._chunk([], usage=UsageBody.of(delta.usage))
 
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
         """The field of a choice that tells how its tokens came about, for a request that is traced."""
@@ -170,6 +156,31 @@ class Shape(ABC):
         body = prompt_logprobs_body(self._jobs[index].prompt_token_ids, parts, num_top, self._tokenizer)
         return {"prompt_logprobs": body}
 
+
+class ChoicesShape(Shape):
+    """OpenAI's: events that hold choices, and usage."""
+
+    def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
+        super().__init__(model, jobs)
+        self._options = options or StreamOptions()
+        self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+        self._completion_tokens = 0
+
+    def chunks(self, delta: Delta) -> Iterator[Body]:
+        """See the base."""
+        self._completion_tokens += len(delta.tokens)
+        more: dict[str, Any] = {}
+        if self._options.continuous_usage_stats:
+            more["usage"] = UsageBody(
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._completion_tokens,
+                total_tokens=self._prompt_tokens + self._completion_tokens,
+            )
+        for choice in self._choices(delta, self._answers[delta.choice_index]):
+            yield self._chunk([choice], **more)
+        if delta.usage is not None and self._options.include_usage:
+            yield self._chunk([], usage=UsageBody.of(delta.usage))
+
     @abstractmethod
     def _choices(self, delta: Delta, answer: Collected) -> Iterator[Body]:
         """A choice for each event of a delta; `answer` is what was sent before."""
@@ -179,7 +190,7 @@ class Shape(ABC):
         """One event."""
 
 
-class ChatShape(Shape):
+class ChatShape(ChoicesShape):
     """For /v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -221,7 +232,7 @@ class ChatShape(Shape):
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 
 
-class CompletionShape(Shape):
+class CompletionShape(ChoicesShape):
     """For /v1/completions."""
 
     prefix = "cmpl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
 
 from outrider.config.base import option
@@ -56,7 +57,9 @@ class GatewayOptions(ServiceOptions):
     max_answers: int = option(256, "Answers in the making at once, over both doors; more get 429.", minimum=1)
     max_prompts: int = option(128, "Prompts in one request.", minimum=1, maximum=4096)
     max_body_bytes: int = option(8388608, "Longest request body or message.", minimum=1024, maximum=1073741824)
-    body_seconds: float = option(30.0, "Seconds that a client gets to send its body.", minimum=0.1, maximum=3600)
+    body_seconds: float = option(
+        30.0, "Seconds that a client gets to send its body or message.", minimum=0.1, maximum=3600
+    )
     stall_seconds: float = option(60.0, "Seconds that a client may leave its stream unread.", minimum=0.1, maximum=3600)
     max_logprobs: int = option(
         4194304,
@@ -65,6 +68,14 @@ class GatewayOptions(ServiceOptions):
     )
     max_connections: int = option(
         1024, "Connections of a door at once; over it idle ones are closed, and if there are none, new ones.", minimum=1
+    )
+    max_connections_per_address: int = option(
+        0, "Connections of the REST door at once from one address, or one IPv6 /64; 0 for half of all.", minimum=0
+    )
+    proxies: tuple[str, ...] = option(
+        (),
+        "Addresses or networks, like 10.1.2.0/24, of proxies before the REST door, comma separated: they may have all "
+        "connections.",
     )
     header_seconds: float = option(
         10.0, "Seconds that a client gets to send the head of a request.", minimum=0.05, maximum=3600
@@ -102,6 +113,11 @@ class GatewayOptions(ServiceOptions):
                 raise ConfigError(
                     f"--allowed-hosts: {host!r} is no name of a host; write it like example.org, without a port"
                 )
+        for proxy in self.proxies:
+            try:
+                ip_network(proxy)
+            except ValueError as error:
+                raise ConfigError(f"--proxies: {error}; write it like 10.1.2.3 or 10.1.2.0/24") from None
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import grpc
 
 from outrider import logs
-from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError
 from outrider.rpc.call import CLIENT_KEY, USER_KEY, clean_client, client, name_client
 from outrider.rpc.decoding import strict
 from outrider.rpc.status import status_from_error
@@ -30,24 +30,23 @@ _MAX_ID = 64
 _logger = logs.get_logger(__name__)
 
 
-class _Rejected:
-    """Stands for a unary request that could not be decoded; grpc would answer INTERNAL to an exception there."""
-
-    def __init__(self, error: InvalidRequestError) -> None:
-        self.error = error
-
-
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler.
+    """Wraps every handler. A request of one message is read here, and refused if it is not there in time.
 
     In a request stream each message is decoded when it is read, so `InvalidRequestError` is raised from the handler's
     own `async for` or `context.read()`; a handler that reads in a task of its own lets it through to its caller.
     """
 
     def __init__(
-        self, *, auth_tokens: Collection[str] = (), allow_unknown_fields: Collection[str] = (), for_peers: bool = False
+        self,
+        *,
+        auth_tokens: Collection[str] = (),
+        allow_unknown_fields: Collection[str] = (),
+        for_peers: bool = False,
+        message_seconds: float = 30.0,
     ) -> None:
         """`for_peers`: callers are services of ours, whose word on whose behalf they call is taken."""
+        self._message_seconds = message_seconds
         self._auth_tokens = tuple(token.encode() for token in auth_tokens)
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
@@ -65,7 +64,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         token = self._token(metadata)
         authorized = token is not None or not self._auth_tokens or method.startswith(_HEALTH_PREFIX)
-        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized)
+        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized, self._message_seconds)
         if self._for_peers:
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
@@ -101,16 +100,17 @@ def clean_request_id(given: str | bytes | None) -> str:
 class _Call:
     """One call at the boundary."""
 
-    def __init__(self, method: str, request_id: str, authorized: bool) -> None:
+    def __init__(self, method: str, request_id: str, authorized: bool, message_seconds: float) -> None:
         self.method = method
         self.request_id = request_id
         self.authorized = authorized
+        self._message_seconds = message_seconds
         self.client: str | None = None
         """As a peer has said it; None where token and user tell."""
         self.token = ""
         self.user = ""
 
-    async def enter(self, request: Any, context: Any) -> None:
+    async def enter(self, context: Any) -> None:
         """Begin the call in its own task; refuse it if it must not run."""
         logs.request_id.set(self.request_id)
         if self.client is None:
@@ -123,8 +123,18 @@ class _Call:
                 grpc.StatusCode.UNAUTHENTICATED,
                 "missing or wrong bearer token; send the metadata 'authorization: Bearer TOKEN'",
             )
-        if isinstance(request, _Rejected):
-            raise request.error
+
+    async def read(self, context: Any) -> Any:
+        """The message of a call that has one. grpc itself would wait for it as long as its sender likes."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                message = await context.read()
+        except TimeoutError:
+            text = f"the message did not arrive within {self._message_seconds:g} s; send it faster"
+            raise DeadlineError(text, code="request_timeout") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequestError("", "the call ended without a message", "send one")
+        return message
 
     async def fail(self, error: Exception, context: Any) -> NoReturn:
         """End the call with the status that belongs to `error`."""
@@ -151,53 +161,41 @@ class _Call:
 
 
 def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with the boundary around it, of the same arity."""
+    """The same handler with the boundary around it, with as many answers."""
     if not call.authorized:
         # As a stream, whatever it is: `enter` refuses it before anything that it sends is read.
-        return grpc.stream_stream_rpc_method_handler(_streaming(handler, call))
+        return grpc.stream_stream_rpc_method_handler(_streaming(handler, call, streams=True))
     decode = handler.request_deserializer
     if decode is not None:
         decode = strict(decode, allow_unknown=lenient)
     codecs = {"request_deserializer": decode, "response_serializer": handler.response_serializer}
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream, call), **codecs)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, call), **codecs)
-    if decode is not None:
-        codecs["request_deserializer"] = _deferred(decode)
+    # Where one message is sent, it is a stream of one: only so can it be read with a time limit.
+    streams = handler.request_streaming
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream, call), **codecs)
-    return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, call), **codecs)
+        behaviour = handler.stream_stream if streams else handler.unary_stream
+        return grpc.stream_stream_rpc_method_handler(_streaming(behaviour, call, streams), **codecs)
+    behaviour = handler.stream_unary if streams else handler.unary_unary
+    return grpc.stream_unary_rpc_method_handler(_unary(behaviour, call, streams), **codecs)
 
 
-def _deferred(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def attempt(data: bytes) -> Any:
+def _unary(behaviour: Any, call: _Call, streams: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def respond(requests: Any, context: Any) -> Any:
         try:
-            return decode(data)
-        except InvalidRequestError as error:
-            return _Rejected(error)
-
-    return attempt
-
-
-def _unary(behaviour: Any, call: _Call) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def respond(request: Any, context: Any) -> Any:
-        try:
-            await call.enter(request, context)
-            return await behaviour(request, context)
+            await call.enter(context)
+            return await behaviour(requests if streams else await call.read(context), context)
         except Exception as error:
             await call.fail(error, context)
 
     return respond
 
 
-def _streaming(behaviour: Any, call: _Call) -> Callable[[Any, Any], Awaitable[None]]:
+def _streaming(behaviour: Any, call: _Call, streams: bool) -> Callable[[Any, Any], Awaitable[None]]:
     # Written with context.write, not as a generator: when the call is cancelled during a write, the handler's own
     # generator is closed at once, so its `finally` frees what the call held instead of waiting for the collector.
-    async def respond(request: Any, context: Any) -> None:
+    async def respond(requests: Any, context: Any) -> None:
         try:
-            await call.enter(request, context)
-            result = behaviour(request, context)
+            await call.enter(context)
+            result = behaviour(requests if streams else await call.read(context), context)
             if not hasattr(result, "__aiter__"):
                 await result
                 return

@@ -31,6 +31,7 @@ from outrider.rpc.transport import (
 _logger = get_logger(__name__)
 
 DEFAULT_HANDSHAKE_SECONDS = 20.0
+DEFAULT_MESSAGE_SECONDS = 30.0
 MAX_STREAMS = 4096
 """Calls on one connection at once; a client's further ones wait there."""
 
@@ -46,8 +47,8 @@ class GrpcServer:
     Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers; elsewhere an
     unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
     connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections` new
-    ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. `option` is
-    what error messages call the address.
+    ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call whose
+    one message is not there after `message_seconds` is refused. `option` is what error messages call the address.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GrpcServer:
         max_connection_age: float = 0.0,
         max_connections: int = 0,
         handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
+        message_seconds: float = DEFAULT_MESSAGE_SECONDS,
         option: str = "--address",
     ) -> None:
         check_address(address, option)
@@ -77,7 +79,10 @@ class GrpcServer:
         self._option = option
         self._health = HealthServicer(service_names)
         boundary = BoundaryInterceptor(
-            auth_tokens=tokens, allow_unknown_fields=allow_unknown_fields, for_peers=for_peers
+            auth_tokens=tokens,
+            allow_unknown_fields=allow_unknown_fields,
+            for_peers=for_peers,
+            message_seconds=message_seconds,
         )
         self.grpc: grpc.aio.Server = grpc.aio.server(
             interceptors=[boundary],

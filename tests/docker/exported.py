@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.main import watch
 from draft_service.metrics import DraftMetrics
+from draft_service.wire import State
 from gateway.metrics import GatewayMetrics
 from verify_service.metrics import VerifyMetrics
 from verify_service.wire_engine import PeerPart, Snapshot
@@ -43,7 +44,5 @@ def _verify() -> CollectorRegistry:
 
 def _draft() -> CollectorRegistry:
     metrics = DraftMetrics(("ngram",))
-    requests = type("Requests", (dict,), {"growth": SimpleNamespace(num_live=0)})()
-    engine = SimpleNamespace(requests=requests, drafter=SimpleNamespace(gauges=dict))
-    watch(metrics, engine, SimpleNamespace(num_sessions=0))  # type: ignore[arg-type]
+    watch(metrics, SimpleNamespace(state=State()), SimpleNamespace(num_sessions=0), ())  # type: ignore[arg-type]
     return metrics.registry

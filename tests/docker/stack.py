@@ -20,10 +20,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-SERVICES = ("gateway", "verify", "draft", "prometheus")
+OURS = ("gateway", "verify", "draft")
+SERVICES = (*OURS, "prometheus")
 MINUTES = 60
 
 
@@ -67,14 +70,30 @@ def wait_until(happened: Callable[[], object], what: str, minutes: float = 3) ->
 
 
 class Stack:
-    """The CPU profile as a project of its own, on free ports."""
+    """A profile as a project of its own, on free ports: the CPU's."""
 
     def __init__(self, env: dict[str, str]) -> None:
+        self.suffix = ""
+        """Of the names of our services in the profile."""
         self.project = f"outrider-test-{secrets.token_hex(3)}"
         self._env = {**os.environ, **env, "OUTRIDER_REST_PORT": "0", "OUTRIDER_GRPC_PORT": "0"}
         changes = ["docker/compose.secrets.yaml", str(HERE.relative_to(ROOT) / "compose.test.yaml")]
         files = [word for file in ("compose.yaml", *changes) for word in ("-f", file)]
-        self._command = [*compose_command(), *files, "-p", self.project, "--profile", "cpu"]
+        self._base = [*compose_command(), *files, "-p", self.project]
+        self._command = [*self._base, "--profile", "cpu"]
+
+    def without_gpus(self, profile: str, folder: Path) -> Stack:
+        """Another profile of the same project, which reserves no GPUs and runs the images of this one."""
+        content = yaml.safe_load(run(*self._base, "--profile", profile, "config", env=self._env))
+        for service in content["services"].values():
+            for key in ("deploy", "build"):
+                service.pop(key, None)
+        file = folder / f"{profile}.yaml"
+        file.write_text(yaml.safe_dump(content))
+        twin = Stack({})
+        twin.project, twin.suffix, twin._env = self.project, f"-{profile}", self._env
+        twin._command = [*compose_command(), "-f", str(file), "-p", self.project, "--profile", profile]
+        return twin
 
     def compose(self, *arguments: str, minutes: float = 5, check: bool = True) -> str:
         return run(*self._command, *arguments, env=self._env, minutes=minutes, check=check)
@@ -93,7 +112,11 @@ class Stack:
         self.compose("down", "--volumes", "--remove-orphans", check=False)
 
     def container(self, service: str) -> str:
-        return self.compose("ps", "-a", "-q", service).split()[0]
+        return self.compose("ps", "-a", "-q", self.name(service)).split()[0]
+
+    def name(self, service: str) -> str:
+        """What the profile calls a service."""
+        return service + (self.suffix if service in OURS else "")
 
     def inspect(self, service: str) -> dict[str, Any]:
         (found,) = json.loads(run("docker", "inspect", self.container(service)))
@@ -108,7 +131,7 @@ class Stack:
 
     def published(self, service: str, port: int) -> str:
         """host:port at which a port can be reached from here."""
-        return self.compose("port", service, str(port)).strip()
+        return self.compose("port", self.name(service), str(port)).strip()
 
     @cached_property
     def _prometheus(self) -> str:

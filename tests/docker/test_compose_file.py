@@ -81,6 +81,18 @@ def test_what_the_containers_are_told_are_options_of_their_service(name: str) ->
     assert set(environment(name)) <= known
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_any_option_can_be_given_in_a_file_and_none_is_by_default(name: str) -> None:
+    (file,) = SERVICES[name]["env_file"]
+    assert file == f"${{OUTRIDER_OPTIONS:-./docker/options}}/{OURS[name]}.env"
+    lines = (ROOT / "docker" / "options" / f"{OURS[name]}.env").read_text().splitlines()
+    example = lines[0].rpartition(" ")[2]
+    assert all(line.startswith("#") for line in lines)
+    field, _, value = example.removeprefix("OUTRIDER_").lower().partition("=")
+    assert str(getattr(parse_options(OPTION_TYPES[OURS[name]], [], env=dict([example.split("=")])), field)) != ""
+    assert value and f"OUTRIDER_{field.upper()}" not in environment(name)
+
+
 @pytest.mark.parametrize("file", ["compose.secrets.yaml", "compose.hub.yaml"])
 def test_secrets_are_files_for_services_that_there_are(file: str) -> None:
     content = yaml.safe_load((ROOT / "docker" / file).read_text())

@@ -6,19 +6,19 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from exported import asked
-from stack import SERVICES, Stack, engine_reason, run, torch_source, wait_until
+from stack import OURS, SERVICES, Stack, engine_reason, run, torch_source, wait_until
 from test_monitoring import expressions
 
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]
 
-OURS = ("gateway", "verify", "draft")
 LIST = "Repeat this list three times:\n- red apples\n- brown eggs\n- rye bread\n- fresh milk\n- honey\n- salt"
 MODEL = "SmolLM2-135M-Instruct"
 API_KEY = "a-key-of-the-test"
@@ -29,12 +29,14 @@ IMAGES = {f"OUTRIDER_{name.upper()}_IMAGE": f"outrider-test-{name}" for name in 
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     if reason := engine_reason():
         pytest.skip(reason)
-    models, keys = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("secrets")
+    models, keys, options = (tmp_path_factory.mktemp(name) for name in ("models", "secrets", "options"))
     for name, text in (("api_key", API_KEY), ("service_token", "a-token-of-the-test")):
         (keys / name).write_text(f"{text}\n")
+    for name, text in (("gateway", "OUTRIDER_ALLOWED_HOSTS=llm.example.org"), ("verify", ""), ("draft", "")):
+        (options / f"{name}.env").write_text(f"{text}\n")
     # Greedy text is compared: in float32 it does not depend on the draft in any bit.
     env = {**IMAGES, "OUTRIDER_DTYPE": "float32", "OUTRIDER_MAX_TOTAL_TOKENS": "8192"}
-    env |= {"OUTRIDER_MODELS": str(models), "OUTRIDER_SECRETS": str(keys)}
+    env |= {"OUTRIDER_MODELS": str(models), "OUTRIDER_SECRETS": str(keys), "OUTRIDER_OPTIONS": str(options)}
     with torch_source(tmp_path_factory.mktemp("wheels")) as source:
         running = Stack({**env, **source})
         try:
@@ -111,6 +113,18 @@ def test_without_the_secrets_no_door_opens(stack: Stack) -> None:
         stack.inside("draft", "python", "-c", call)
     for name in OURS:
         assert "of-the-test" not in json.dumps(stack.inspect(name)["Config"])
+
+
+def test_options_of_a_file_reach_their_service(stack: Stack) -> None:
+    url = f"http://{stack.published('gateway', 8000)}/v1/models"
+    for host, code in (("llm.example.org", 200), ("elsewhere.example.org", 421)):
+        call = urllib.request.Request(url, headers={"Host": host, "Authorization": f"Bearer {API_KEY}"})
+        try:
+            with urllib.request.urlopen(call, timeout=60) as response:
+                assert response.status == code
+        except urllib.error.HTTPError as refused:
+            with refused:
+                assert refused.code == code
 
 
 def test_the_services_call_themselves_healthy(stack: Stack) -> None:
@@ -202,6 +216,32 @@ def test_a_stopped_gateway_ends_its_answers_first(stack: Stack) -> None:
     assert stack.inspect("gateway")["State"]["ExitCode"] == 0
     stack.compose("stop", "verify", "draft")
     assert [stack.inspect(name)["State"]["ExitCode"] for name in ("verify", "draft")] == [0, 0]
+
+
+@pytest.mark.parametrize("profile", ["gpu1", "gpu2"])
+def test_but_for_its_gpus_a_gpu_profile_runs_and_either_half_may_end_alone(
+    stack: Stack, profile: str, tmp_path: Path
+) -> None:
+    stack.compose("stop", *OURS)
+    twin = stack.without_gpus(profile, tmp_path)
+    names = {name: twin.name(name) for name in OURS}
+    try:
+        twin.compose("up", "-d", *names.values(), minutes=20)
+        wait_until(lambda: twin.health("gateway") == "healthy", "the gateway is healthy")
+        text = text_of(by_grpc(twin, 24))
+        for kind in ("ipc", "pid"):
+            gateway, verify, draft = (twin.inside(name, "readlink", f"/proc/self/ns/{kind}") for name in OURS)
+            assert verify == draft != gateway
+        for name in ("draft", "verify"):
+            run("docker", "kill", "--signal", "KILL", twin.container(name))
+            if name == "draft":
+                assert text_of(by_grpc(twin, 24)) == text
+            twin.compose("start", names[name])
+            wait_until(lambda name=name: twin.health(name) == "healthy", f"{name} is healthy")  # type: ignore[misc]
+        wait_until(lambda: twin.health("gateway") == "healthy", "the gateway is healthy again")
+        assert text_of(by_grpc(twin, 24)) == text
+    finally:
+        twin.compose("rm", "--stop", "--force", *names.values(), "namespaces", check=False)
 
 
 def test_nothing_is_left_behind(stack: Stack) -> None:

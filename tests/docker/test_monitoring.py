@@ -18,6 +18,16 @@ PROMETHEUS = ROOT / "docker" / "prometheus"
 GRAFANA = ROOT / "docker" / "grafana"
 DASHBOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
 
+DATASOURCE_FIELDS = (
+    "name uid type access url orgId user database basicAuth basicAuthUser withCredentials isDefault editable version"
+)
+PROVIDER_FIELDS = "name orgId folder folderUid type disableDeletion allowUiUpdates updateIntervalSeconds options"
+PROVISIONED = [
+    ("datasources", "datasources", {*DATASOURCE_FIELDS.split(), "jsonData", "secureJsonData"}),
+    ("dashboards", "providers", {*PROVIDER_FIELDS.split()}),
+]
+"""Of Grafana's reference of provisioning: folders, what their files list, and the fields of an entry."""
+
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 
 
@@ -128,6 +138,31 @@ def test_a_dashboard_is_what_grafana_loads(path: Path) -> None:
             assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": datasource()["uid"]}
 
 
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_grafana_s_own_types_know_every_field_of_a_dashboard(path: Path) -> None:
+    plugins, encoder, types = (
+        pytest.importorskip(f"grafana_foundation_sdk.{name}")
+        for name in ("cog.plugins", "cog.encoder", "models.dashboard")
+    )
+    plugins.register_default_plugins()
+    source = json.loads(path.read_text())
+    read = json.loads(encoder.JSONEncoder().encode(types.Dashboard.from_json(source)))
+    # The id is Grafana's to give; everything else must come back as it was, where unknown fields are lost.
+    assert list(lost(source, read)) == ["/id"]
+
+
+def lost(written: Any, read: Any, place: str = "") -> Iterator[str]:
+    """Places whose value Grafana's types have not kept."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        for key, value in written.items():
+            yield from lost(value, read[key], f"{place}/{key}") if key in read else [f"{place}/{key}"]
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        for index, (one, other) in enumerate(zip(written, read, strict=True)):
+            yield from lost(one, other, f"{place}/{index}")
+    elif written != read:
+        yield place
+
+
 def datasource() -> dict[str, Any]:
     (found,) = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"]
     assert isinstance(found, dict)
@@ -143,6 +178,16 @@ def test_grafana_is_provisioned_with_the_prometheus_and_the_folder_that_compose_
     assert f"./docker/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]
     home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home in [f"{folder}/{path.name}" for path in DASHBOARDS]
+
+
+@pytest.mark.parametrize(("folder", "key", "known"), PROVISIONED)
+def test_provisioning_has_no_field_that_grafana_does_not_read(folder: str, key: str, known: set[str]) -> None:
+    for path in (GRAFANA / "provisioning" / folder).iterdir():
+        content = yaml.safe_load(path.read_text())
+        assert path.suffix == ".yml" and content["apiVersion"] == 1
+        assert content.keys() <= {"apiVersion", "prune", "deleteDatasources", key}
+        for entry in content[key]:
+            assert entry["name"] and entry["type"] and entry.keys() <= known
 
 
 def test_every_service_is_scraped_where_its_image_serves_metrics() -> None:

@@ -13,7 +13,10 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.rest.connection import Connections
 from gateway.rest.server import HttpServer
+from outrider.config.gateway import GatewayOptions
+from outrider.errors import ConfigError
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
@@ -70,8 +73,9 @@ async def serving(app: Any, **limits: Any) -> AsyncIterator[HttpServer]:
 
 
 @asynccontextmanager
-async def client(server: HttpServer) -> AsyncIterator[Client]:
-    reader, writer = await asyncio.open_connection(*server.address.split(":"))
+async def client(server: HttpServer, source: str = "127.0.0.1") -> AsyncIterator[Client]:
+    """From an address of this machine."""
+    reader, writer = await asyncio.open_connection(*server.address.split(":"), local_addr=(source, 0))
     try:
         yield Client(reader, writer)
     finally:
@@ -155,6 +159,67 @@ async def test_when_all_are_in_use_a_new_one_is_told_so(caplog: pytest.LogCaptur
         await until(lambda: server.connections.num_open == 2)
         async with client(server) as later:
             assert await later.ask() == (200, b"ok")
+
+
+async def test_one_address_cannot_take_all_connections(caplog: pytest.LogCaptureFixture) -> None:
+    app, wait = Application(), GET.replace(b"/ ", b"/wait ")
+    async with (
+        serving(app, max_connections=4, max_connections_per_address=2) as server,
+        client(server, "127.0.0.2") as one,
+        client(server, "127.0.0.2") as two,
+        client(server, "127.0.0.3") as other,
+    ):
+        assert await other.ask() == (200, b"ok")
+        for busy in (one, two):
+            busy.writer.write(wait)
+        await until(lambda: app.num_begun == 3)
+        for _ in range(2):
+            async with client(server, "127.0.0.2") as new:
+                status, body = await new.answer()
+                assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
+        assert caplog.text.count("--max-connections-per-address") == 1
+        # The other address has lost nothing, though it was idle, and may have more.
+        async with client(server, "127.0.0.3") as more:
+            assert await more.ask() == await other.ask() == (200, b"ok")
+        app.open.set()
+        assert await one.answer() == await two.answer() == (200, b"ok")
+        # Now that it has an idle one, that one gives way.
+        async with client(server, "127.0.0.2") as new:
+            assert await new.ask() == (200, b"ok")
+            assert await one.ended()
+            assert await two.ask() == (200, b"ok")
+
+
+async def test_a_proxy_is_many_clients() -> None:
+    app = Application()
+    limits: dict[str, Any] = {"max_connections_per_address": 1, "proxies": ("127.0.1.0/24",)}
+    async with serving(app, **limits) as server, client(server, "127.0.1.9") as one, client(server, "127.0.1.9") as two:
+        for busy in (one, two):
+            busy.writer.write(GET.replace(b"/ ", b"/wait "))
+        await until(lambda: app.num_begun == 2)
+        app.open.set()
+        assert await one.answer() == await two.answer() == (200, b"ok")
+
+
+@pytest.mark.parametrize(
+    ("one", "another", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+    ],
+)
+def test_clients_are_told_apart_by_what_they_cannot_choose(one: str, another: str, same: bool) -> None:
+    connections = Connections(8, 1.0, 1.0, most_per_client=2)
+    assert (connections.client_of(one) == connections.client_of(another) != "") is same
+
+
+@pytest.mark.parametrize("proxy", ["proxy.example", "10.0.0.1/8", "10.0.0.0/99", ""])
+def test_a_proxy_that_is_no_address_is_refused_at_the_start(proxy: str) -> None:
+    with pytest.raises(ConfigError, match="--proxies"):
+        GatewayOptions(proxies=(proxy,)).check()
 
 
 @pytest.mark.parametrize(

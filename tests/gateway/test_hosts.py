@@ -78,6 +78,17 @@ async def test_the_metrics_page_has_the_same_rule(verify: ScriptedVerify, tmp_pa
         assert (await world.http.get(page, headers={"host": "evil.example"})).status_code == 421
 
 
+async def test_beyond_loopback_scrapers_call_the_metrics_page_by_any_name(
+    verify: ScriptedVerify, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"metrics_address": "0.0.0.0:0", "allowed_hosts": ("llm.example",)}
+    async with open_world(verify, tmp_path, **options) as world:
+        port = json.loads((tmp_path / "ready.json").read_text())["metrics_address"].rpartition(":")[2]
+        answer = await world.http.get(f"http://127.0.0.1:{port}/metrics", headers={"host": "gateway:9101"})
+        assert answer.status_code == 200
+        assert (await world.http.get("/metrics", headers={"host": "gateway:9101"})).status_code == 421
+
+
 @pytest.mark.parametrize(
     "host", ["", "[", "[::1", ":", ".", "localhost.evil.example", "127.0.0.1.evil.example", "0x7f.1"]
 )

@@ -21,7 +21,7 @@ def pins(name: str) -> dict[str, str]:
     found = {}
     for line in lines:
         if line and not line.startswith(("#", "-r ")):
-            assert re.fullmatch(r"[\w.-]+==[\w.]+", line), f"{name}: {line!r} is no exact pin"
+            assert re.fullmatch(r"[\w.-]+==[\w.!]+", line), f"{name}: {line!r} is no exact pin"
             package, number = line.split("==")
             found[package.lower().replace("_", "-")] = number
     return found

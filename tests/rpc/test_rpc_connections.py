@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
+
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, SETTINGS, DATA, PING, GOAWAY, RST_STREAM = 1, 4, 0, 6, 7, 3
+END_HEADERS, ACK = 4, 1
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Of HTTP/2."""
+    return struct.pack("!I", len(payload))[1:] + bytes([kind, flags]) + struct.pack("!I", stream) + payload
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    """A header that HPACK's tables do not hold, in its plainest form."""
+    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def call_head(path: bytes) -> bytes:
+    head = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost"}
+    head |= {b"content-type": b"application/grpc", b"te": b"trailers"}
+    return b"".join(field(name, value) for name, value in head.items())
 
 
 async def check(channel: grpc.aio.Channel, *, wait: bool = False) -> grpc.StatusCode:
@@ -43,3 +66,39 @@ async def test_over_the_limit_new_connections_are_closed_and_places_come_back() 
             assert await check(later, wait=True) is grpc.StatusCode.OK
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize("path", [b"/outrider.v1.VerifyService/GetLoad", b"/outrider.v1.VerifyService/Generate"])
+async def test_a_message_that_does_not_end_is_refused_and_its_connection_serves_on(start: Any, path: bytes) -> None:
+    running = await start(message_seconds=0.3, address="127.0.0.1:0")
+    reader, writer = await asyncio.open_connection(*running.address.split(":"))
+    # A message of 1000 bytes, of which one byte comes.
+    begun = frame(HEADERS, END_HEADERS, 1, call_head(path)) + frame(DATA, 0, 1, struct.pack("!BI", 0, 1000) + b"x")
+    writer.write(HTTP2 + frame(SETTINGS, 0, 0, b"") + begun)
+    seen = b""
+    async with asyncio.timeout(10):
+        while b"grpc-status" not in seen:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            kind, flags = head[3], head[4]
+            assert kind != GOAWAY
+            seen += payload if kind == HEADERS else b""
+            if kind == SETTINGS and not flags & ACK:
+                writer.write(frame(SETTINGS, ACK, 0, b""))
+    assert b"did not arrive within 0.3 s" in seen
+    writer.write(frame(PING, 0, 0, b"are you?"))
+    async with asyncio.timeout(10):
+        while True:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == PING and head[4] & ACK and payload == b"are you?":
+                break
+    writer.close()
+    assert not running.verify.entered.is_set()
+
+
+async def test_a_call_without_a_message_is_the_caller_s_mistake(start: Any) -> None:
+    running = await start()
+    call = running.channel.stream_stream("/outrider.v1.VerifyService/GetLoad")()
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT and "without a message" in await call.details()
