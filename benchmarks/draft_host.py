@@ -30,7 +30,7 @@ from report import Row, cpu_name, write_report
 from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import BurstInput, BurstOutput
 from draft_service.burst.growth import BurstGrowth
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape
+from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, Extent
 from draft_service.drafters.base import Needs
 from draft_service.drafters.model import ModelDrafter
 from draft_service.requests import Requests
@@ -163,7 +163,7 @@ class ScriptedRunner:
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """See BurstRunner."""
 
-    def extend(self, row: int, tokens: Sequence[int], start: int, features: object | None) -> None:
+    def extend(self, extents: Sequence[Extent]) -> None:
         """See BurstRunner."""
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:

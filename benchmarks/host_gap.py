@@ -23,6 +23,7 @@ from pathlib import Path
 
 from report import Row, cpu_name, write_report
 
+from outrider.process.garbage import take_over
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
@@ -30,7 +31,6 @@ from outrider.tree.messages import Commit, Open, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
 from verify_service.engine import Engine
 from verify_service.figures import RoundFigures
-from verify_service.garbage import take_over
 from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory

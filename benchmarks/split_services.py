@@ -17,6 +17,10 @@ from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 
 CONNECT_SECONDS = 30.0
+PREPARE_SECONDS = 180.0
+"""A draft that takes features gets them once verify's graphs store them."""
+_WAITING = "outrider_verify_drafts_waiting_for_features"
+_PENDING = "outrider_verify_graphs_pending"
 
 Lines = Callable[[str, str], None]
 
@@ -49,22 +53,25 @@ class Target:
         return Page.read(self.cluster.metrics_url("verify"))
 
     def connect(self, drafter: str, draft: Draft) -> None:
-        """Let a draft service serve. Raises TimeoutError if verify does not connect to it."""
+        """Let a draft service serve, with features if it takes any. Raises TimeoutError if that takes too long."""
         link = self._links[drafter]
         link.unlink(missing_ok=True)
         link.symlink_to(draft.cluster.draft_address.removeprefix("unix:"))
         self._wait(lambda page: page.gauges.get("outrider_verify_healthy_drafts") == 1, "connect to the draft")
+        # Requests that begin before would be answered without, and beside captures.
+        what = "store features for the draft"
+        self._wait(lambda page: not page.gauges.get(_WAITING) and not page.gauges.get(_PENDING), what, PREPARE_SECONDS)
 
     def disconnect(self, drafter: str) -> None:
         """Wait until verify has noticed that the draft service is gone."""
         self._links[drafter].unlink(missing_ok=True)
         self._wait(lambda page: page.gauges.get("outrider_verify_healthy_drafts") == 0, "lose the draft")
 
-    def _wait(self, reached: Callable[[Page], bool], what: str) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
+    def _wait(self, reached: Callable[[Page], bool], what: str, seconds: float = CONNECT_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while not reached(self.page()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"verify did not {what} within {CONNECT_SECONDS:.0f} s")
+                raise TimeoutError(f"verify did not {what} within {seconds:.0f} s")
             time.sleep(0.05)
 
     def __enter__(self) -> Target:

@@ -85,4 +85,5 @@ def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
     if ends != [ring.magic] * 2:
         memory.close()
         return None
+    _logger.info("features are read from verify's memory")
     return RingReader(memory, ring.num_bytes)

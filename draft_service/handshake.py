@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from draft_service.drafters.base import AnyDrafter, Needs, named_drafters
-from draft_service.drafters.several import SeveralDrafters
+from draft_service.drafters.base import named_drafters
+from draft_service.profile import Profile
 from outrider.config.draft import DraftOptions
 from outrider.logs import get_logger
 from outrider.sampling.noise import NOISE_VERSION
@@ -33,64 +33,57 @@ class Answer:
     """Numbers of the drafters that guess for it; None for all."""
 
 
-def longest_sequence(needs: Needs, options: DraftOptions) -> int:
-    """Tokens of the longest sequence that is served."""
-    return min(needs.max_positions or options.max_positions, options.max_positions)
+def longest_sequence(max_positions: int, options: DraftOptions) -> int:
+    """Tokens of the longest sequence that is served, where the drafter serves so many; 0 for any."""
+    return min(max_positions or options.max_positions, options.max_positions)
 
 
-def own_hello(drafter: AnyDrafter, options: DraftOptions) -> Hello:
+def own_hello(profile: Profile, options: DraftOptions) -> Hello:
     """The hello of a new session; one whose drafter takes features gets a token for them."""
-    hello = _hello(drafter, drafter.needs, "+".join(named_drafters(options)), options)
+    hello = _hello(profile, "+".join(named_drafters(options)), options)
     # In lockstep nothing is said before a tree is complete, features and all.
-    optional = bool(drafter.needs.feature_layers and modest_parts(drafter)) and not options.lockstep
+    optional = bool(profile.feature_layers and profile.modest) and not options.lockstep
     return replace(hello, features_optional=optional)
 
 
-def answer_hello(theirs: Hello, drafter: AnyDrafter, options: DraftOptions, *, may_leave_out: bool) -> Answer:
+def answer_hello(theirs: Hello, profile: Profile, options: DraftOptions, *, may_leave_out: bool) -> Answer:
     """What to answer a verify service. Raises what `agree` raises.
 
     `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
     that take any target guess alone.
     """
-    ours = own_hello(drafter, options)
+    ours = own_hello(profile, options)
     try:
         agree(theirs, ours)
     except HandshakeError as error:
-        parts = modest_parts(drafter)
-        if not parts or not may_leave_out:
+        if not profile.modest or not may_leave_out:
             raise
-        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)
-        alone = _hello(drafter, Needs(), names, options)
+        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in profile.modest)
+        alone = _hello(Profile(profile.sources), names, options)
         agree(theirs, alone)
         _logger.warning(
             "%s alone drafts for %s, which %s does not fit: %s",
             *(names, theirs.model or "this target", ours.model, error.message),
         )
-        return Answer(alone, parts)
+        return Answer(alone, profile.modest)
     return Answer(ours)
 
 
-def modest_parts(drafter: AnyDrafter) -> frozenset[int]:
-    """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
-    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else ()
-    return frozenset(number for number, part in enumerate(parts) if part.needs == Needs())
-
-
-def _hello(drafter: AnyDrafter, needs: Needs, model: str, options: DraftOptions) -> Hello:
+def _hello(profile: Profile, model: str, options: DraftOptions) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
         model=model,
-        tokenizer_hash=needs.tokenizer_hash,
-        vocab_size=needs.vocab_size,
-        hidden_size=needs.hidden_size,
-        feature_layers=needs.feature_layers,
-        max_positions=longest_sequence(needs, options),
+        tokenizer_hash=profile.tokenizer_hash,
+        vocab_size=profile.vocab_size,
+        hidden_size=profile.hidden_size,
+        feature_layers=profile.feature_layers,
+        max_positions=longest_sequence(profile.max_positions, options),
         # Those of all: nodes name them by their numbers among these.
-        sources=drafter.sources,
-        features_token=secrets.token_hex(16) if needs.feature_layers else "",
-        projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
-        projection_hash=needs.projection.name if needs.projection is not None else "",
+        sources=profile.sources,
+        features_token=secrets.token_hex(16) if profile.feature_layers else "",
+        projection_columns=profile.projection_columns,
+        projection_hash=profile.projection_hash,
     )
 
 

@@ -1,39 +1,36 @@
-"""The draft service's process."""
+"""Starts a draft service: the engine process, and its door with gRPC and metrics. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from draft_service.drafters.base import build_drafter
-from draft_service.drafters.model import find_mapper
-from draft_service.engine import Engine
+from draft_service.engine_process import EngineProcess
 from draft_service.metrics import DraftMetrics
+from draft_service.profile import Profile
+from draft_service.remote import RemoteEngine
 from draft_service.servicer import DraftServicer
 from outrider.config.base import parse_options
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
-from outrider.rpc.door import door_options
-from outrider.rpc.lifecycle import run_service, write_ready_file
-from outrider.rpc.server import GrpcServer
+from outrider.process.child import share_interpreter, until_stopped
+from outrider.rpc.door import DoorOptions, door_options
+from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
+from outrider.rpc.server import GrpcServer, check_free
+from outrider.rpc.transport import unix_path
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)
 
-_SWITCH_SECONDS = 0.0001
-"""How long the event loop and the engine's thread may wait for each other; its own 5 ms are longer than a burst."""
 _GC_THRESHOLD = 50_000
-"""Tries are many small objects without cycles: look at them seldom."""
+"""Messages are many small objects without cycles: look at them seldom."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,43 +38,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service(serve, parse_options(DraftOptions, argv, prog="python -m draft_service"))
 
 
-async def serve(options: DraftOptions, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set, then drain."""
+async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
+    """Serve until `stop` is set, then drain. Returns the exit code; raises ConfigError."""
     options.check()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(options.threads)
-    for name, value in KERNEL_CACHES.items():
-        os.environ.setdefault(name, value)
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    share_interpreter()
+    ways = door_options(options, options.read_auth_tokens())
+    if unix_path(options.address) is None:
+        check_free(options.address, "--address")
     was_open = options.speculative_algorithm == AUTO
     options = _choose(options)
-    drafter = build_drafter(options)
-    metrics = DraftMetrics(drafter.sources)
-    engine = Engine(drafter, options, metrics)
-    servicer = DraftServicer(engine, drafter, options, metrics, find_mapper(drafter), may_leave_out=was_open)
-    watch(metrics, engine, servicer)
+    process = await EngineProcess.start(options)
+    try:
+        ready = await process.ready(stop)
+        if ready is None:
+            return EXIT_OK
+        return await _serve_engine(options, ways, stop, process, ready.profile, may_leave_out=was_open)
+    finally:
+        await process.close()
+
+
+async def _serve_engine(
+    options: DraftOptions,
+    ways: DoorOptions,
+    stop: asyncio.Event,
+    process: EngineProcess,
+    profile: Profile,
+    *,
+    may_leave_out: bool,
+) -> int:
+    """Open the door, and drain at the end."""
+    engine, metrics = process.engine, DraftMetrics(profile.sources)
+    engine.on_state = metrics.take
+    servicer = DraftServicer(engine, process.features, profile, options, metrics, may_leave_out)
+    watch(metrics, engine, servicer, profile.gauges)
     server = GrpcServer(
-        **door_options(options, options.read_auth_tokens()),
+        **ways,
         service_names=["outrider.v1.DraftService"],
         for_peers=True,
         max_message_bytes=options.max_message_bytes,
         allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
     )
     add_DraftServiceServicer_to_server(servicer, server.grpc)
-    engine.start()
     try:
         address = await server.start()
         with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
             _settle_memory()
             server.set_serving(True)
             write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-            await stop.wait()
+            await until_stopped(stop, engine)
             server.set_serving(False)
             await drain(engine, options.drain_seconds)
             await server.stop(grace=0)
     finally:
         await server.stop(grace=0)
-        await asyncio.to_thread(engine.stop)
+    if not engine.alive:
+        _logger.error("the draft engine failed; the service must be restarted")
+        return EXIT_FAILURE
+    await process.stop()
+    return EXIT_OK
 
 
 def _choose(options: DraftOptions) -> DraftOptions:
@@ -101,25 +119,21 @@ def _settle_memory() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-async def drain(engine: Engine, seconds: float) -> None:
+async def drain(engine: RemoteEngine, seconds: float) -> None:
     """Open nothing more and wait until the open requests are closed, at most so long."""
-    loop = asyncio.get_running_loop()
-    drained = asyncio.Event()
-    engine.drain(partial(loop.call_soon_threadsafe, drained.set))
     with suppress(TimeoutError):
-        await asyncio.wait_for(drained.wait(), seconds)
+        await asyncio.wait_for(engine.drain(), seconds)
 
 
-def watch(metrics: DraftMetrics, engine: Engine, servicer: DraftServicer) -> None:
-    """Add the gauges of what is open now."""
-    requests = engine.requests
-    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: len(requests))
+def watch(metrics: DraftMetrics, engine: RemoteEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
+    """Add the gauges of what is open now; `gauges` are the drafter's."""
+    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
     metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
-    metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: requests.growth.num_live)
-    for name in engine.drafter.gauges():
+    metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: engine.state.num_nodes)
+    for name in gauges:
         help = f"{name.replace('_', ' ').capitalize()} of the drafter."
         metrics.watch(f"outrider_draft_{name}", help, partial(_gauge, engine, name))
 
 
-def _gauge(engine: Engine, name: str) -> float:
-    return engine.drafter.gauges()[name]
+def _gauge(engine: RemoteEngine, name: str) -> float:
+    return engine.state.gauges.get(name, 0)

@@ -38,7 +38,7 @@ _RETRYABLE = {
 
 
 class Peer(Protocol):
-    """A session as the requests see it."""
+    """A session as the engine sees it."""
 
     vocab_size: int
     parts: frozenset[int] | None
@@ -60,7 +60,7 @@ class Requests:
         self.grammars = DraftGrammars(options)
         self._drafter = drafter
         self._options = options
-        self._max_positions = longest_sequence(drafter.needs, options)
+        self._max_positions = longest_sequence(drafter.needs.max_positions, options)
         self._handles = itertools.count(1)
         self._trees: dict[tuple[Peer, int], Tree] = {}
         self._peers: dict[int, Peer] = {}

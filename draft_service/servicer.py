@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 
 import grpc
 
-from draft_service.drafters.base import AnyDrafter
-from draft_service.engine import Engine
-from draft_service.feature_batch import with_rows
 from draft_service.feature_door import FeatureInflow
-from draft_service.feature_ring import MemoryMapper, RingReader, map_ring
 from draft_service.handshake import Answer, Target, answer_hello, check_same_target, check_target
 from draft_service.metrics import DraftMetrics
+from draft_service.profile import Profile
+from draft_service.remote import FeatureStream, RemoteEngine, RemoteFeatures
 from draft_service.session import Session
 from outrider import __version__
 from outrider.config.draft import DraftOptions
@@ -31,7 +29,6 @@ from outrider.rpc.feature_codec import (
 )
 from outrider.tree.handshake import HandshakeError
 from outrider.tree.messages import (
-    FEATURE_ITEM_BYTES,
     Decline,
     DeclineReason,
     FeaturesAccept,
@@ -40,7 +37,6 @@ from outrider.tree.messages import (
     Hello,
     VerifyMessage,
 )
-from outrider.tree.projection import Projection, cut_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 _logger = get_logger(__name__)
@@ -56,21 +52,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(
         self,
-        engine: Engine,
-        drafter: AnyDrafter,
+        engine: RemoteEngine,
+        features: RemoteFeatures,
+        profile: Profile,
         options: DraftOptions,
         metrics: DraftMetrics,
-        mapper: MemoryMapper | None = None,
         may_leave_out: bool = False,
     ) -> None:
-        """`mapper`: maps verify's memory where the drafter works, if that can be.
-
-        `may_leave_out`: drafters that do not fit a target are left out, rather than the target refused.
-        """
-        self._mapper = mapper
+        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
+        self._maps_memory = profile.maps_memory
         self._may_leave_out = may_leave_out
         self._engine = engine
-        self._drafter = drafter
+        self._features = features
+        self._profile = profile
         self._options = options
         self._metrics = metrics
         self._sessions: set[Session] = set()
@@ -86,7 +80,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        answer = answer_hello(hello, self._drafter, self._options, may_leave_out=self._may_leave_out)
+        answer = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
         ours = answer.hello
         session = self._begin(hello, answer)
         tasks: list[asyncio.Task[None]] = []
@@ -117,16 +111,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         session = self._awaiting.pop(begin.token, None)
         if session is None:
             raise InvalidRequestError("begin.token", "names no session that waits for features")
-        ring = await self._map(begin)
+        if not self._maps_memory:
+            begin = replace(begin, ring=None)
+        inflow = FeatureInflow()
+        stream = await self._features.open(self._engine.number_of(session), begin, inflow)
+        if not stream.uses_ring:
+            begin = replace(begin, ring=None)
         tasks: list[asyncio.Task[None]] = []
         try:
-            inflow = FeatureInflow()
-            accept = FeaturesAccept(ring is not None, projects=begin.wants_projection, takes_batches=True)
+            accept = FeaturesAccept(stream.uses_ring, projects=begin.wants_projection, takes_batches=True)
             await context.write(encode_accept(accept))
-            projection = self._drafter.needs.projection if begin.wants_projection else None
             work = (
-                self._read_features(session, begin, ring, inflow, context),
-                _answer(projection, inflow, context),
+                self._read_features(stream, begin, inflow, context),
+                _answer(stream if begin.wants_projection else None, inflow, context),
                 session.ended(),
             )
             tasks = [asyncio.create_task(one) for one in work]
@@ -135,20 +132,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 task.result()
         finally:
             await _end(tasks)
-            if ring is not None:
-                # What was submitted may still be read from it.
-                self._engine.post(ring.close)
+            stream.close()
 
     async def GetInfo(
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
     ) -> draft_pb2.DraftServiceGetInfoResponse:
         """Describe drafter and load."""
-        requests = self._engine.requests
+        state = await self._engine.ask()
         return draft_pb2.DraftServiceGetInfoResponse(
-            sources=self._drafter.sources,
-            num_requests=len(requests),
+            sources=self._profile.sources,
+            num_requests=state.num_requests,
             num_sessions=len(self._sessions),
-            num_nodes=requests.growth.num_live,
+            num_nodes=state.num_nodes,
             version=__version__,
         )
 
@@ -158,47 +153,30 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
             check_same_target(target, self._target)
-        elif target != self._target:
-            self._engine.forget_target()
+        anew = not self._sessions and target != self._target
         self._target = target
-        self._engine.post(partial(self._engine.requests.grammars.serve, target.tokenizer_hash))
+        self._engine.serve_target(target.tokenizer_hash, anew=anew)
         session = Session(target.vocab_size, self._options.max_queued, answer.parts)
+        self._engine.attach(session)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session
 
     def _check_features(self, begin: FeaturesBegin) -> None:
-        needs = self._drafter.needs
-        width = len(needs.feature_layers) * needs.hidden_size
+        profile = self._profile
+        width = len(profile.feature_layers) * profile.hidden_size
         if begin.projected:
-            if needs.projection is None:
+            if not profile.projection_hash:
                 raise HandshakeError("begin.projected: verify sends products, the drafter offers no projection")
-            width = needs.projection.num_columns
-        for field, theirs, wanted in (("layers", begin.layers, needs.feature_layers), ("width", begin.width, width)):
+            width = profile.projection_columns
+        for field, theirs, wanted in (("layers", begin.layers, profile.feature_layers), ("width", begin.width, width)):
             if theirs != wanted:
                 raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
 
-    async def _map(self, begin: FeaturesBegin) -> RingReader | None:
-        """The ring that a stream offers, if it can be read here."""
-        if begin.ring is None or self._mapper is None:
-            return None
-        # Enabling access between two devices takes a while.
-        mapping = asyncio.ensure_future(asyncio.to_thread(map_ring, begin.ring, self._mapper))
-        try:
-            return await asyncio.shield(mapping)
-        except asyncio.CancelledError:
-            mapping.add_done_callback(_unmap)
-            raise
-
     async def _read_features(
-        self,
-        session: Session,
-        begin: FeaturesBegin,
-        ring: RingReader | None,
-        inflow: FeatureInflow,
-        context: _FeaturesContext,
+        self, stream: FeatureStream, begin: FeaturesBegin, inflow: FeatureInflow, context: _FeaturesContext
     ) -> None:
-        row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+        ring_bytes = begin.ring.num_bytes if begin.ring is not None else 0
         while True:
             try:
                 message: object = await context.read()
@@ -207,22 +185,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 continue
             if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
                 return
-            if ring is not None and ring.broken:
+            if stream.broken:
                 # The session is dialled again, and goes without a ring.
-                self._mapper = None
+                self._maps_memory = False
                 raise InternalError("the ring of features cannot be read any more")
-            found = decode_pieces(message, begin, ring.num_bytes if ring is not None else 0)
+            found = decode_pieces(message, begin, ring_bytes)
             admitted = await inflow.admit_all([(number, len(piece.data) if piece else 0) for number, piece in found])
             held = [one for one, fits in zip(found, admitted, strict=True) if fits]
             pieces = [piece for _, piece in held if piece is not None]
             if len(pieces) < len(found):
                 self._metrics.dropped["malformed"].inc(len(found) - len(pieces))
-            done = partial(inflow.release, *(number for number, _ in held))
+            numbers = [number for number, _ in held]
             if pieces:
-                fetch = partial(with_rows, pieces, row_bytes, ring.read if ring is not None else None)
-                self._engine.submit_features(session, pieces, done, fetch)
+                await stream.submit(pieces, numbers)
             elif held:
-                done()
+                inflow.release(*numbers)
 
     async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
@@ -242,9 +219,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 messages = decode_verify(part)
             except InvalidRequestError:
                 messages = self._decode_each(session, part)
-            if messages:
+            said = [message for message in messages if not isinstance(message, Hello)]
+            if len(said) < len(messages):
+                self._metrics.dropped["unexpected"].inc(len(messages) - len(said))
+            if said:
                 await session.admit()
-                self._engine.submit(session, messages)
+                self._engine.submit(session, said)
             await asyncio.sleep(0)  # other sessions have their turn
 
     def _decode_each(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
@@ -281,15 +261,13 @@ async def _write(session: Session, context: _Context) -> None:
             await context.write(encode_draft(answers))
 
 
-def _unmap(mapping: asyncio.Future[RingReader | None]) -> None:
-    if not mapping.cancelled() and mapping.exception() is None and (ring := mapping.result()) is not None:
-        ring.close()
-
-
-async def _answer(projection: Projection | None, inflow: FeatureInflow, context: _FeaturesContext) -> None:
+async def _answer(offering: FeatureStream | None, inflow: FeatureInflow, context: _FeaturesContext) -> None:
     """Send the projection, if it is wanted, and then what is released."""
-    for part in cut_projection(projection) if projection is not None else ():
+    offset, whole = 0, offering is None
+    while offering is not None and not whole:
+        part, whole = await offering.matrix_part(offset)
         await context.write(encode_projection(part))
+        offset += len(part.data)
     while True:
         await context.write(encode_released(FeaturesReleased(await inflow.next_release())))
 

@@ -66,7 +66,8 @@ class ImportedMemory:
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
         self._pointer: int | None = int(pointer.value)
         self._lock = threading.Lock()
-        self._stream = torch.cuda.Stream(self._device)
+        # Streams of one priority may share a queue of the device: the copy would wait for what is before it there.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
 
     def read(self, offset: int, num_bytes: int) -> Tensor:
         """A copy uint8 [num_bytes] on the device, complete when this returns; work on other streams is not waited for.

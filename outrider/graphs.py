@@ -31,6 +31,8 @@ class GraphPool(Generic[Shape]):
         self._body = body
         self._prepare = prepare
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._next: dict[Shape, torch.cuda.CUDAGraph] = {}
+        """Captured anew, and not in use yet."""
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self.seconds = 0.0
@@ -57,9 +59,7 @@ class GraphPool(Generic[Shape]):
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             for done, shape in enumerate(shapes):
-                self._capture(shape, self._stream)
-                # The first replay uploads the graph.
-                self._graphs[shape].replay()
+                self._graphs[shape] = self._capture(shape, self._stream)
                 if progress is not None:
                     progress(done + 1, len(shapes))
         torch.cuda.synchronize()
@@ -72,19 +72,26 @@ class GraphPool(Generic[Shape]):
         """Shapes that have a graph, largest first."""
         return sorted(self._graphs, reverse=True)
 
-    def recapture(self, shape: Shape) -> None:
-        """Capture a shape anew, because `body` does something else by now; between two runs, which it holds up.
+    def capture_next(self, shape: Shape) -> None:
+        """Capture a shape as `body` works by now; until `adopt`, what was captured before is run.
 
-        Raises torch.OutOfMemoryError; the shape is run kernel by kernel from then on.
+        Between two runs, which it holds up. What `body` finds must be empty, as for `capture`. Raises
+        torch.OutOfMemoryError; after `adopt` the shape is run kernel by kernel then.
         """
-        # Kept until there is a new one: a memory pool lives as long as some graph uses it.
-        old = self._graphs.pop(shape)
         torch.cuda.synchronize()
         stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            self._capture(shape, stream)
+            self._next[shape] = self._capture(shape, stream)
         torch.cuda.synchronize()
-        del old
+
+    def adopt(self) -> None:
+        """From now on, what `capture_next` captured is run and nothing else."""
+        # In this order: a memory pool lives as long as some graph uses it.
+        self._graphs, self._next = self._next, {}
+
+    def discard_next(self) -> None:
+        """What `capture_next` captured is of no use any more."""
+        self._next = {}
 
     def run(self, shape: Shape) -> None:
         """Replay the work, or run it kernel by kernel if it was not captured."""
@@ -96,7 +103,7 @@ class GraphPool(Generic[Shape]):
         else:
             graph.replay()
 
-    def _capture(self, shape: Shape, stream: torch.cuda.Stream) -> None:
+    def _capture(self, shape: Shape, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         if self._prepare is not None:
             self._prepare(shape)
         self._body(shape)
@@ -108,7 +115,9 @@ class GraphPool(Generic[Shape]):
             self._body(shape)
         finally:
             graph.capture_end()
-        self._graphs[shape] = graph
+        # The first replay uploads the graph.
+        graph.replay()
+        return graph
 
     def _compile(self, shapes: Sequence[Shape]) -> None:
         """Run all shapes at the same time: compiling takes most of a first start.

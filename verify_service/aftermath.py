@@ -13,6 +13,9 @@ from verify_service.scheduler import Scheduler
 from verify_service.submission import Update
 from verify_service.unfinished import Unfinished
 
+_FEW_COMMITS = 4
+"""A commit takes some 20 us to tell, and the device may have nothing to do meanwhile."""
+
 
 class Aftermath:
     """Tells drafts, clients and metrics of the last round, and learns from it. The engine thread alone uses it."""
@@ -36,11 +39,22 @@ class Aftermath:
         self._cost = cost
         self._max_nodes = max_nodes
         self._done: RoundDone | None = None
+        self._told = False
+        """Whether drafts know of the round that was noted."""
         self._prefilled = False
 
     def note(self, done: RoundDone) -> None:
         """A round was committed; `settle` deals with the rest."""
-        self._done = done
+        self._done, self._told = done, False
+
+    def tell_few_drafts(self) -> None:
+        """Tell drafts of the round that was noted before the next one is launched, if that takes a moment.
+
+        To be called where that one has no nodes: it brings little, and the draft's answer is what the one after needs.
+        """
+        if self._done is not None and not self._told and len(self._done.commits) <= _FEW_COMMITS:
+            self._tell_drafts(self._done)
+            self._told = True
 
     def settle(self, with_features: bool = True) -> None:
         """Deal with the round that was noted, if that has not been done.
@@ -50,7 +64,8 @@ class Aftermath:
         done, self._done = self._done, None
         if done is None:
             return
-        self._tell_drafts(done)
+        if not self._told:
+            self._tell_drafts(done)
         if with_features:
             self._features.collect(done.pending)
         updates = [self._tell(commit) for commit in done.commits]

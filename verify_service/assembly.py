@@ -14,8 +14,8 @@ from outrider.errors import ConfigError
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
 from outrider.models.store_folder import hash_tokenizer
+from outrider.process.garbage import take_over
 from verify_service.engine import Engine
-from verify_service.garbage import take_over
 from verify_service.inbox import Inbox
 from verify_service.observer import Observer
 from verify_service.parts import build, load

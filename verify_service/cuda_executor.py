@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.buckets import row_buckets
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.grammar.state import Mask
@@ -24,9 +26,9 @@ from verify_service.buckets import Buckets
 from verify_service.cuda_prefill import Prefill
 from verify_service.device import out_of_memory
 from verify_service.feature_plan import FeaturePlan
+from verify_service.feature_ports import require
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
-from verify_service.features import require
 from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.request_rows import RequestRows
@@ -56,6 +58,15 @@ class CudaLimits:
     accept_rule: AcceptRule = EXACT
 
 
+@dataclass(slots=True)
+class _Renewal:
+    """Features that rounds will store when all graphs have been captured anew."""
+
+    store: FeatureStore
+    stale: list[Bucket]
+    """Rounds whose graphs do not store them yet, the next one last."""
+
+
 class CudaExecutor:
     """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
 
@@ -83,8 +94,8 @@ class CudaExecutor:
         self._last_end: int | None = None
         self._features: FeatureStore | None = None
         self._staging: FeatureStaging | None = None
-        self._stale: set[Bucket] = set()
-        """Rounds whose graphs do not store the features that are stored now."""
+        self._renewal: _Renewal | None = None
+        self._uses: Counter[Bucket] = Counter()
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -94,6 +105,9 @@ class CudaExecutor:
         room = min(self._kv.num_slots, self.limits.context_length)
         for size in (self.limits.chunk_size, 48):
             self._prefill.warm_up(min(size, room))
+        # For every power of two of rows, attention is a kernel of its own.
+        for num_rows in row_buckets(self.limits.max_running):
+            self._prefill.warm_up(1, num_rows)
         if self.limits.use_graphs:
             buckets = [
                 bucket for bucket in self.buckets.all() if bucket.only or bucket.rows <= self.limits.max_graph_rows
@@ -111,8 +125,7 @@ class CudaExecutor:
             self._staging.join()
         if decode:
             bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
-            if bucket in self._stale:
-                self._renew(bucket)
+            self._uses[bucket] += 1
             self._input.fill(decode, self.rows)
             self._sampler.set_masks(mask_runs(decode))
             self.graphs.run(bucket)
@@ -142,29 +155,47 @@ class CudaExecutor:
         model = self._model
         hidden = model.config.hidden_size
         with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
-            self._stage().join()
+            self._stage()
             store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
-        self._features = store
-        self._prefill.features = store
-        self._stale = set(self.graphs.captured())
+        self.graphs.discard_next()
+        self._renewal = _Renewal(store, sorted(self.graphs.captured(), key=self._is_late, reverse=True))
 
-    def refresh_features(self) -> bool:
-        """See FeatureExecutor. One graph at a time, the smallest first."""
-        if self._stale:
-            self._renew(min(self._stale))
-        return bool(self._stale)
+    def refresh_features(self) -> int:
+        """See FeatureExecutor. One graph at a time, the most used first."""
+        if self._renewal is None:
+            return 0
+        if self._renewal.stale:
+            self._renew(self._renewal.stale.pop(), self._renewal.store)
+        if not self._renewal.stale:
+            self._adopt(self._renewal.store)
+            self._renewal = None
+            return 0
+        return len(self._renewal.stale)
+
+    def _is_late(self, bucket: Bucket) -> tuple[int, Bucket]:
+        """Orders buckets by when they are captured anew: those first that rounds had most, then the small ones."""
+        return -self._uses[bucket], bucket
 
     @torch.inference_mode()
-    def _renew(self, bucket: Bucket) -> None:
-        """Capture a round anew that was captured when no features were stored; without memory it goes without graph."""
+    def _renew(self, bucket: Bucket, store: FeatureStore) -> None:
+        """Capture a round that stores features; without memory it will go without graph."""
         # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
         self._input.clear()
-        self._stale.discard(bucket)
         self._last_end = None
+        used, self._features = self._features, store
         try:
-            self.graphs.recapture(bucket)
+            self.graphs.capture_next(bucket)
         except torch.OutOfMemoryError:
             log.warning("no memory for the graph of %d tokens in %d rows with features", bucket.tokens, bucket.rows)
+        finally:
+            self._features = used
+
+    @torch.inference_mode()
+    def _adopt(self, store: FeatureStore) -> None:
+        """From now on rounds store features."""
+        self._stage().join()
+        self.graphs.adopt()
+        self._features = self._prefill.features = store
 
     def lend_ring(self) -> Ring | None:
         """See FeatureExecutor."""

@@ -66,13 +66,18 @@ class Prefill:
                 scores[entry].compute(self._model, hidden[start:end])
             first += entry.num_extend
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run a chunk that writes nothing, so that the first prompt need not wait for kernels to be compiled."""
-        size = self._fixed_size or num_tokens
+    def warm_up(self, num_tokens: int, num_rows: int = 1) -> None:
+        """Run chunks of several requests that write nothing, so that the first prompts need not wait for kernels to be
+        compiled.
+        """
+        if self._fixed_size is not None and num_rows > 1:
+            return
+        size = self._fixed_size or num_tokens * num_rows
         slots = put([-1] * size, self._model.device)
         # No more than page tables have room for, however large chunks are.
-        counts = [min(num_tokens, size)]
-        batch = self._paged([0] * size, put(range(size), slots.device), counts, [0], [self._rows.spare], slots)
+        counts = [min(num_tokens, size)] * num_rows
+        zeros, spare = [0] * num_rows, [self._rows.spare] * num_rows
+        batch = self._paged([0] * size, put(range(size), slots.device), counts, zeros, spare, slots)
         self._model.forward(batch, self._kv, self._attention)
 
     def _groups(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:

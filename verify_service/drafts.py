@@ -33,12 +33,13 @@ REOPEN_SECONDS = 1.0
 CONFIRM_SECONDS = 0.1
 """A peer is lost if it is found so for this long: once is no proof, its answer may lie behind a frame read in part."""
 
-CREDIT_ROUNDS = 4
-"""Rounds' worth of nodes that a draft may hold for a request.
+CREDIT_ROUNDS = 8
+"""Rounds' worth of nodes that a draft may hold for a request, half of that where more than two share the rounds.
 
 When a round is chosen, the draft has not heard of the last commit; what the next one takes must be there by then. So
 its tree reaches over two rounds in depth: the nodes in flight, and those below the most likely of them. And since no
-more than a part of either is on the path that is committed, as much again lies beside them.
+more than a part of either is on the path that is committed, as much again lies beside them; for a request that has the
+rounds almost to itself three times as much, because the token where a round ends is one that was unlikely.
 """
 
 _LEAST_SHARE = 4
@@ -118,7 +119,8 @@ class Drafts:
         link.used = max(num_nodes, link.used + 0.2 * (num_nodes - link.used))
         if link.merit.in_doubt:
             share = 0
-        return min(CREDIT_ROUNDS * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
+        rounds = CREDIT_ROUNDS if 2 * share * CREDIT_ROUNDS >= self._max_nodes - CREDIT_ROUNDS else CREDIT_ROUNDS // 2
+        return min(rounds * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
 
     def report(self, request: Request, num_tokens: int, credit: int) -> None:
         """Tell the draft of the request's last `num_tokens` tokens, which `committed` has followed."""

@@ -11,6 +11,7 @@ from functools import partial
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
+from outrider.process.garbage import Garbage
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage
 from verify_service.aftermath import Aftermath
@@ -18,7 +19,6 @@ from verify_service.budget import Budget, CostModel
 from verify_service.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.features import FeatureSender
 from verify_service.gaps import GapWatch
-from verify_service.garbage import Garbage
 from verify_service.grammars import POLL_SECONDS, Grammars
 from verify_service.hold import HoldPolicy
 from verify_service.inbox import Action, Inbox, ThreadInbox, Unread, unread_weight
@@ -39,8 +39,7 @@ _IDLE_SECONDS = 0.25
 """How often an engine without requests looks after its peers."""
 
 _CALM_SECONDS = 0.25
-"""Without a round for so long, an engine takes up work that would keep the next request waiting: many a client sends
-another as soon as it has an answer."""
+"""Without a round for so long, an engine takes up work that requests would wait for: clients often ask again soon."""
 
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
@@ -221,12 +220,13 @@ class Engine:
                 self.drafts.waits_for(offer.awaited)
                 # A draft cannot answer what it has not been told.
                 self._aftermath.settle()
-                left = self.limits.max_hold_seconds - held
-                self._wait_in_hold(min(seconds, left), entries, offer.awaited)
+                self._wait_in_hold(min(seconds, self.limits.max_hold_seconds - held), entries, offer.awaited)
                 self.drafts.flush()
                 entries = [entry for entry in entries if not entry.request.finished]
                 offer = self.scheduler.choose(entries)
                 held = time.monotonic() - start
+            if self.limits.spin and not len(offer.choice.taken):
+                self._aftermath.tell_few_drafts()
             self._gaps.mark("hold")
         self.scheduler.take(offer)
         self._gaps.mark("take")

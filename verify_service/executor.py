@@ -18,9 +18,9 @@ from outrider.models.base import CausalLM
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from outrider.tokens import TokenLogprobs
 from verify_service.feature_plan import FeaturePlan
+from verify_service.feature_ports import require
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
-from verify_service.features import require
 from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.round import Entry, Pending, Result
@@ -128,9 +128,9 @@ class TorchExecutor:
         except MemoryError as error:
             raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
 
-    def refresh_features(self) -> bool:
+    def refresh_features(self) -> int:
         """See FeatureExecutor."""
-        return False
+        return 0
 
     def lend_ring(self) -> Ring | None:
         """See FeatureExecutor."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.cache.features import FeatureStore
 from outrider.device import put
+from verify_service.feature_ports import STAGE_BYTES
 from verify_service.feature_ring import Ring, RingPool, share_device_memory
-from verify_service.features import STAGE_BYTES
 
 NUM_STAGES = 32
 """Copies to the host that may be under way, or wait to be sent."""
@@ -70,7 +70,8 @@ class FeatureStaging:
         self._gathered: torch.cuda.Event | None = None
         self._free: list[_Stage] = []
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+            # A few rows, which somebody waits for, beside a round that takes the whole device.
+            self._stream = torch.cuda.Stream(device, priority=-1)
             self._free = [_Stage(device) for _ in range(NUM_STAGES)]
 
     @torch.inference_mode()
@@ -136,12 +137,12 @@ class FeatureStaging:
         """Copy rows to bytes `into`; returns what says that they are there, None where they are at once."""
         rows = into.view(store.dtype).view(len(slots), -1)
         if self._stream is None:
-            store.gather(torch.from_numpy(slots.astype(np.int64)), parts, rows)
+            store.gather(torch.from_numpy(slots), parts, rows)
             return None
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            store.gather(put(slots, self._device).long(), parts, rows)
+            store.gather(put(slots, self._device), parts, rows)
             self._gathered = torch.cuda.Event()
             self._gathered.record()
         return self._gathered

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +17,12 @@ from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Featur
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.drafts import Drafts
 from verify_service.feature_plan import FeaturePlan
-from verify_service.feature_ring import Ring
+from verify_service.feature_ports import STAGE_BYTES, FeatureExecutor, FeaturePort
 from verify_service.link import DraftPort, FeatureLine, Link, Peer, Staged
 from verify_service.memory import Memory
 from verify_service.round import Executor, Pending
 
 log = get_logger(__name__)
-
-STAGE_BYTES = MAX_FEATURE_BYTES
-"""Features that are copied to the host, and sent, in one go: more at once could hold up the end of a round."""
 
 MAX_STORED_LAYERS = 16
 """Layers of all drafts together."""
@@ -32,56 +30,8 @@ MAX_STORED_LAYERS = 16
 WINDOW_BYTES = 2 << 20
 """Features that a draft may have been sent without having released them."""
 
-Found = TypeVar("Found")
-
-
-@runtime_checkable
-class FeatureExecutor(Protocol):
-    """An executor that can store features. Called between two rounds, but for `read_features`."""
-
-    @property
-    def feature_format(self) -> tuple[int, str]:
-        """Values of a layer's hidden state, and their dtype."""
-
-    def begin_features(self, plan: FeaturePlan) -> None:
-        """From now on every round stores what the plan says, and nothing else, for every KV slot.
-
-        Raises OutriderError, and nothing has changed, where there is no memory for them.
-        """
-
-    def refresh_features(self) -> bool:
-        """Do a piece of what the first rounds that store features would have to do; whether there is more of it."""
-
-    def lend_ring(self) -> Ring | None:
-        """Memory that a draft on this host may map; None where there is none to share."""
-
-    def take_back_ring(self, ring: Ring) -> None:
-        """The draft does not use it, or is gone."""
-
-    def read_features(
-        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
-    ) -> Staged | None:
-        """Copy features at KV slots [N] once the round `after` has run, to the ring or else to the host.
-
-        None if too much is being copied, or lies in the ring, already.
-
-        While a later round is under way, slots of committed positions alone may be asked for.
-        """
-
-
-@runtime_checkable
-class FeaturePort(DraftPort, Protocol):
-    """A session that can carry features. Methods must not block."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether features should be sent now."""
-
-    def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
-
-    def send_features(self, messages: list[Features]) -> None:
-        """Queue features, in order. Their bytes are good during the call alone."""
+_REST = 4
+"""While requests run, what must be done before features are stored rests that many times as long as it takes."""
 
 
 class _Piece(NamedTuple):
@@ -102,13 +52,6 @@ class _Sending:
     """Without their bytes, which lie in `rows` one after the other."""
 
 
-def require(value: Found | None) -> Found:
-    """The value. Raises RuntimeError before features were begun."""
-    if value is None:
-        raise RuntimeError("features are not stored")
-    return value
-
-
 class FeatureSender:
     """Has features stored when a draft asks for them, and sends those of committed positions while rounds run.
 
@@ -124,6 +67,10 @@ class FeatureSender:
         self._executor = executor if isinstance(executor, FeatureExecutor) else None
         self._plan = FeaturePlan()
         self._wanted = FeaturePlan()
+        self._begun: FeaturePlan | None = None
+        """What the executor prepares for."""
+        self._began_at = self._next_at = 0.0
+        self._num_left = 0
         self._after: Pending | None = None
         self._sending: deque[_Sending] = deque()
         self._has_room = False
@@ -136,8 +83,19 @@ class FeatureSender:
 
     @property
     def preparing(self) -> bool:
-        """Whether `advance` has something to do."""
+        """Whether drafts want what rounds do not store yet."""
         return self._wanted != self._plan
+
+    @property
+    def num_pending(self) -> int:
+        """Pieces of work that are left before it does, graphs of rounds as a rule; as far as that is known."""
+        return self._num_left if self.preparing else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Connected drafts that will get features and cannot yet."""
+        peers = self._drafts.peers.values()
+        return sum(bool(peer.takes) and (peer.line is None or not peer.line.open) for peer in peers)
 
     def connected(self, port: DraftPort) -> None:
         """A session began that `Drafts.connected` knows of."""
@@ -212,26 +170,19 @@ class FeatureSender:
             self._has_room = True
 
     def advance(self) -> None:
-        """Between two rounds: have stored what drafts want. Those that follow may be slow once."""
+        """Between two rounds: see to it that what drafts want will be stored, in a small part of the time."""
         if not self.preparing or self._executor is None:
             return
-        try:
-            self._executor.begin_features(self._wanted)
-        except OutriderError as error:
-            log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
-            self._give_up()
-        else:
-            self._plan = self._wanted
-            # What was stored until now is of no use for layers that are missing in it.
-            self._drafts.suspend_features()
-            self._memory.new_feature_epoch()
-            self._drafts.feature_epoch = self._memory.feature_epoch
-        for peer in self._drafts.peers.values():
-            self._begin(peer)
+        if self._begun != self._wanted and not self._prepare(self._executor):
+            return
+        if time.monotonic() >= self._next_at:
+            self._work_ahead(self._executor)
 
     def refresh(self) -> bool:
-        """While no round is wanted: do what rounds would have to do first; whether there is more of it."""
-        return bool(self._plan.parts) and self._executor is not None and self._executor.refresh_features()
+        """While no round is wanted: do a piece of what must precede; whether there is more of it."""
+        if self.preparing and self._executor is not None and self._begun == self._wanted:
+            self._work_ahead(self._executor)
+        return self.preparing
 
     def collect(self, after: Pending | None) -> None:
         """Have features copied that drafts do not have yet; `after` is the round that computed the last of them."""
@@ -250,19 +201,50 @@ class FeatureSender:
         while self._sending and self._ship() and not self._piecewise:
             pass
 
+    def _prepare(self, executor: FeatureExecutor) -> bool:
+        """Begin to prepare for what is wanted; whether that is possible."""
+        try:
+            executor.begin_features(self._wanted)
+        except OutriderError as error:
+            log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
+            self._give_up(self._begun or self._plan)
+            for peer in self._drafts.peers.values():
+                self._begin(peer)
+            return False
+        self._begun = self._wanted
+        self._began_at = self._next_at = time.monotonic()
+        return True
+
+    def _work_ahead(self, executor: FeatureExecutor) -> None:
+        """Do a piece of what must be done before features are stored; after the last one they are."""
+        start = time.monotonic()
+        self._num_left = executor.refresh_features()
+        end = time.monotonic()
+        self._next_at = end + _REST * (end - start)
+        if self._num_left:
+            return
+        log.info("the target's features are stored %.1f s after they were asked for", end - self._began_at)
+        self._plan, self._begun = self._wanted, None
+        # What was stored until now is of no use for layers that are missing in it.
+        self._drafts.suspend_features()
+        self._memory.new_feature_epoch()
+        self._drafts.feature_epoch = self._memory.feature_epoch
+        for peer in self._drafts.peers.values():
+            self._begin(peer)
+
     def _needed(self) -> FeaturePlan:
         """What of all that is wanted the connected drafts take."""
         parts = {part for peer in self._drafts.peers.values() for part in peer.takes}
         projection = self._wanted.projection if PROJECTED in parts else None
         return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
 
-    def _give_up(self) -> None:
-        """What is stored stays as it is; drafts that it does not serve get nothing, and claim nothing any more."""
-        self._wanted = self._plan
+    def _give_up(self, kept: FeaturePlan) -> None:
+        """What is stored, or prepared, stays as it is; drafts that it does not serve get nothing, and claim nothing."""
+        self._wanted = kept
         for peer in self._drafts.peers.values():
             # One that has yet to give its projection had no part in it.
             is_asked = peer.line is not None and not peer.line.accepted
-            if not is_asked and not self._plan.holds(peer.takes, peer.terms.projection_hash):
+            if not is_asked and not kept.holds(peer.takes, peer.terms.projection_hash):
                 peer.takes = ()
 
     def _may_project(self, peer: Peer) -> bool:

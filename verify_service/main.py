@@ -12,6 +12,7 @@ from outrider.config.secrets import read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.metrics import MetricsPage
 from outrider.models.store import served_name
+from outrider.process.child import share_interpreter, until_stopped
 from outrider.rpc.channel import open_channel
 from outrider.rpc.door import DoorOptions, door_options, peer_source
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
+    share_interpreter()
     # Before the model is loaded, which may take minutes.
     ways = _Ways(door_options(options, options.read_auth_tokens()), _draft_dial(options))
     if unix_path(options.address) is None:
@@ -95,7 +97,7 @@ async def _serve_engine(
     sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
     server.set_serving(True)
     write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-    await _until_stopped(stop, engine)
+    await until_stopped(stop, engine)
     servicer.draining = True
     await server.stop(options.drain_seconds if engine.alive else 0)
     for session in sessions:
@@ -111,14 +113,6 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     """How drafts are called. Raises ConfigError."""
     token = read_secret(options.draft_auth_token, options.draft_auth_token_file, "--draft-auth-token")
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
-
-
-async def _until_stopped(stop: asyncio.Event, engine: RemoteEngine) -> None:
-    """Return when told to stop, or when the engine died: a supervisor then starts the service anew."""
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(engine.lost())]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
 
 
 def _info(options: VerifyOptions, ready: Ready) -> verify_pb2.VerifyServiceGetInfoResponse:

@@ -129,6 +129,16 @@ class VerifyMetrics:
         )
         gauge("tokens_per_second", "Committed tokens per second, lately.", lambda: self.tokens_per_second)
         gauge("healthy_drafts", "Draft services connected and answering.", lambda: engine.num_healthy)
+        gauge(
+            "drafts_waiting_for_features",
+            "Draft services connected that will get features and cannot yet.",
+            lambda: engine.snapshot.drafts_waiting,
+        )
+        gauge(
+            "graphs_pending",
+            "CUDA graphs to capture anew before a draft gets features.",
+            lambda: engine.snapshot.graphs_pending,
+        )
         self.registry.register(_EngineCounts(engine, dialers, self))
 
     @property

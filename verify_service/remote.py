@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
-from outrider.errors import ConfigError, InternalError, OutriderError, UnavailableError
+from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.logs import get_logger
+from outrider.process.part_codec import pack_drafts, unpack_features, unpack_verify
+from outrider.process.remote import EngineEnd
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.projection import ProjectionPart
 from verify_service.backlog import Backlog
 from verify_service.inbox import MAX_UNREAD, unread_weight
 from verify_service.submission import Submission, Update
-from verify_service.wire import FrameReader, FromDoor, FromEngine, from_engine, pack
+from verify_service.wire import FromEngine, from_engine
 from verify_service.wire_codec import pack_submission, unpack_update
-from verify_service.wire_draft_codec import pack_drafts, unpack_begin, unpack_features, unpack_verify
+from verify_service.wire_draft_codec import unpack_begin
 from verify_service.wire_drafts import (
     DraftDown,
     DraftReset,
@@ -32,7 +33,7 @@ from verify_service.wire_drafts import (
     FeaturesUp,
     ProjectionFrame,
 )
-from verify_service.wire_engine import Ready, Refused, RoundReport, Snapshot, Start, Stop, Told
+from verify_service.wire_engine import Ready, Refused, RoundReport, Snapshot, Stop, Told
 from verify_service.wire_requests import Cancel
 
 log = get_logger(__name__)
@@ -58,28 +59,17 @@ class Port(Protocol):
         """End the session; it reports itself down, and up again when it is."""
 
 
-class RemoteEngine(asyncio.Protocol):
+class RemoteEngine(EngineEnd[FromEngine, Ready]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
     `on_round` is told of every round.
     """
 
     def __init__(self, on_round: Callable[[RoundReport], None]) -> None:
+        super().__init__(from_engine)
         self.snapshot = Snapshot()
         """The engine's state a moment ago."""
         self._on_round = on_round
-        loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[Ready] = loop.create_future()
-        # Whoever waits for it is told; nobody has to.
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-        self._lost = asyncio.Event()
-        self._has_room = asyncio.Event()
-        """The socket takes what is sent, or never will again."""
-        self._has_room.set()
-        self._serving = False
-        self._stopping = False
-        self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
@@ -92,28 +82,6 @@ class RemoteEngine(asyncio.Protocol):
         self._features_sent: Counter[int] = Counter()
         self._features_released: Counter[int] = Counter()
         """The last message of features, by session."""
-
-    def start(self, frame: Start) -> None:
-        """Have the engine load its model."""
-        self._send(frame)
-
-    async def ready(self) -> Ready:
-        """What the engine serves, once it does. Raises ConfigError when it cannot, InternalError when it died."""
-        return await asyncio.shield(self._ready)
-
-    async def lost(self) -> None:
-        """Return when the engine is gone, whether it was told to stop or not."""
-        await self._lost.wait()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine serves; False for good once it was told to stop or is gone."""
-        return self._serving
-
-    @property
-    def gone(self) -> bool:
-        """Whether the engine has hung up."""
-        return self._lost.is_set()
 
     @property
     def num_running(self) -> int:
@@ -140,21 +108,21 @@ class RemoteEngine(asyncio.Protocol):
         number = next(self._numbers)
         self.backlog.admit(number, len(submission.tokens))
         self._answers[number] = deliver
-        self._send(pack_submission(number, submission))
+        self.send(pack_submission(number, submission))
         return number
 
     def cancel(self, number: int) -> None:
         """End a request without a further update; its pages are free before the next round."""
         if number in self._answers:
             self._answers[number] = None
-            self._send(Cancel(number))
+            self.send(Cancel(number))
 
     def draft_connected(self, port: Port, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
         session = self._sessions[port] = next(self._numbers)
         self._ports[session] = port
         terms = terms or Terms()
-        self._send(
+        self.send(
             DraftUp(
                 *(session, port.address, terms.max_positions, list(terms.feature_layers)),
                 projection_columns=terms.projection_columns,
@@ -172,7 +140,7 @@ class RemoteEngine(asyncio.Protocol):
         self._dtypes.pop(session, None)
         self._features_sent.pop(session, None)
         self._features_released.pop(session, None)
-        self._send(DraftDown(session))
+        self.send(DraftDown(session))
 
     def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
@@ -184,16 +152,16 @@ class RemoteEngine(asyncio.Protocol):
             return
         self._unread[session] += weight
         # They may lie unread for a whole round, which is no fault of the draft.
-        self._send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
+        self.send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
 
     async def features_projection(self, port: Port, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
-        self._send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
-        await self._has_room.wait()
+        self.send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
+        await self.has_room()
 
     def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
-        self._send(FeaturesUp(self._sessions[port], window, uses_ring))
+        self.send(FeaturesUp(self._sessions[port], window, uses_ring))
 
     def features_released(self, port: Port, through: int) -> None:
         """A draft is done with features. One that releases what it was not sent loses its session."""
@@ -203,55 +171,24 @@ class RemoteEngine(asyncio.Protocol):
             port.reset()
         elif through > self._features_released[session]:
             self._features_released[session] = through
-            self._send(FeaturesDone(session, through))
+            self.send(FeaturesDone(session, through))
 
-    def stop(self) -> None:
+    def send_stop(self) -> None:
         """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
-        self._serving, self._stopping = False, True
-        self._send(Stop())
+        self.send(Stop())
 
-    def close(self) -> None:
-        """Hang up."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is ours."""
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes came in."""
-        for body in self._reader.feed(data):
-            self._take(from_engine.decode(body))
-
-    def pause_writing(self) -> None:
-        """The engine is behind."""
-        self._has_room.clear()
-
-    def resume_writing(self) -> None:
-        """The engine has caught up."""
-        self._has_room.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The engine is gone; everybody who waits is told."""
-        self._serving = False
-        self._lost.set()
-        self._has_room.set()
-        if not self._ready.done():
-            self._ready.set_exception(InternalError("the engine process ended before it was ready"))
+    def on_lost(self) -> None:
+        """Everybody who waits is told."""
         reason: OutriderError = InternalError("the verify engine failed; the service restarts")
-        if self._stopping:
+        if self.stopping:
             reason = UnavailableError("the verify service stopped before the answer was complete")
         answers, self._answers = self._answers, {}
         for deliver in answers.values():
             if deliver is not None:
                 deliver(Update(error=reason))
 
-    def _send(self, frame: FromDoor) -> None:
-        if self._transport is not None and not self._lost.is_set():
-            self._transport.write(pack(frame))
-
-    def _take(self, frame: FromEngine) -> None:
+    def take(self, frame: FromEngine) -> None:
+        """A frame has come."""
         match frame:
             case Told():
                 self._note(frame)
@@ -272,10 +209,9 @@ class RemoteEngine(asyncio.Protocol):
                     port.reset()
             case Ready():
                 self.backlog.open(frame.max_running, frame.max_waiting)
-                self._serving = True
-                self._ready.set_result(frame)
+                self.serves(frame)
             case Refused():
-                self._ready.set_exception(ConfigError(frame.message))
+                self.refused(frame.message)
 
     def _note(self, told: Told) -> None:
         for part in told.updates:

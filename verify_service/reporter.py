@@ -6,14 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from outrider.process.part_codec import pack_features, pack_verify
+from outrider.process.pipe import Pipe
 from outrider.tree.messages import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine import Engine
 from verify_service.figures import RoundFigures
-from verify_service.pipe import Pipe
 from verify_service.round import Entry
 from verify_service.submission import Update
+from verify_service.wire import FromDoor
 from verify_service.wire_codec import pack_update
-from verify_service.wire_draft_codec import pack_begin, pack_features, pack_verify
+from verify_service.wire_draft_codec import pack_begin
 from verify_service.wire_drafts import DraftReset, DraftTold, FeaturesTold
 from verify_service.wire_engine import PeerPart, RoundReport, Snapshot, Told
 from verify_service.wire_requests import UpdatePart
@@ -25,7 +27,7 @@ SNAPSHOT_SECONDS = 0.25
 class Reporter:
     """The engine's observer and the end of every request's updates. Nothing leaves before `flush`."""
 
-    def __init__(self, pipe: Pipe, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pipe: Pipe[FromDoor], clock: Callable[[], float] = time.monotonic) -> None:
         self._pipe = pipe
         self._clock = clock
         self._engine: Engine | None = None
@@ -93,7 +95,7 @@ def report_round(entries: Sequence[Entry], updates: Sequence[Update], figures: R
 class ReporterPort:
     """A draft's session, whose other half is in the door."""
 
-    def __init__(self, session: int, address: str, pipe: Pipe) -> None:
+    def __init__(self, session: int, address: str, pipe: Pipe[FromDoor]) -> None:
         self.address = address
         self._session = session
         self._pipe = pipe
@@ -135,4 +137,6 @@ def take_snapshot(engine: Engine) -> Snapshot:
         declined=dict(drafts.declined),
         peers=[PeerPart(peer.port.address, peer.health.good, peer.health.typical) for peer in drafts.peers.values()],
         cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
+        graphs_pending=engine.features.num_pending,
+        drafts_waiting=engine.features.num_waiting,
     )

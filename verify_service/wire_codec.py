@@ -12,9 +12,9 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
+from outrider.process.frames import array_of, bytes_of
 from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from verify_service.submission import Submission, Update
-from verify_service.wire_arrays import array_of, bytes_of
 from verify_service.wire_requests import ErrorPart, PromptLogprobsPart, Submit, TreePart, UpdatePart
 
 _FIELD_ERRORS: dict[str, type[InvalidRequestError]] = {

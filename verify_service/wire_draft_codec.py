@@ -1,96 +1,15 @@
-"""Between messages of the streams with drafts and the parts of their frames. Torch-free."""
+"""Between messages of the features stream and the frames of its beginning. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
-import numpy as np
-
-from outrider.tree.messages import (
-    Close,
-    Commit,
-    Decline,
-    DeclineReason,
-    DraftMessage,
-    FeatureRing,
-    Features,
-    FeaturesBegin,
-    Grow,
-    Hello,
-    Open,
-    Pause,
-    Resume,
-    VerifyMessage,
-)
-from verify_service.wire_arrays import array_of, bytes_of
-from verify_service.wire_drafts import (
-    ClosePart,
-    CommitPart,
-    DeclinePart,
-    FeaturesOpen,
-    FeaturesPart,
-    GrowPart,
-    OpenPart,
-    PausePart,
-    ResumePart,
-    RingFrame,
-    UnexpectedPart,
-)
-
-DraftPart = GrowPart | DeclinePart | UnexpectedPart
-VerifyPart = OpenPart | CommitPart | PausePart | ResumePart | ClosePart
-
-
-def pack_drafts(messages: Sequence[DraftMessage]) -> list[DraftPart]:
-    """What a draft sent, in order."""
-    return [_pack_draft(message) for message in messages]
-
-
-def unpack_drafts(parts: Sequence[DraftPart]) -> list[DraftMessage]:
-    """What a draft sent, in order. Arrays cannot be written to."""
-    return [_unpack_draft(part) for part in parts]
-
-
-def pack_verify(messages: Sequence[VerifyMessage]) -> list[VerifyPart]:
-    """Messages for a draft, in order. Raises TypeError for a Hello, which only the door sends."""
-    return [_pack_verify(message) for message in messages]
-
-
-def unpack_verify(parts: Sequence[VerifyPart]) -> list[VerifyMessage]:
-    """Messages for a draft, in order. Arrays cannot be written to."""
-    return [_unpack_verify(part) for part in parts]
-
-
-def pack_features(messages: Sequence[Features]) -> list[FeaturesPart]:
-    """Features for a draft, in order; their dtype is known at the other end."""
-    return [
-        FeaturesPart(
-            *(part.request, part.start, part.count, part.final, part.sequence),
-            data=cast(bytes, part.data),
-            ring_offset=part.ring_offset,
-        )
-        for part in messages
-    ]
-
-
-def unpack_features(parts: Sequence[FeaturesPart], dtype: str) -> list[Features]:
-    """Features for a draft, in order."""
-    return [
-        Features(
-            *(part.request, part.start, part.count, part.final, part.data, dtype, part.sequence),
-            ring_offset=part.ring_offset,
-        )
-        for part in parts
-    ]
+from outrider.process.part_codec import pack_ring, unpack_ring
+from outrider.tree.messages import FeaturesBegin
+from verify_service.wire_drafts import FeaturesOpen
 
 
 def pack_begin(session: int, begin: FeaturesBegin) -> FeaturesOpen:
     """The beginning of a features stream, but for its token, which the door knows."""
-    given = begin.ring
-    ring = None
-    if given is not None:
-        ring = RingFrame(given.host, given.device, given.handle, given.num_bytes, given.magic)
+    ring = pack_ring(begin.ring)
     return FeaturesOpen(
         session, list(begin.layers), begin.width, begin.dtype, ring, begin.projected, begin.wants_projection
     )
@@ -98,97 +17,7 @@ def pack_begin(session: int, begin: FeaturesBegin) -> FeaturesOpen:
 
 def unpack_begin(frame: FeaturesOpen) -> FeaturesBegin:
     """The beginning of a features stream, without its token."""
-    given = frame.ring
-    ring = None
-    if given is not None:
-        ring = FeatureRing(given.host, given.device, given.handle, given.num_bytes, given.magic)
+    ring = unpack_ring(frame.ring)
     return FeaturesBegin(
         "", tuple(frame.layers), frame.width, frame.dtype, ring, frame.projected, frame.wants_projection
     )
-
-
-def _pack_draft(message: DraftMessage) -> DraftPart:
-    match message:
-        case Grow():
-            return GrowPart(
-                message.request,
-                message.epoch,
-                message.base_len,
-                message.acked_len,
-                message.first_id,
-                bytes_of(message.parents, np.uint32),
-                bytes_of(message.token_ids, np.int32),
-                bytes_of(message.scores, np.float32),
-                bytes_of(message.sources, np.uint8),
-            )
-        case Decline():
-            return DeclinePart(message.request, message.reason.value, message.retryable, message.detail)
-        case Hello():
-            return UnexpectedPart()
-
-
-def _unpack_draft(part: DraftPart) -> DraftMessage:
-    match part:
-        case GrowPart():
-            return Grow(
-                part.request,
-                part.epoch,
-                part.base_len,
-                part.acked_len,
-                part.first_id,
-                array_of(part.parents, np.uint32),
-                array_of(part.token_ids, np.int32),
-                array_of(part.scores, np.float32),
-                array_of(part.sources, np.uint8),
-            )
-        case DeclinePart():
-            return Decline(part.request, DeclineReason(part.reason), part.retryable, part.detail)
-        case UnexpectedPart():
-            return Hello(0, 0)
-
-
-def _pack_verify(message: VerifyMessage) -> VerifyPart:
-    match message:
-        case Commit():
-            return CommitPart(
-                message.request,
-                message.length_before,
-                bytes_of(message.token_ids, np.int32),
-                message.epoch,
-                message.received_through,
-                message.resolved_root,
-                message.credit,
-            )
-        case Open():
-            tokens = bytes_of(message.token_ids, np.int32)
-            return OpenPart(message.request, tokens, message.prompt_len, message.sampling, message.credit)
-        case Pause():
-            return PausePart(message.request)
-        case Resume():
-            return ResumePart(message.request, message.credit)
-        case Close():
-            return ClosePart(message.request)
-        case Hello():
-            raise TypeError("a session's hello is the door's")
-
-
-def _unpack_verify(part: VerifyPart) -> VerifyMessage:
-    match part:
-        case CommitPart():
-            return Commit(
-                part.request,
-                part.length_before,
-                array_of(part.token_ids, np.int32),
-                part.epoch,
-                part.received_through,
-                part.resolved_root,
-                part.credit,
-            )
-        case OpenPart():
-            return Open(part.request, array_of(part.token_ids, np.int32), part.prompt_len, part.sampling, part.credit)
-        case PausePart():
-            return Pause(part.request)
-        case ResumePart():
-            return Resume(part.request, part.credit)
-        case ClosePart():
-            return Close(part.request)

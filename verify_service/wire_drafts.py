@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.sampling.params import SamplingParams
+from outrider.process.parts import DraftPart, FeaturesPart, RingFrame, VerifyPart
 
 
 class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -32,37 +32,6 @@ class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
     session: int
 
 
-class GrowPart(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A Grow of the speculation stream."""
-
-    request: int
-    epoch: int
-    base_len: int
-    acked_len: int
-    first_id: int
-    parents: bytes
-    """uint32."""
-    token_ids: bytes
-    """int32."""
-    scores: bytes
-    """float32."""
-    sources: bytes
-    """uint8."""
-
-
-class DeclinePart(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A Decline of the speculation stream."""
-
-    request: int
-    reason: int
-    retryable: bool
-    detail: str
-
-
-class UnexpectedPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Something else, which a draft should not have sent; the engine counts it."""
-
-
 class DraftSaid(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
 
@@ -70,57 +39,14 @@ class DraftSaid(msgspec.Struct, frozen=True, array_like=True, tag=6):
     arrived_at: float
     weight: int
     """Comes back in `Told.read` when the engine has taken it."""
-    messages: list[GrowPart | DeclinePart | UnexpectedPart]
-
-
-class OpenPart(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An Open of the speculation stream."""
-
-    request: int
-    token_ids: bytes
-    """int32."""
-    prompt_len: int
-    sampling: SamplingParams
-    credit: int
-
-
-class CommitPart(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A Commit of the speculation stream."""
-
-    request: int
-    length_before: int
-    token_ids: bytes
-    """int32."""
-    epoch: int
-    received_through: int
-    resolved_root: int | None
-    credit: int
-
-
-class PausePart(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A Pause of the speculation stream."""
-
-    request: int
-
-
-class ResumePart(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A Resume of the speculation stream."""
-
-    request: int
-    credit: int
-
-
-class ClosePart(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """A Close of the speculation stream."""
-
-    request: int
+    messages: list[DraftPart]
 
 
 class DraftTold(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """engine -> door: messages for a draft, in order."""
 
     session: int
-    messages: list[OpenPart | CommitPart | PausePart | ResumePart | ClosePart]
+    messages: list[VerifyPart]
 
 
 class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -153,16 +79,6 @@ class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
     data: bytes
 
 
-class RingFrame(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a draft on this host may map, as outrider.tree.messages.FeatureRing has it."""
-
-    host: str
-    device: str
-    handle: bytes
-    num_bytes: int
-    magic: bytes
-
-
 class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
 
@@ -173,19 +89,6 @@ class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     ring: RingFrame | None = None
     projected: bool = False
     wants_projection: bool = False
-
-
-class FeaturesPart(msgspec.Struct, frozen=True, array_like=True):
-    """Features of the features stream; their dtype is the stream's."""
-
-    request: int
-    start: int
-    count: int
-    final: bool
-    sequence: int
-    data: bytes
-    """Or a memoryview where it is packed."""
-    ring_offset: int | None = None
 
 
 class FeaturesTold(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -78,6 +78,10 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     peers: list[PeerPart] = []
     cost: dict[int, float] = {}
     """Seconds of a round by its tokens."""
+    graphs_pending: int = 0
+    """Graphs of rounds that are still to be captured before a draft gets features."""
+    drafts_waiting: int = 0
+    """Connected drafts that will get features and cannot yet."""
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -6,17 +6,19 @@ gone. Signals are the door's business: it starts this process with SIGINT and SI
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError, OutriderError
 from outrider.logs import configure_logging, get_logger
+from outrider.process.part_codec import unpack_drafts
+from outrider.process.parts import DraftPart
+from outrider.process.pipe import Pipe
+from outrider.process.worker import FAREWELL_SECONDS, await_first, inherited_socket, leave
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
@@ -24,21 +26,16 @@ from outrider.tree.projection import Projection
 from verify_service.assembly import Built, assemble
 from verify_service.engine import Engine
 from verify_service.inbox import Action, Inbox
-from verify_service.pipe import Pipe
 from verify_service.reporter import Reporter, ReporterPort
 from verify_service.request import Request
 from verify_service.submission import Submission, Update
-from verify_service.wire import FromDoor
+from verify_service.wire import FromDoor, from_door
 from verify_service.wire_codec import unpack_submission
-from verify_service.wire_draft_codec import DraftPart, unpack_drafts
 from verify_service.wire_drafts import DraftDown, DraftSaid, DraftUp, FeaturesDone, FeaturesUp, ProjectionFrame
 from verify_service.wire_engine import Refused, Start, Stop
 from verify_service.wire_requests import Cancel, Submit
 
 log = get_logger("verify_service.worker")
-
-_FAREWELL_SECONDS = 2.0
-"""How long the last frames may wait for the door to read them."""
 
 
 class Build(Protocol):
@@ -50,35 +47,23 @@ class Build(Protocol):
 
 def main(argv: list[str]) -> int:
     """Serve the door at the other end of an inherited socket; returns the exit code."""
-    os.set_inheritable(int(argv[0]), False)
-    with socket.socket(fileno=int(argv[0])) as sock:
-        pipe = Pipe(sock)
-        options = await_start(pipe)
-        if options is None:
+    with inherited_socket(argv[0]) as sock:
+        pipe = Pipe(sock, from_door)
+        start = await_first(pipe, Start)
+        if start is None:
             return EXIT_FAILURE
-        configure_logging("verify", options.log_level)
-        return serve_engine(pipe, options, assemble)
+        configure_logging("verify", start.options.log_level)
+        return serve_engine(pipe, start.options, assemble)
 
 
-def await_start(pipe: Pipe) -> VerifyOptions | None:
-    """The options that the door sends first; None when it is gone before."""
-    while not pipe.closed:
-        for frame in pipe.receive():
-            if not isinstance(frame, Start):
-                raise InternalError("the door's first frame is not Start")
-            return frame.options
-        pipe.wait(None)
-    return None
-
-
-def serve_engine(pipe: Pipe, options: VerifyOptions, build: Build) -> int:
+def serve_engine(pipe: Pipe[FromDoor], options: VerifyOptions, build: Build) -> int:
     """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
     inbox, reporter = SocketInbox(pipe), Reporter(pipe)
     try:
         built = build(options, inbox, reporter)
     except ConfigError as error:
         pipe.send(Refused(error.message))
-        pipe.drain(_FAREWELL_SECONDS)
+        pipe.drain(FAREWELL_SECONDS)
         return EXIT_CONFIG
     except Exception:
         log.exception("the engine could not be built")
@@ -88,7 +73,7 @@ def serve_engine(pipe: Pipe, options: VerifyOptions, build: Build) -> int:
     pipe.send(built.ready)
     built.engine.run()
     reporter.flush()
-    pipe.drain(_FAREWELL_SECONDS)
+    pipe.drain(FAREWELL_SECONDS)
     return EXIT_OK if inbox.stopped else EXIT_FAILURE
 
 
@@ -115,7 +100,7 @@ def make_request(submission: Submission, sink: Callable[[Update], None], vocab_s
 class SocketInbox:
     """The engine's inbox, fed by the door. The engine's thread alone uses it."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe[FromDoor]) -> None:
         self.stopped = False
         """Whether the door asked for the end, or is gone."""
         self._pipe = pipe
@@ -164,7 +149,7 @@ class SocketInbox:
 class FrameHandler:
     """Does what the door's frames ask of an engine."""
 
-    def __init__(self, engine: Engine, reporter: Reporter, pipe: Pipe, inbox: Inbox) -> None:
+    def __init__(self, engine: Engine, reporter: Reporter, pipe: Pipe[FromDoor], inbox: Inbox) -> None:
         self._engine = engine
         self._reporter = reporter
         self._pipe = pipe
@@ -261,14 +246,6 @@ class FrameHandler:
 
     def _receive(self, port: ReporterPort, part: DraftPart, arrived_at: float) -> None:
         self._engine.drafts.receive(port, unpack_drafts([part]), arrived_at)
-
-
-def leave(code: int) -> NoReturn:
-    """End the process; after a failure at once: what a broken CUDA context holds may hang or abort when it is freed."""
-    if code == EXIT_FAILURE:
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draft_service.burst.context import DraftContext
 from draft_service.burst.entries import DEAD, REFUSED, Ints
@@ -15,6 +17,11 @@ from draft_service.tree_growth import Limits
 
 _LOOK_EVERY = 32
 """Nodes between two looks at the clock."""
+_LIKELY = math.log(0.0025)
+"""Path score of a node that is told at once. Better ones may come behind it, but verify commits a token that was this
+unlikely in about every other round: what it lacks then was there, and would come a round too late."""
+_ROOMY = 256
+"""Credit from which on that is so: a smaller one is for the best alone."""
 
 
 class Announcer:
@@ -40,7 +47,7 @@ class Announcer:
         """Look over the forest anew. Entries keep their numbers until `forget`."""
         forest, entries = self._forest, self._forest.entries
         self._queue, self._again = [], False
-        rooms, late_rooms = self._rooms()
+        rooms, late_rooms, likely = self._rooms()
         if not self._ledger.has_memory or not rooms.any():
             return
         count = entries.count
@@ -53,7 +60,7 @@ class Announcer:
         order = (-scores).argsort(kind="stable")
         found, scores = found[order], scores[order]
         rows = entries.rows[found]
-        ripe = scores >= forest.best_unrun()[rows]
+        ripe = scores >= np.minimum(forest.best_unrun(), likely)[rows]
         within = places_within(rows, np.bincount(rows, minlength=len(rooms)))
         worth = np.where(ripe, rooms[rows], late_rooms[rows]) > within
         found, ripe = found[worth][::-1], ripe[worth][::-1]
@@ -117,18 +124,22 @@ class Announcer:
         self._forest.entries.ranks[entry] = DEAD
         self._again = True
 
-    def _rooms(self) -> tuple[Ints, Ints]:
-        """[R] twice, see `_room`: for ripe nodes, and for others."""
+    def _rooms(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
+        """[R] three times: room for ripe nodes and for others, see `_room`, and the path score of likely ones."""
         share, num_rows = self._ledger.share, len(self._forest.roots)
         rooms, late_rooms = np.zeros(num_rows, np.intp), np.zeros(num_rows, np.intp)
+        likely = np.full(num_rows, np.inf)
         for row, context in self._contexts.items():
             late_rooms[row], rooms[row] = self._room(context, share)
-        return rooms, late_rooms
+            if self._limit(context, share) >= _ROOMY:
+                likely[row] = _LIKELY
+        return rooms, late_rooms, likely
 
     def _room(self, context: DraftContext, share: int) -> list[int]:
         """Nodes that may be appended, unripe ones and ripe ones; none while the forest has not followed the author.
 
-        Half of the credit is for nodes that nothing better can come behind: at first there are few to choose from.
+        Half of the credit is for nodes that are likely, or that nothing better can come behind: at first there are few
+        to choose from.
         """
         tree = context.tree
         author = tree.author
@@ -139,5 +150,9 @@ class Announcer:
             or context.steps_left > 0
         ):
             return [0, 0]
-        limit, num_live = min(author.credit, self._limits.num_nodes, share), author.num_live
+        limit, num_live = self._limit(context, share), author.num_live
         return [(limit + 1) // 2 - num_live, limit - num_live]
+
+    def _limit(self, context: DraftContext, share: int) -> int:
+        """Nodes that the request may have."""
+        return min(context.tree.author.credit, self._limits.num_nodes, share)

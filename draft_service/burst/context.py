@@ -120,6 +120,10 @@ class DraftContext:
         self.root_settled = root_run and not self.lag
         self.fresh = not root_run
 
+    def found_run(self) -> None:
+        """A burst ran the root before it was one."""
+        self.root_run, self.root_settled, self.fresh = True, not self.lag, False
+
     def take_settled(self, *, own: bool) -> list[int]:
         """Take leading tokens off `between` whose KV may move to the context, and return their tree slots.
 

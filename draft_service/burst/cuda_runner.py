@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from draft_service.burst.buckets import Bucket
 from draft_service.burst.plan import BurstShape
-from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
+from draft_service.burst.projector import join_rows
+from draft_service.burst.runner import Chunk, Pending, Runner, RunnerOptions, on_device
 from outrider.attention.base import AttentionBackend
-from outrider.attention.frontier import StepTokens
+from outrider.attention.frontier import (
+    NUM_FIELDS,
+    Pool,
+    StepTokens,
+    append_candidates,
+    begin_burst,
+    choose_entries,
+    place_entries,
+)
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
-from outrider.device import num_processors
+from outrider.device import num_processors, put
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
 
 _PROMPTS = (1, 3, 17, 48, 100)
 """Prompt tokens whose products and attention are kernels of their own."""
+_ROWS = (1, 7, 63, 127)
+"""Rows of a forward of prompts, one below a power of two, for which attention is a kernel of its own."""
 _ALIGNED = 4
 """int32 words between two places where fields may begin."""
 
@@ -30,8 +44,15 @@ class CudaRunner(Runner):
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
         super().__init__(model, shape, attention, options)
-        self._on_gpu = model.device.type == "cuda"
-        self._num_processors = num_processors(model.device)
+        device = model.device
+        self._on_gpu = device.type == "cuda"
+        self._num_processors = num_processors(device)
+        capacity = shape.max_seeds + shape.max_steps * shape.max_width * shape.branching
+        self._entries = torch.zeros(NUM_FIELDS * capacity, dtype=torch.int32, device=device)
+        size = (shape.max_width, shape.branching)
+        self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(size, dtype=torch.float32, device=device)
+        self._steps: dict[Bucket, StepTokens] = {}
         self.graphs = GraphPool[Bucket]("draft steps", self._step)
         self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
 
@@ -52,15 +73,34 @@ class CudaRunner(Runner):
         wait costs a third of a second."""
         room = min(self.shape.num_pages * self.shape.page_size, self.shape.max_context, self.options.chunk_size)
         for count in sorted({min(room, count) for count in _PROMPTS} | {room}):
-            batch = self._paged_prompt(self.shape.num_rows, [0] * count, 0, [-1] * count)
-            features = None
-            if self.memory.features is not None:
-                features = self.memory.features.new_zeros(count, self.shape.feature_size)
-            self._model.forward(batch, features, self.memory.kv, self._attention)
+            self._warm_up_prompts([count])
+        for rows in _ROWS:
+            self._warm_up_prompts([1] * min(rows, self.shape.num_rows))
+        self._warm_up_features()
         self.memory.warm_up()
         self._input.clear()
         for bucket in self.buckets.all():
             self._begin(bucket)
+
+    def _warm_up_prompts(self, counts: Sequence[int]) -> None:
+        """A forward of rows with so many tokens each, which are written nowhere."""
+        total, spare = sum(counts), self.shape.num_rows
+        chunks = [Chunk(spare, [0] * count, 0) for count in counts]
+        features = None
+        if self.memory.features is not None:
+            features = self.memory.features.new_zeros(total, self.shape.feature_size)
+        self._model.forward(self._paged(chunks, [-1] * total), features, self.memory.kv, self._attention)
+
+    def _warm_up_features(self) -> None:
+        """Project features as they may come, and join some."""
+        model, store = self._model, self.memory.features
+        if store is None:
+            return
+        width = model.hidden_size * len(model.feature_layers)
+        for count in _PROMPTS:
+            rows = model.project(store.new_zeros(count, width))
+            model.finish_product(rows)
+        join_rows([rows, rows], rows.new_zeros(2 * len(rows), self.shape.feature_size))
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +129,7 @@ class CudaRunner(Runner):
         more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
         more.ran = True
         for _ in range(num_steps):
-            self._run_step(more.bucket)
+            self.graphs.run(more.bucket)
         self._output.to_host(more.copy, more.bucket, num_steps, done)
         self._mark(more)
         self._launched.append(more)
@@ -105,11 +145,58 @@ class CudaRunner(Runner):
             pending.event = torch.cuda.Event()
             pending.event.record()
 
-    def _run_begin(self, bucket: Bucket) -> None:
+    def _run(self, pending: Pending) -> None:
+        """Queue all work of a burst on the device."""
+        pending.ran = True
+        burst, bucket = pending.burst, pending.bucket
+        self.memory.flush()
+        self.memory.take_features(burst.features)
+        self._input.to_device(pending.copy, len(burst.rows))
         self._begins.run(bucket)
+        for _ in range(burst.num_steps):
+            self.graphs.run(bucket)
+        self._output.to_host(pending.copy, bucket, burst.num_steps)
 
-    def _run_step(self, bucket: Bucket) -> None:
-        self.graphs.run(bucket)
+    def _begin(self, bucket: Bucket) -> None:
+        """What precedes a burst's steps on the device; may be captured."""
+        rows = self._input.rows.head(bucket.rows)
+        begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
+
+    def _step(self, bucket: Bucket) -> None:
+        """The whole of a step on the device; may be captured."""
+        header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
+        rows = self._input.rows.head(bucket.rows)
+        choose_entries(header, pool, rows, step, self.shape.branching)
+        place_entries(pool, rows, step, self.memory.plan)
+        tokens, scores = self._tokens[: bucket.width], self._scores[: bucket.width]
+        self._propose(bucket, step, tokens, scores)
+        append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket.width))
+
+    def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
+        """Run the nodes of a step, and write their candidates."""
+        batch = self._step_batch(bucket, step)
+        count = batch.token_ids.shape[0]
+        store = self.memory.features
+        given = None if store is None else store.index_select(0, step.sources[:count])
+        rows, features = self._model.forward(batch, given, self.memory.kv, self._attention)
+        logits = self._model.logits(rows)
+        where = (step.table_rows[:count], step.positions[:count])
+        self._proposer(logits, *where, tokens[:count], scores[:count])
+        if store is not None and features is not None:
+            store.index_copy_(0, step.targets[:count], features)
+
+    def _pool(self, bucket: Bucket) -> Pool:
+        """The pool as bursts of this width lay it out."""
+        max_seeds = self.shape.max_seeds
+        size = max_seeds + self.shape.max_steps * bucket.width * self.shape.branching
+        return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
+
+    def _step_tokens(self, bucket: Bucket) -> StepTokens:
+        found = self._steps.get(bucket)
+        if found is None:
+            words, device = self.shape.region // 32, self._model.device
+            found = self._steps[bucket] = StepTokens.new(bucket.width, bucket.rows, words, device)
+        return found
 
     def _step_batch(self, bucket: Bucket, step: StepTokens) -> PagedBatch:
         rows, plan, model = self._input.rows.head(bucket.rows), self.memory.plan, self._model
@@ -129,32 +216,43 @@ class CudaRunner(Runner):
             num_splits=choose_splits(bucket.width, bucket.rows, bucket.width, *heads, self._num_processors),
         )
 
-    def _prompt_batch(self, row: int, tokens: Sequence[int], position: int) -> PagedBatch:
-        slots = self.memory.context_slots(row, position, position + len(tokens)).tolist()
-        return self._paged_prompt(row, tokens, position, slots)
+    def _chunk_batch(self, chunks: Sequence[Chunk]) -> PagedBatch:
+        slots: list[int] = []
+        for row, tokens, position in chunks:
+            slots += self.memory.context_slots(row, position, position + len(tokens)).tolist()
+        return self._paged(chunks, slots)
 
-    def _paged_prompt(self, row: int, tokens: Sequence[int], position: int, slots: Sequence[int]) -> PagedBatch:
-        count = len(tokens)
-        # One small copy for all that describes the chunk. Fields begin where pointers are aligned, whatever the count:
+    def _paged(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> PagedBatch:
+        counts = [len(tokens) for _, tokens, _ in chunks]
+        first = [0, *accumulate(counts)]
+        # Kernels are compiled anew for other powers of two of rows: those that are missing are empty.
+        num_rows = _ROWS[bisect_left(_ROWS, len(chunks))] if len(chunks) <= _ROWS[-1] else len(chunks)
+        missing = num_rows - len(chunks)
+        # One small copy for all that describes the chunks. Fields begin where pointers are aligned, whatever the count:
         # kernels are compiled anew for others.
         fields: list[int] = []
-        starts = []
-        for part in (tokens, range(position, position + count), slots, (0, count), (position,), (row,)):
-            starts.append(len(fields))
+        bounds = []
+        for part in (
+            [token for _, tokens, _ in chunks for token in tokens],
+            [place for _, tokens, start in chunks for place in range(start, start + len(tokens))],
+            slots,
+            first + [first[-1]] * missing,
+            [position for _, _, position in chunks] + [0] * missing,
+            [row for row, _, _ in chunks] + [self.shape.num_rows] * missing,
+        ):
+            bounds.append((len(fields), len(fields) + len(part)))
             fields += part
             fields += [0] * (-len(fields) % _ALIGNED)
-        told = self._put(fields)
-        token_ids, positions, kv_slots, first, cached_len, table_rows = (
-            told[start : start + size] for start, size in zip(starts, (count, count, count, 2, 1, 1), strict=True)
-        )
+        told = put(fields, self._model.device)
+        token_ids, positions, kv_slots, begins, cached_len, table_rows = (told[start:end] for start, end in bounds)
         return PagedBatch(
             token_ids=token_ids,
             positions=positions,
-            first=first,
+            first=begins,
             cached_len=cached_len,
             table_rows=table_rows,
             page_tables=self.memory.plan.page_tables,
             slots=kv_slots,
             page_size=self.shape.page_size,
-            max_row_tokens=count,
+            max_row_tokens=max(counts),
         )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_service.burst.plan import BurstShape
+from draft_service.burst.projector import as_tensor, join_rows
 from outrider.attention.frontier import RegionPlan
 from outrider.attention.paged import update_page_tables
 from outrider.device import put
@@ -121,8 +122,7 @@ class DeviceMemory:
             raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
         if rows[0].shape[1:] != self.features.shape[1:]:
             raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {self.features.shape[1]}")
-        # One launch, in however many parts they are.
-        torch.cat(rows, out=self.features[self._first_given : end])
+        join_rows(rows, self.features[self._first_given : end])
 
     def _move_pairs(self) -> Ints:
         """[N, 2] KV slots from and to which KV moves."""
@@ -141,10 +141,3 @@ class DeviceMemory:
         size = self._shape.page_size
         if not 0 <= start <= end <= self._num_known[row] * size:
             raise ValueError(f"context positions {start} to {end} of a row with {self._num_known[row]} pages of {size}")
-
-
-def as_tensor(value: object) -> Tensor:
-    """What plans call an object, because they know nothing of torch. Raises ValueError for anything else."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"features must be a tensor, not {type(value).__name__}")
-    return value

@@ -76,6 +76,7 @@ class Entries:
         self.tokens[first:end] = tokens
         self.edges[first:end] = edges
         self.ranks[first:end] = scores[first:end]
+        self.num_dead += int(np.count_nonzero(scores[first:end] == DEAD))  # below what died meanwhile
         self.parental[parents] = True
 
     def append_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> Ints:

@@ -58,11 +58,6 @@ class FeatureStore:
             if low < high:
                 yield low, high, values[low - first : high - first]
 
-    def joined(self, start: int, end: int) -> object:
-        """Values of positions `start` to `end`, which are here, as one part."""
-        parts = [values for _, _, values in self.cut(start, end)]
-        return parts[0] if len(parts) == 1 else self._join(parts)
-
     def forget(self, position: int) -> None:
         """Drop what lies before a position."""
         while self._parts and self._parts[0][1] <= position:

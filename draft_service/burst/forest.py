@@ -130,7 +130,8 @@ class DraftForest:
         if self.may_know:
             self._ran_again(nodes, slots, start)
         else:
-            there = nodes >= 0
+            there = (nodes >= 0).nonzero()[0]
+            there = there[entries.scores[nodes[there]] > DEAD]
             self._ran(nodes[there], slots[there])
 
     def make_room(self, count: int) -> bool:
@@ -191,6 +192,7 @@ class DraftForest:
         """The same where some were run before, which keep their slots, and where entries below `count` have others."""
         entries = self.entries
         there = (nodes >= 0).nonzero()[0]
+        there = there[entries.scores[nodes[there]] > DEAD]
         nodes, slots = nodes[there], slots[there]
         fresh = entries.slots[nodes] < 0
         self._ran(nodes[fresh], slots[fresh])

@@ -36,6 +36,8 @@ class _Flight:
     began: float
     more: PendingBurst | None = None
     """The part behind that one, if it is queued."""
+    is_outdated: bool = False
+    """Whether the forest has followed commits that it does not know of."""
 
 
 def _at_once() -> bool:
@@ -116,7 +118,9 @@ class BurstGrowth(Grower):
 
     def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         flight = self._flight
-        if flight is None or self._announcer.done or flight.pending.done():
+        if flight is not None and self._follow_ahead(flight):
+            self._announcer.prepare()
+        elif flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
                 may_wait = wait or flight.pending.done()
                 if not flight.pending.nearly(interrupted if may_wait else _at_once):
@@ -142,6 +146,15 @@ class BurstGrowth(Grower):
             # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
             owing = sum(tree.author.owes_answer for tree in self.ledger.untold.values())
             self._announcer.run(deadline, interrupted, _FIRST_NODES * owing)
+
+    def _follow_ahead(self, flight: _Flight) -> bool:
+        """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
+        if not self._roster.has_news or self._options.lockstep_steps or flight.pending.done():
+            return False
+        if not self._roster.follow_ahead([one.context for one in flight.plan.forced]):
+            return False
+        flight.is_outdated = True
+        return True
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
@@ -171,7 +184,7 @@ class BurstGrowth(Grower):
 
     def _go_on(self, flight: _Flight) -> PendingBurst | None:
         """Have the device go on with the burst under way; None where something waits for its end."""
-        if self._roster.has_news or not self._roster.is_settled:
+        if flight.is_outdated or self._roster.has_news or not self._roster.is_settled:
             return None
         plan = flight.plan
         steps = self._planner.more_steps(plan, flight.pending.step_seconds)
@@ -226,8 +239,7 @@ class BurstGrowth(Grower):
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
             self._roster.spend(plan.rows, num_steps)
-        contexts = (one.context for one in plan.forced)
-        self._roster.look_at(one for one in contexts if one.between or one.lag or not one.root_run)
+        self._roster.look_at(one for one in plan.contexts if one.between or one.lag or not one.root_run)
 
     def _apply(self) -> None:
         """Do what waited for the burst to end."""
@@ -260,4 +272,5 @@ class BurstGrowth(Grower):
 
     def _fail_burst(self, plan: Plan, error: Exception) -> None:
         _logger.error("a burst of %d requests failed", len(plan.rows), exc_info=error)
+        self._forest.slots.forgo()
         self._roster.fail_rows(plan.rows)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 
 from draft_service.burst.context import DraftContext
 from draft_service.burst.options import GrowthOptions
-from draft_service.burst.plan import BurstRunner
+from draft_service.burst.plan import BurstRunner, Extent
 from draft_service.burst.slots import TreeSlots
 from draft_service.tree import Refusal
 from outrider.cache.pages import PagePool
 from outrider.tree.messages import DeclineReason
 
 _LEAST_FORCED = 7
-"""Tokens that a burst computes, however many requests share it: a forward apart takes as long as a few of them do."""
+"""Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
 
 
 class DeclinedError(Exception):
@@ -22,6 +25,13 @@ class DeclinedError(Exception):
     def __init__(self, reason: DeclineReason, detail: str) -> None:
         super().__init__(detail)
         self.refusal = Refusal(reason, detail)
+
+
+class Extended(NamedTuple):
+    """What became of requests whose tokens were to be computed apart."""
+
+    served: list[DraftContext]
+    failed: list[tuple[DraftContext, Exception]]
 
 
 class ContextKeeper:
@@ -86,25 +96,48 @@ class ContextKeeper:
             covered = min(covered, context.num_movable)
         return covered if covered > self.max_forced else 0
 
-    def extend(self, context: DraftContext, limit: int) -> int:
-        """Compute up to `limit` of those tokens; returns how many."""
-        count = min(self.num_extendable(context), limit)
+    def extend(self, contexts: Iterable[DraftContext], limit: int) -> Extended:
+        """Compute up to `limit` of those tokens in all, those of the first requests first, at once."""
+        served: list[DraftContext] = []
+        failed: list[tuple[DraftContext, Exception]] = []
+        extents: list[Extent] = []
+        for context in contexts:
+            if limit <= 0:
+                break
+            count = min(self.num_extendable(context), limit)
+            try:
+                self._reserve(context, context.kv_len + count)
+            except Exception as error:
+                failed.append((context, error))
+                continue
+            extents.append(self._extent(context, count))
+            served.append(context)
+            limit -= count
+        if not extents:
+            return Extended(served, failed)
+        try:
+            self._runner.extend(extents)
+        except Exception as error:
+            return Extended([], failed + [(context, error) for context in served])
+        for context, extent in zip(served, extents, strict=True):
+            self._note_extended(context, len(extent.tokens))
+        self.free_slots()
+        return Extended(served, failed)
+
+    def _extent(self, context: DraftContext, count: int) -> Extent:
         start = context.end
-        self._reserve(context, context.kv_len + count)
-        tokens = context.tree.author.tokens
-        if context.lag:
-            # One forward, in however many parts they came.
-            features = context.features.joined(start - 1, start - 1 + count)
-            self._runner.extend(context.row, tokens[start : start + count], start, features)
-        else:
-            self._runner.extend(context.row, tokens[start : start + count], start, None)
+        tokens = context.tree.author.tokens[start : start + count]
+        if not context.lag:
+            return Extent(context.row, tokens, start)
+        parts = [part for _, _, part in context.features.cut(start - 1, start - 1 + count)]
+        return Extent(context.row, tokens, start, parts)
+
+    def _note_extended(self, context: DraftContext, count: int) -> None:
         self.num_extended += count
         context.end += count
         slots = [token.slot for token in context.between[:count] if token.slot >= 0]
         del context.between[:count]
         self._advanced(context, slots)
-        self.free_slots()
-        return count
 
     def _share_bursts(self, more: int) -> None:
         """So many more requests are open. With true features every committed token is run once more, for each request:

@@ -66,6 +66,8 @@ class Plan:
     landed_steps: int = 0
     num_nodes: int = 0
     """Nodes that landed parts ran."""
+    contexts: list[DraftContext] = field(default_factory=list)
+    """Of all that is or was in `forced`."""
     is_full: bool = True
     """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
     ran: list[bool] = field(default_factory=list)
@@ -147,7 +149,17 @@ class Planner:
         states = RowStates(rows, lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
         ran = [False] * num_forced
-        return Plan(burst, rows.tolist(), forced, Harvest(entries), lent, most_steps, num_steps, ran=ran)
+        return Plan(
+            burst,
+            rows.tolist(),
+            forced,
+            Harvest(entries),
+            lent,
+            most_steps,
+            num_steps,
+            ran=ran,
+            contexts=[one.context for one in forced],
+        )
 
     def more_steps(self, plan: Plan, step_seconds: float) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do."""
@@ -165,6 +177,8 @@ class Planner:
         plan.is_full = int(np.count_nonzero(ran[-1])) >= enough
         if plan.forced and not all(plan.ran):
             self._note_forced(plan, result)
+            if all(plan.ran):
+                self._land_forced(plan)
         plan.landed_steps += len(ran)
 
     def land(self, plan: Plan, result: BurstResult) -> None:
@@ -282,6 +296,7 @@ class Planner:
                     slots.live[context.row, slot] = True
                     context.between[index] = Between(slot, is_true)
             at += len(one.slots)
+        plan.forced = []
         if unused_rows:
             slots.free(np.array(unused_rows, np.int32), np.array(unused_slots, np.int32))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,6 +224,18 @@ class BurstShape:
         return 1 if self.feature_size else 0
 
 
+class Extent(NamedTuple):
+    """Context tokens of a request that are to be computed."""
+
+    row: int
+    tokens: Sequence[int]
+    start: int
+    """Position of the first in the sequence; it follows the context so far."""
+    features: Sequence[object] = ()
+    """For a model that takes them: parts as `BurstRunner.project` returned them, or slices of those, which joined in
+    this order are [len(tokens), feature_size]; of the positions one before."""
+
+
 class BurstRunner(Protocol):
     """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
 
@@ -238,10 +250,10 @@ class BurstRunner(Protocol):
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """All context pages of the row, in order; they only ever grow at their end."""
 
-    def extend(self, row: int, tokens: Sequence[int], start: int, features: object | None) -> None:
-        """Compute KV of context tokens at sequence positions `start`, ...; it follows the context so far.
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
 
-        `features` [len(tokens), feature_size], of the positions one before, for a model that takes them.
+        If it raises, nothing is known of the KV of any of these rows.
         """
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:

@@ -71,6 +71,18 @@ def reroot(forest: DraftForest, steps: Sequence[Step]) -> list[Walked]:
     return [Walked(*one) for one in zip(slots, was_found, strict=True)]
 
 
+def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
+    """Whether the tree of a row holds the path along these tokens."""
+    entries, count, above = forest.entries, forest.entries.count, int(forest.roots[row])
+    for token in tokens:
+        below = (entries.parents[:count] == above).nonzero()[0]
+        below = below[(entries.tokens[below] == token) & (entries.scores[below] > DEAD)]
+        if not len(below):
+            return False
+        above = int(below[0])
+    return True
+
+
 def _walk_one(forest: DraftForest, touched: Ints, step: Step) -> tuple[list[list[int]], Ints]:
     """`_walk` and `_take_slots` for a single step, and the entry at its end or -1: few calls, for few rows."""
     entries = forest.entries

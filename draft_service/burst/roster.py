@@ -13,7 +13,7 @@ from draft_service.burst.intake import take_in
 from draft_service.burst.keeper import ContextKeeper, DeclinedError
 from draft_service.burst.options import GrowthOptions
 from draft_service.burst.plan import BurstRunner
-from draft_service.burst.reroot import Step, Walked, reroot
+from draft_service.burst.reroot import Step, Walked, reaches, reroot
 from draft_service.tree import Refusal, Tree
 from draft_service.tree_growth import Limits
 from outrider.logs import get_logger
@@ -23,8 +23,6 @@ _logger = get_logger(__name__)
 
 _RUN_PER_CREDIT = 2
 """Nodes run for each that may be sent: a wide burst also runs some that turn out not to be among the best."""
-_MOST_EXTENDED = 4
-"""Requests for which tokens are computed apart between two bursts, each in a forward of its own."""
 _FAILED = Refusal(DeclineReason.UNSPECIFIED, "the draft model failed")
 
 
@@ -156,6 +154,31 @@ class Roster:
         self.look_at(changed)
         self._forest.tidy()
 
+    def follow_ahead(self, excluded: Iterable[DraftContext]) -> bool:
+        """The same while a burst is under way, for commits whose path the forest holds by now; whether there were any.
+
+        Entries keep their numbers and slots stay as they are. What that burst brings below dead nodes is dead. All but
+        the tree itself waits for `follow`; so do the `excluded`, whose committed tokens the burst runs.
+        """
+        moving: list[DraftContext] = []
+        steps: list[Step] = []
+        for context in self._changed.values():
+            author = context.tree.author
+            tokens = author.tokens[context.known :]
+            if not tokens or author.committed_len > self._options.max_positions or context in excluded:
+                continue
+            if reaches(self._forest, context.row, tokens):
+                moving.append(context)
+                steps.append(Step(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
+        if not steps:
+            return False
+        for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
+            self._note_step(context, step, walked)
+            context.is_due = not context.root_run  # the next burst will run it
+            handle = context.tree.handle
+            self._late[handle] = self._changed.pop(handle)
+        return True
+
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""
         for context in contexts:
@@ -163,21 +186,14 @@ class Roster:
         self.keeper.free_slots()
 
     def extend(self) -> bool:
-        """Compute up to a chunk of tokens of those few requests that need it first; whether there were any."""
-        left = self._options.prompt_chunk
-        num_extended = 0
-        for handle, context in list(self._unsettled.items()):
-            if context.tree.paused or not self.keeper.num_extendable(context):
-                continue
-            num_extended += 1
-            self._unsettled[handle] = self._unsettled.pop(handle)  # others come first next time
-            try:
-                left -= self.keeper.extend(context, left)
-            except Exception as error:
-                self.fail(context, error)
-            if left <= 0 or num_extended == _MOST_EXTENDED:
-                break
-        return num_extended > 0
+        """Compute up to a chunk of tokens of those requests that need it first, at once; whether there were any."""
+        behind = (one for one in self._unsettled.values() if not one.tree.paused and self.keeper.num_extendable(one))
+        served, failed = self.keeper.extend(behind, self._options.prompt_chunk)
+        for context in served:  # others come first next time
+            self._unsettled[context.tree.handle] = self._unsettled.pop(context.tree.handle)
+        for context, error in failed:
+            self.fail(context, error)
+        return bool(served or failed)
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
         """Requests of which a burst must run something now; those for which nothing is to be done are settled."""
@@ -261,6 +277,8 @@ class Roster:
     def _look_at(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts or context.tree.handle in self._declined:
             return
+        if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
+            context.found_run()
         # Behind a miss verify has nothing: what can wait until the root is run does.
         if context.root_run or len(context.between) > self.keeper.max_forced:
             try:

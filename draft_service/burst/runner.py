@@ -4,45 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from time import perf_counter, sleep
-from typing import Concatenate, ParamSpec, TypeVar
+from time import perf_counter
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import NUM_COPIES, BurstInput, BurstOutput
-from draft_service.burst.device_memory import DeviceMemory, as_tensor
-from draft_service.burst.plan import Burst, BurstResult, BurstShape
-from draft_service.feature_batch import PartOfRows
+from draft_service.burst.device_memory import DeviceMemory
+from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent
+from draft_service.burst.projector import Projector, as_tensor, working_on
 from outrider.attention.base import AttentionBackend, TokenBatch
-from outrider.attention.frontier import (
-    NUM_FIELDS,
-    Pool,
-    StepTokens,
-    append_candidates,
-    begin_burst,
-    choose_entries,
-    place_entries,
-)
-from outrider.device import put
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
-from outrider.tree.messages import Features
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 _CALM = 0.75
 """Share of a burst's expected time in which something else may interrupt the wait for it."""
-_NAP_SECONDS = 20e-6
-"""Others get the interpreter meanwhile; it takes some 70 us in all."""
 _RISE = 0.1
 
 _P = ParamSpec("_P")
@@ -55,8 +38,7 @@ def on_device(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate
 
     @wraps(method)
     def run(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        device = self.memory.kv.k.device
-        with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with working_on(self.memory.kv.k.device):
             return method(self, *args, **kwargs)
 
     return run
@@ -120,7 +102,6 @@ class Pending:
         while perf_counter() < calm and not event.query():
             if interrupted():
                 return False
-            sleep(_NAP_SECONDS)
         return True
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
@@ -147,6 +128,15 @@ class Pending:
         return self._result
 
 
+class Chunk(NamedTuple):
+    """Context tokens of a row in one forward."""
+
+    row: int
+    tokens: Sequence[int]
+    position: int
+    """KV position of the first."""
+
+
 class Runner(ABC):
     """See BurstRunner."""
 
@@ -166,12 +156,7 @@ class Runner(ABC):
         self._output = BurstOutput(shape, device)
         self._vocab_limit = options.vocab_limit or model.target_vocab_size
         self._proposer = self._make_proposer()
-        self._capacity = shape.max_steps * shape.max_width * shape.branching
-        self._entries = torch.zeros(NUM_FIELDS * (shape.max_seeds + self._capacity), dtype=torch.int32, device=device)
-        size = (shape.max_width, shape.branching)
-        self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
-        self._scores = torch.zeros(size, dtype=torch.float32, device=device)
-        self._steps: dict[Bucket, StepTokens] = {}
+        self._projector = Projector(model)
         self._launched: deque[Pending] = deque()
         self._turn = 0
         self._step_seconds: dict[Bucket, float] = {}
@@ -197,22 +182,22 @@ class Runner(ABC):
         self.memory.set_pages(row, pages)
 
     @on_device
-    def extend(self, row: int, tokens: Sequence[int], start: int, features: object | None) -> None:
+    def extend(self, extents: Sequence[Extent]) -> None:
         """See BurstRunner. A sequence's first token, which has no KV of its own under a lag, is left out."""
-        self._check_row(row)
-        given = None if features is None else as_tensor(features)
-        if (given is None) == bool(self.shape.feature_size):
-            raise ValueError("features for a model that takes none" if given is not None else "features are missing")
-        if given is not None and given.shape != (len(tokens), self.shape.feature_size):
-            raise ValueError(f"features of {list(given.shape)} for {len(tokens)} tokens of {self.shape.feature_size}")
+        for extent in extents:
+            self._check_extent(extent)
         self._settle()
         self.memory.flush()
-        first = self.shape.lag - start if start < self.shape.lag else 0
-        for begin in range(first, len(tokens), self.options.chunk_size):
-            end = min(begin + self.options.chunk_size, len(tokens))
-            chunk = None if given is None else given[begin:end].to(self._model.device, self._model.dtype)
-            batch = self._prompt_batch(row, tokens[begin:end], start + begin - self.shape.lag)
-            self._model.forward(batch, chunk, self.memory.kv, self._attention)
+        given: Tensor | None = None
+        if self.shape.feature_size:
+            parts = [part for extent in extents for part in _of_run_tokens(extent, self.shape.lag)]
+            given = self._projector.join(parts) if parts else None
+        done = 0
+        for chunks in _forwards(extents, self.shape.lag, self.options.chunk_size):
+            count = sum(len(chunk.tokens) for chunk in chunks)
+            features = None if given is None else given[done : done + count]
+            self._model.forward(self._chunk_batch(chunks), features, self.memory.kv, self._attention)
+            done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """See BurstRunner."""
@@ -221,47 +206,14 @@ class Runner(ABC):
         if slots:
             self.memory.move(row, slots, position)
 
-    @on_device
     def project(self, features: object) -> Tensor:
         """See BurstRunner."""
-        if not isinstance(features, Features):
-            return self._model.project(self._taken(as_tensor(features)))
-        part = features.rows
-        if not isinstance(part, PartOfRows):
-            return self._project(features, features.data if part is None else part, features.count)
-        joined = part.joined
-        made: Tensor = joined.made(self, lambda: self._project(features, joined.rows, joined.count))
-        return made[part.start : part.start + features.count]
+        return self._projector.project(features)
 
     @on_device
     def join(self, parts: Sequence[object]) -> Tensor:
         """See BurstRunner."""
-        return torch.cat([as_tensor(part) for part in parts])
-
-    def _project(self, features: Features, given: object, count: int) -> Tensor:
-        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
-        dtype = _DTYPES[features.dtype]
-        if isinstance(given, Tensor):  # read from a ring: nobody else has it
-            rows = given.view(dtype).view(count, -1).to(self._model.device, self._model.dtype)
-        elif isinstance(given, bytes | memoryview):
-            rows = self._taken(torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1))
-        else:
-            raise ValueError(f"features must be bytes, not {type(given).__name__}")
-        return self._model.finish_product(rows) if features.projected else self._model.project(rows)
-
-    def _taken(self, rows: Tensor) -> Tensor:
-        """A copy on the model's device, whose source is free when this returns, though bursts may be under way."""
-        device, dtype = self._model.device, self._model.dtype
-        if device.type != "cuda":
-            return rows.to(device, dtype, copy=True)
-        if not rows.is_cuda:
-            return rows.to(dtype).pin_memory().to(device, non_blocking=True)
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            copied = rows.to(device, dtype, copy=True)
-        stream.synchronize()
-        copied.record_stream(torch.cuda.current_stream())
-        return copied
+        return self._projector.join(parts)
 
     @on_device
     def launch(self, burst: Burst) -> Pending:
@@ -299,65 +251,18 @@ class Runner(ABC):
         last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
         self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
 
-    def _run(self, pending: Pending) -> None:
-        """Queue all work of a burst on the device."""
-        pending.ran = True
-        burst, bucket = pending.burst, pending.bucket
-        self.memory.flush()
-        self.memory.take_features(burst.features)
-        self._input.to_device(pending.copy, len(burst.rows))
-        self._run_begin(bucket)
-        for _ in range(burst.num_steps):
-            self._run_step(bucket)
-        self._output.to_host(pending.copy, bucket, burst.num_steps)
-
-    def _begin(self, bucket: Bucket) -> None:
-        """What precedes a burst's steps on the device; may be captured."""
-        rows = self._input.rows.head(bucket.rows)
-        begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
-
-    def _step(self, bucket: Bucket) -> None:
-        """The whole of a step on the device; may be captured."""
-        header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
-        rows = self._input.rows.head(bucket.rows)
-        choose_entries(header, pool, rows, step, self.shape.branching)
-        place_entries(pool, rows, step, self.memory.plan)
-        tokens, scores = self._tokens[: bucket.width], self._scores[: bucket.width]
-        self._propose(bucket, step, tokens, scores)
-        append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket.width))
-
-    def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
-        """Run the nodes of a step, and write their candidates."""
-        batch = self._step_batch(bucket, step)
-        count = batch.token_ids.shape[0]
-        store = self.memory.features
-        given = None if store is None else store.index_select(0, step.sources[:count])
-        rows, features = self._model.forward(batch, given, self.memory.kv, self._attention)
-        logits = self._model.logits(rows)
-        where = (step.table_rows[:count], step.positions[:count])
-        self._proposer(logits, *where, tokens[:count], scores[:count])
-        if store is not None and features is not None:
-            store.index_copy_(0, step.targets[:count], features)
-
-    def _pool(self, bucket: Bucket) -> Pool:
-        """The pool as bursts of this width lay it out."""
-        max_seeds = self.shape.max_seeds
-        size = max_seeds + self.shape.max_steps * bucket.width * self.shape.branching
-        return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
-
-    def _step_tokens(self, bucket: Bucket) -> StepTokens:
-        found = self._steps.get(bucket)
-        if found is None:
-            words, device = self.shape.region // 32, self._model.device
-            found = self._steps[bucket] = StepTokens.new(bucket.width, bucket.rows, words, device)
-        return found
+    def _check_extent(self, extent: Extent) -> None:
+        self._check_row(extent.row)
+        size, sizes = self.shape.feature_size, [as_tensor(part).shape for part in extent.features]
+        if bool(sizes) != bool(size):
+            raise ValueError("features for a model that takes none" if sizes else "features are missing")
+        count = len(extent.tokens)
+        if sizes and (sum(rows for rows, *_ in sizes) != count or any(rest != [size] for _, *rest in sizes)):
+            raise ValueError(f"features of {[list(part) for part in sizes]} for {count} tokens of {size}")
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.shape.num_rows:
             raise ValueError(f"row {row} of {self.shape.num_rows}")
-
-    def _put(self, values: Sequence[int]) -> Tensor:
-        return put(values, self._model.device)
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
         """Where nothing works in the background: run what was launched, and end early if `interrupted()`."""
@@ -373,21 +278,36 @@ class Runner(ABC):
     def _queue(self, pending: Pending) -> None:
         """Run a burst now or by the next `_settle`."""
 
-    def _run_begin(self, bucket: Bucket) -> None:
-        """Queue what precedes the steps."""
-        self._begin(bucket)
-
     @abstractmethod
-    def _run_step(self, bucket: Bucket) -> None:
-        """Queue a step on the device."""
+    def _chunk_batch(self, chunks: Sequence[Chunk]) -> TokenBatch:
+        """A forward of context tokens of several rows."""
 
-    @abstractmethod
-    def _step_batch(self, bucket: Bucket, step: StepTokens) -> TokenBatch:
-        """What a forward of the placed nodes is given."""
 
-    @abstractmethod
-    def _prompt_batch(self, row: int, tokens: Sequence[int], position: int) -> TokenBatch:
-        """A forward of context tokens at KV positions `position`, ..."""
+def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[Chunk]]:
+    """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
+    chunks: list[Chunk] = []
+    room = chunk_size
+    for row, tokens, start, _ in extents:
+        begin = max(lag - start, 0)
+        while begin < len(tokens):
+            end = min(begin + room, len(tokens))
+            chunks.append(Chunk(row, tokens[begin:end], start + begin - lag))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield chunks
+                chunks, room = [], chunk_size
+    if chunks:
+        yield chunks
+
+
+def _of_run_tokens(extent: Extent, lag: int) -> Iterator[Tensor]:
+    """An extent's features, but for those of tokens without KV."""
+    skipped = max(lag - extent.start, 0)
+    for part in map(as_tensor, extent.features):
+        if skipped < len(part):
+            yield part[skipped:] if skipped else part
+        skipped = max(skipped - len(part), 0)
 
 
 def _check(model: DraftModel, shape: BurstShape) -> None:

@@ -38,6 +38,8 @@ class TreeSlots:
         self.num_free = np.full(num_rows, region, np.int32)
         self.stacks = np.empty((num_rows, region), np.int32)
         self.stacks[:] = np.arange(region - 1, -1, -1)
+        self._are_lent = False
+        self._waiting: list[tuple[Int32s, Int32s]] = []
 
     def take(self, row: int, count: int) -> list[int]:
         """Free slots for good; they become live when they are filled. Raises InternalError if there are not so many."""
@@ -53,6 +55,7 @@ class TreeSlots:
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0)
         self.num_free[rows] = starts
+        self._are_lent = True
         return Lent(rows, starts, ends)
 
     def settle(self, lent: Lent) -> None:
@@ -71,9 +74,23 @@ class TreeSlots:
             unused = ~self.live[rows, slots]
             rows, slots = rows[unused], slots[unused]
         self._push(rows, slots)
+        self.forgo()
+
+    def forgo(self) -> None:
+        """What was lent does not come back: its rows will be reset. What was freed meanwhile is free."""
+        self._are_lent = False
+        waiting, self._waiting = self._waiting, []
+        for held in waiting:
+            self.free(*held)
 
     def free(self, rows: Int32s, slots: Int32s) -> None:
-        """Live slots, or taken ones, are free again."""
+        """Live slots, or taken ones, are free again; while a burst has slots lent, once it has given them back.
+
+        Where the next free slot would be put lie those that are lent.
+        """
+        if self._are_lent:
+            self._waiting.append((rows, slots))
+            return
         self.live[rows, slots] = False
         order = rows.argsort(kind="stable")
         self._push(rows[order], slots[order])

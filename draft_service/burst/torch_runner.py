@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_service.burst.buckets import Bucket
 from draft_service.burst.host_frontier import HostFrontier, Node
 from draft_service.burst.plan import Burst, BurstResult, BurstShape
 from draft_service.burst.region_attention import RegionAttention, RowSteps, StepBatch
-from draft_service.burst.runner import Pending, Runner, RunnerOptions, on_device
+from draft_service.burst.runner import Chunk, Pending, Runner, RunnerOptions, on_device
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment
-from outrider.attention.frontier import StepTokens
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
 
@@ -154,17 +152,15 @@ class TorchRunner(Runner):
         starts = [memory.region_start(row) for row in rows]
         return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
 
-    def _run_step(self, bucket: Bucket) -> None:
-        raise NotImplementedError("a burst on a CPU is run as a whole")
-
-    def _step_batch(self, bucket: Bucket, step: StepTokens) -> ForwardBatch:
-        raise NotImplementedError("a burst on a CPU is run as a whole")
-
-    def _prompt_batch(self, row: int, tokens: Sequence[int], position: int) -> ForwardBatch:
-        count = len(tokens)
-        slots = self.memory.context_slots(row, 0, position + count)
-        segment = Segment(count, torch.from_numpy(slots.astype(np.int64)))
-        return ForwardBatch(torch.tensor(tokens), torch.arange(position, position + count), [segment])
+    def _chunk_batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        segments = []
+        positions: list[int] = []
+        for row, tokens, position in chunks:
+            slots = self.memory.context_slots(row, 0, position + len(tokens))
+            segments.append(Segment(len(tokens), torch.from_numpy(slots.astype(np.int64))))
+            positions += range(position, position + len(tokens))
+        token_ids = [token for _, tokens, _ in chunks for token in tokens]
+        return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
 
 
 def _never() -> bool:

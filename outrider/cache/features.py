@@ -96,7 +96,7 @@ class FeatureStore:
         )
 
     def gather(self, slots: Tensor, parts: Sequence[int], into: Tensor) -> None:
-        """Copy parts of the rows at int64 slots [N] to `into` [N, size_of(parts)]."""
+        """Copy parts of the rows at slots [N] (int32 or int64) to `into` [N, size_of(parts)]."""
         rows = self._halves.index_select(1, slots)
         if tuple(parts) == self.parts:
             into.view(len(slots), 2, -1).copy_(rows.transpose(0, 1))

@@ -14,6 +14,7 @@ from draft_service.burst.plan import (
     Burst,
     BurstResult,
     BurstRunner,
+    Extent,
     PendingBurst,
     RowState,
     RowStates,
@@ -91,6 +92,16 @@ class Host:
 
     def open(self, row: int, prompt: list[int], sampling: SamplingParams | None = None) -> Request:
         """All but the last token become context."""
+        return self.open_all({row: prompt}, sampling)[0]
+
+    def open_all(self, prompts: dict[int, list[int]], sampling: SamplingParams | None = None) -> list[Request]:
+        """The same for several rows, whose contexts are computed together, in two parts."""
+        extents = [self._extents(row, prompt, sampling) for row, prompt in prompts.items()]
+        for part in zip(*extents, strict=True):
+            self.runner.extend(part)
+        return [self.requests[row] for row in prompts]
+
+    def _extents(self, row: int, prompt: list[int], sampling: SamplingParams | None) -> list[Extent]:
         sampling = sampling or SamplingParams(temperature=0.0)
         request = self.requests[row] = Request(list(prompt), sampling, len(prompt) - 1 - self.lag)
         self.runner.open(row, sampling)
@@ -99,17 +110,13 @@ class Host:
             for position in range(len(prompt)):
                 request.truth[position] = self._true_feature()
         count = len(prompt) - 1
-        features = None
-        if self.lag:
-            features = torch.stack([request.truth[p - 1] if p else request.truth[0] for p in range(count)])
-        half = count // 2
-        for start, end in ((0, half), (half, count)):
-            part = None if features is None else features[start:end]
-            self.runner.extend(row, prompt[start:end], start, part)
         known = tuple(request.truth[p] for p in range(count)) if self.lag else ()
         request.root = Node(row, tuple(prompt), 0.0, None, slot=0, features=known, given=0 if self.lag else -1)
         request.forced = [request.root]
-        return request
+        # The first token takes none.
+        taken = torch.stack([request.truth[max(p - 1, 0)] for p in range(count)]) if self.lag else None
+        bounds = ((0, count // 2), (count // 2, count))
+        return [Extent(row, prompt[a:b], a, () if taken is None else taken[a:b].split(3)) for a, b in bounds]
 
     def close(self, row: int) -> None:
         self.free_pages += self.requests.pop(row).pages

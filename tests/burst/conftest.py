@@ -9,6 +9,8 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "models"))
+# An engine behind its sockets is described with the draft service.
+sys.path.append(str(Path(__file__).parent.parent / "draft"))
 
 from tiny_drafts import FeatureDraft, chain_draft
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, RowState
+from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, Extent, RowState
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Features
 
@@ -108,6 +108,9 @@ class ScriptedRunner:
         self.ran: list[tuple[int, ...]] = []
         """Paths of all nodes that were run, roots and committed tokens included."""
         self.extended: list[tuple[int, int]] = []
+        """Rows and tokens."""
+        self.forwards: list[int] = []
+        """Rows that each forward of them had."""
         self.parts: list[int] = []
         """Steps of further parts of bursts."""
         self.page_owner: dict[int, int] = {}
@@ -137,20 +140,27 @@ class ScriptedRunner:
             check(self.page_owner.setdefault(page, row) == row, f"page {page} is another row's")
         self.rows[row].pages = list(pages)
 
-    def extend(self, row: int, tokens: Sequence[int], start: int, features: object | None) -> None:
+    def extend(self, extents: Sequence[Extent]) -> None:
         if self.extend_fault:
             raise self.extend_fault
+        check(len({extent.row for extent in extents}) == len(extents) > 0, "each row once")
+        self.forwards.append(len(extents))
+        for extent in extents:
+            self._extend(*extent)
+
+    def _extend(self, row: int, tokens: Sequence[int], start: int, parts: Sequence[object]) -> None:
         state, lag = self.rows[row], self.shape.lag
         check(len(tokens) > 0, "nothing to extend by")
         check(len(state.context) == start - lag, f"{len(state.context)} context tokens, extended from {start}")
         self._check_room(row, len(state.context) + len(tokens))
         if lag:
-            check(isinstance(features, np.ndarray) and len(features) == len(tokens), "a feature for each token")
-            for index, value in enumerate(np.asarray(features)[:, 0].tolist()):
+            features = np.concatenate([np.asarray(part) for part in parts])
+            check(len(features) == len(tokens), "a feature for each token")
+            for index, value in enumerate(features[:, 0].tolist()):
                 path = self._path(state) + tuple(tokens[:index])
                 check(value == feature_of(path), f"feature {value} is not that of {path}")
         else:
-            check(features is None, "features for a model that takes none")
+            check(not parts, "features for a model that takes none")
         state.context += list(tokens)
         self.extended.append((row, len(tokens)))
 

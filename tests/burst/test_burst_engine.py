@@ -1,62 +1,64 @@
-"""The engine's thread with a model: what a session gets, and what is counted."""
+"""The engine with a model, behind its sockets: what a session gets, and what is counted."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from draft_engine_thread import engine_thread
 from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
 
 from draft_service.drafters.base import Needs
 from draft_service.drafters.model import ModelDrafter
-from draft_service.engine import Engine
 from draft_service.metrics import DraftMetrics
+from draft_service.session import Session
 from outrider.config.draft import DraftOptions
-from outrider.tree.messages import Close, Commit, DraftMessage, Open
+from outrider.tree.messages import Close, Commit, DraftMessage, Grow, Open
 
 
-class FakeSession:
-    """Stands for a stream: keeps what it is sent and tells when enough of a tree is there."""
+class Heeding(Session):
+    """A session that has verify's mirror take what comes, and tells when enough has."""
 
-    vocab_size = VOCAB
-    parts = None
-    closed = False
-
-    def __init__(self, request: Verify, wanted: int) -> None:
-        self.request, self.wanted = request, wanted
-        self.grown = threading.Event()
+    def __init__(self, request: Verify) -> None:
+        super().__init__(VOCAB, 1024)
+        self.request = request
+        self.grows: list[Grow] = []
+        self._heard = asyncio.Event()
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
         for message in messages:
             self.request.take(message)
-        if len(self.request.held()) >= self.wanted:
-            self.grown.set()
+        self.grows += [message for message in messages if isinstance(message, Grow)]
+        self._heard.set()
 
-    def batch_done(self) -> None:
-        pass
+    async def until(self, enough: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not enough():
+                self._heard.clear()
+                await self._heard.wait()
 
 
-def test_a_session_gets_a_tree_and_figures_are_counted() -> None:
+def opening(request: Verify, credit: int) -> Open:
+    return Open(1, np.array(request.tokens, np.int32), len(request.tokens), GREEDY, credit)
+
+
+async def test_a_session_gets_a_tree_and_figures_are_counted() -> None:
     runner = ScriptedRunner(scripted, shape())
     drafter = ModelDrafter(runner, ("standalone",), Needs())
     metrics = DraftMetrics(drafter.sources)
-    engine = Engine(drafter, DraftOptions(), metrics)
-    request = Verify(1, [1] * 40)
-    session = FakeSession(request, 20)
-    engine.start()
-    try:
-        opening = Open(1, np.array(request.tokens, np.int32), 40, GREEDY, 20)
-        engine.submit(session, [opening])  # type: ignore[arg-type]
-        assert session.grown.wait(30)
+    session = Heeding(request := Verify(1, [1] * 40))
+    async with engine_thread(drafter, DraftOptions()) as thread:
+        thread.remote.on_state = metrics.take
+        thread.remote.attach(session)
+        thread.remote.submit(session, [opening(request, 20)])
+        await session.until(lambda: len(request.held()) >= 20)
         request.check()
-        closed = threading.Event()
-        engine.submit(session, [Close(1)])  # type: ignore[arg-type]
-        engine.drain(closed.set)
-        assert closed.wait(30)
-    finally:
-        engine.stop()
+        thread.remote.submit(session, [Close(1)])
+        await asyncio.wait_for(thread.remote.drain(), 30)
+        await thread.remote.ask()
+    assert thread.exit_codes == [0]
 
     def value(name: str) -> float:
         return metrics.registry.get_sample_value(f"outrider_draft_{name}") or 0.0
@@ -65,24 +67,19 @@ def test_a_session_gets_a_tree_and_figures_are_counted() -> None:
     assert value("burst_nodes_total") <= value("burst_places_total")
     assert value("burst_steps_total") >= 4
     assert value("prompt_tokens_total") == 39
+    assert value("growth_seconds_count") > 0 < value("growth_seconds_sum")
     assert metrics.registry.get_sample_value("outrider_draft_nodes_grown_total", {"source": "standalone"}) == 20
     assert not runner.rows
 
 
-def test_a_late_commit_message_changes_nothing() -> None:
+async def test_a_late_commit_message_changes_nothing() -> None:
     runner = ScriptedRunner(scripted, shape())
-    engine = Engine(ModelDrafter(runner, ("standalone",), Needs()), DraftOptions(), DraftMetrics(("standalone",)))
-    request = Verify(1, [1, 2, 3])
-    session = FakeSession(request, 10)
-    engine.start()
-    try:
-        engine.submit(session, [Open(1, np.array([1, 2, 3], np.int32), 3, GREEDY, 10)])  # type: ignore[arg-type]
-        assert session.grown.wait(30)
-        done = threading.Event()
+    session = Heeding(request := Verify(1, [1, 2, 3]))
+    async with engine_thread(ModelDrafter(runner, ("standalone",), Needs()), DraftOptions()) as thread:
+        thread.remote.attach(session)
+        thread.remote.submit(session, [opening(request, 10)])
+        await session.until(lambda: len(request.held()) >= 10)
         late = Commit(1, 1, np.array([2], np.int32), 0, 0, None, 10)
-        engine.submit(session, [late, Close(1), Close(1)])  # type: ignore[arg-type]
-        engine.drain(done.set)
-        assert done.wait(30)
-    finally:
-        engine.stop()
+        thread.remote.submit(session, [late, Close(1), Close(1)])
+        await asyncio.wait_for(thread.remote.drain(), 30)
     assert not runner.rows

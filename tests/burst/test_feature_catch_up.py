@@ -14,7 +14,7 @@ from draft_service.burst.feature_store import FeatureStore
 from draft_service.feature_batch import with_rows
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.base import DraftModel
-from outrider.tree.messages import Features
+from outrider.tree.messages import DeclineReason, Features
 
 
 def rig_of() -> Rig:
@@ -83,6 +83,34 @@ def test_between_two_bursts_no_more_is_run_than_a_chunk() -> None:
     assert all(request.held() for request in rig.open_requests.values())
 
 
+def behind(num_pages: int) -> Rig:
+    """Three requests whose contexts are to be computed in the next turn."""
+    rig = Rig(DraftOptions(max_positions=300), feature_size=1, num_pages=num_pages)
+    for number in (1, 2, 3):
+        rig.open(number, [1] + [number] * 19)
+    rig.turn()
+    for number in (1, 2, 3):
+        rig.features(number, 0, 19)
+    return rig
+
+
+def test_a_request_for_which_there_are_no_pages_leaves_the_others_their_forward() -> None:
+    rig = behind(num_pages=11)
+    rig.settle()
+    assert [request.declined for request in rig.gone.values()] == [DeclineReason.OVERLOADED]
+    assert rig.runner.forwards[0] == 2
+    assert len(rig.open_requests) == 2 and all(request.held() for request in rig.open_requests.values())
+
+
+def test_a_forward_that_fails_takes_along_whose_context_it_was_to_compute() -> None:
+    rig = behind(num_pages=100)
+    rig.runner.extend_fault = RuntimeError("no memory")
+    rig.turn()
+    rig.runner.extend_fault = None
+    rig.settle()
+    assert [request.declined for request in rig.gone.values()] == [DeclineReason.UNSPECIFIED] * 3
+
+
 @pytest.mark.parametrize(("num_requests", "apart"), [(1, False), (2, False), (16, True)])
 def test_where_many_share_a_burst_fewer_tokens_of_each_are_left_to_it(num_requests: int, apart: bool) -> None:
     figures = {"num_rows": 16, "region": 256, "max_width": 64, "max_seeds": 128, "max_steps": 8, "num_pages": 2000}
@@ -96,10 +124,14 @@ def test_where_many_share_a_burst_fewer_tokens_of_each_are_left_to_it(num_reques
         rig.commit(number, [39 - (number + place) % 20 for place in range(12)])
         rig.features(number, 1, len(request.tokens) - 2)
     rig.turn()
-    assert len(rig.runner.extended) == (4 if apart else 0), "a few of them between two bursts"
+    assert rig.runner.forwards == ([16] if apart else []), "all of them at once between two bursts"
     rig.settle()
     assert all(request.held() for request in rig.open_requests.values())
     assert len(rig.runner.extended) <= num_requests
+
+
+def joined(store: FeatureStore, start: int, end: int) -> np.ndarray:  # type: ignore[type-arg]
+    return np.concatenate([np.asarray(values) for _, _, values in store.cut(start, end)])
 
 
 parts = st.lists(st.tuples(st.integers(0, 120), st.integers(1, 9)) | st.just(None), max_size=120)
@@ -128,7 +160,7 @@ def test_a_store_has_what_it_was_given_in_whatever_parts(given_parts: list[tuple
                 past += 1
             assert store.end_from(first) == past
             if past > first:
-                assert store.joined(first, past)[:, 0].tolist() == list(range(first, past))  # type: ignore[index]
+                assert joined(store, first, past)[:, 0].tolist() == list(range(first, past))
         if part is not None and part[1] == 9:
             since = max(since, part[0])
             store.forget(since)
@@ -143,7 +175,7 @@ def test_many_small_parts_become_few_and_let_go_of_what_they_were_cut_from() -> 
     found = list(store.cut(0, 500))
     assert len(found) < 500 / 16 + 16
     assert sum(values.untyped_storage().nbytes() > 4 * len(values) for _, _, values in found) < 16  # type: ignore[attr-defined, arg-type]
-    assert torch.equal(store.joined(0, 500), whole[:500])  # type: ignore[arg-type]
+    assert joined(store, 0, 500).tolist() == whole[:500].tolist()
 
 
 def pieces_of(width: int, projected: bool, in_ring: bool) -> tuple[list[Features], bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 from burst_host import RESULT_FIELDS, Host, Node
 
 from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.plan import BurstShape
+from draft_service.burst.plan import BurstShape, Extent
 from draft_service.burst.runner import Runner, RunnerOptions
 from draft_service.burst.torch_runner import TorchRunner
+from outrider.attention.base import TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.models.drafters.base import DraftModel
@@ -72,6 +74,28 @@ def test_a_chain(make: Make, model: DraftModel) -> None:
     ran = host.step(3, 8)
     assert depths(ran) == [15, 16, 17]
     assert host.num_checked == 7
+
+
+def test_contexts_of_several_rows_are_computed_in_as_few_forwards_as_hold_them(
+    make: Make, model: DraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make(model)
+    sizes: list[int] = []
+    forward = model.forward
+
+    def noted(batch: TokenBatch, *rest: Any) -> Any:
+        sizes.append(len(batch.token_ids))
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(model, "forward", noted)
+    host.open_all({0: prompt(9), 3: prompt(30, 1), 1: prompt(4, 2)})
+    monkeypatch.undo()
+    # First the tokens before the middle, then the others; a forward holds seven. A first token may have no KV.
+    first, second = 4 + 14 + 1 - 3 * host.lag, 4 + 15 + 2
+    assert sizes == [7, 7, *([first - 14] if first > 14 else []), 7, 7, second - 14]
+    assert {node.row for node in host.step(3, 8)} == {0, 1, 3}
+    host.step(4, 8)
+    assert host.num_checked > 20
 
 
 def test_trees_of_several_rows_with_noise(make: Make, model: DraftModel) -> None:
@@ -317,8 +341,9 @@ def test_what_does_not_fit_is_refused(make: Make, model: DraftModel) -> None:
     with pytest.raises(ValueError, match="row 4 of 4"):
         host.runner.open(4, SamplingParams())
     with pytest.raises(ValueError, match="pages"):
-        host.runner.extend(1, [1, 2, 3], host.lag, torch.zeros(3, host.runner.shape.feature_size) if host.lag else None)
+        features = [torch.zeros(3, host.runner.shape.feature_size)] if host.lag else []
+        host.runner.extend([Extent(1, [1, 2, 3], host.lag, features)])
     with pytest.raises(ValueError, match="features"):
-        host.runner.extend(0, [1, 2], 1, None if host.lag else torch.zeros(2, 3))
+        host.runner.extend([Extent(0, [1, 2], 1, [] if host.lag else [torch.zeros(2, 3)])])
     with pytest.raises(ValueError, match="multiple of 32"):
         make(model, region=40)

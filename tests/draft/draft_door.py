@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+from draft_engine_thread import EngineThread, engine_thread
 from draft_fakes import VOCAB
 
 from draft_service.drafters.base import AnyDrafter
-from draft_service.engine import Engine
 from draft_service.feature_ring import MemoryMapper
 from draft_service.metrics import DraftMetrics
 from draft_service.servicer import DraftServicer
@@ -55,9 +54,10 @@ class Stream:
 class Door:
     """A running service."""
 
-    def __init__(self, address: str, drafter: AnyDrafter, engine: Engine, metrics: DraftMetrics) -> None:
+    def __init__(self, address: str, drafter: AnyDrafter, thread: EngineThread, metrics: DraftMetrics) -> None:
         self.drafter = drafter
-        self.engine = engine
+        self.thread = thread
+        self.engine = thread.remote
         self.metrics = metrics
         self.channel = open_channel(address)
 
@@ -68,13 +68,12 @@ class Door:
         stub = draft_pb2_grpc.DraftServiceStub(self.channel)
         return await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest())
 
-    def settle(self) -> None:
-        """Wait until the engine has done all that it was asked for before."""
-        done = threading.Event()
-        self.engine.post(done.set)
-        assert done.wait(20)
+    async def settle(self) -> None:
+        """Wait until the engine has done all that it was asked for before, features aside."""
+        await self.engine.ask()
 
-    def count(self, name: str, **labels: str) -> float:
+    async def count(self, name: str, **labels: str) -> float:
+        await self.settle()
         return self.metrics.registry.get_sample_value(f"outrider_draft_{name}", labels) or 0.0
 
 
@@ -86,21 +85,20 @@ async def serve_door(
     mapper: MemoryMapper | None = None,
     may_leave_out: bool = False,
 ) -> AsyncIterator[Door]:
-    metrics = DraftMetrics(drafter.sources)
-    engine = Engine(drafter, options, metrics)
-    server = GrpcServer(
-        address=f"unix:{path}",
-        service_names=["outrider.v1.DraftService"],
-        allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
-    )
-    servicer = DraftServicer(engine, drafter, options, metrics, mapper, may_leave_out)
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)
-    engine.start()
-    address = await server.start()
-    door = Door(address, drafter, engine, metrics)
-    try:
-        yield door
-    finally:
-        await door.channel.close()
-        await server.stop(grace=0)
-        engine.stop()
+    async with engine_thread(drafter, options, mapper) as thread:
+        profile = (await thread.remote.ready()).profile
+        metrics = DraftMetrics(profile.sources)
+        thread.remote.on_state = metrics.take
+        server = GrpcServer(
+            address=f"unix:{path}",
+            service_names=["outrider.v1.DraftService"],
+            allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
+        )
+        servicer = DraftServicer(thread.remote, thread.features, profile, options, metrics, may_leave_out)
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)
+        door = Door(await server.start(), drafter, thread, metrics)
+        try:
+            yield door
+        finally:
+            await door.channel.close()
+            await server.stop(grace=0)

@@ -72,8 +72,10 @@ async def test_a_process_serves_tells_its_metrics_and_drains_on_sigterm(tmp_path
             grow = await stream.receive()
             assert isinstance(grow, Grow)
             assert grow.token_ids[0] == 3
-            page = await asyncio.to_thread(_fetch, f"http://{addresses['metrics_address']}/metrics")
-            assert "outrider_draft_open_requests 1.0" in page
+            page = ""
+            async with asyncio.timeout(20):  # the engine tells its state now and then
+                while "outrider_draft_open_requests 1.0" not in page:
+                    page = await asyncio.to_thread(_fetch, f"http://{addresses['metrics_address']}/metrics")
             assert "outrider_draft_shared_trie_nodes" in page
             stream.call.cancel()
         process.terminate()

@@ -70,7 +70,7 @@ async def test_a_piece_of_nonsense_is_dropped_and_the_others_are_taken(
     await end.call.write(encode_batch([piece(1, 1), replace(piece(2, 2), **changes), piece(3, 3)]))  # type: ignore[arg-type]
     await end.released(3)
     assert [part.request for _, part in drafter.features] == [1, 3]
-    assert door.count("messages_dropped_total", reason="malformed") == 1
+    assert await door.count("messages_dropped_total", reason="malformed") == 1
     assert (await door.info()).num_requests == 3
 
 
@@ -84,7 +84,7 @@ async def test_a_message_of_too_many_pieces_is_dropped_and_the_stream_goes_on(se
     await end.call.write(encode_batch([piece(1, 2 + most + place, place) for place in range(most)]))
     await end.released(1 + 2 * most)
     assert [part.start for _, part in drafter.features] == list(range(most))
-    assert door.count("messages_dropped_total", reason="malformed") == 2
+    assert await door.count("messages_dropped_total", reason="malformed") == 2
 
 
 async def test_a_request_at_which_the_drafter_fails_is_given_up_alone(serve: Serve) -> None:

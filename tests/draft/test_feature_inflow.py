@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 
 import pytest
 
@@ -61,17 +60,29 @@ async def test_the_reader_waits_while_too_much_is_held(monkeypatch: pytest.Monke
     assert await asyncio.wait_for(third, 10)
 
 
-async def test_releases_from_another_thread_all_arrive() -> None:
+async def test_what_was_handed_over_is_released_message_by_message() -> None:
+    inflow = FeatureInflow()
+    await inflow.admit_all([(1, 10), (2, 10)])
+    await inflow.admit(3, 10)
+    inflow.hand_over([1, 2])
+    inflow.hand_over([3])
+    inflow.taken()
+    assert await inflow.next_release() == 2
+    inflow.taken()
+    assert await inflow.next_release() == 3
+
+
+async def test_releases_in_any_order_all_arrive() -> None:
     inflow = FeatureInflow()
     order = list(range(1, 201))
     for sequence in order:
         assert await inflow.admit(sequence, 1)
     random.Random(3).shuffle(order)
-    thread = threading.Thread(target=lambda: [inflow.release(sequence) for sequence in order])
-    thread.start()
     last = 0
-    while last < 200:
-        told = await asyncio.wait_for(inflow.next_release(), 10)
-        assert told > last
-        last = told
-    thread.join()
+    for sequence in order:
+        inflow.release(sequence)
+        if min(order[order.index(sequence) + 1 :], default=201) > last + 1:
+            told = await asyncio.wait_for(inflow.next_release(), 10)
+            assert told > last
+            last = told
+    assert last == 200

@@ -68,7 +68,7 @@ async def test_features_are_read_from_the_ring_and_it_is_unmapped_in_the_end(ser
     stream.call.cancel()
     async with asyncio.timeout(20):
         assert await end.call.read() is grpc.aio.EOF
-    await asyncio.to_thread(door.settle)
+    await door.settle()
     assert mapper.mapped[0].closed
 
 
@@ -88,7 +88,7 @@ async def test_places_outside_the_ring_are_malformed_and_nothing_is_read(
     await in_ring(end, 0, 3, SIZE - ROW)
     await end.released(3)
     assert [part.sequence for _, part in drafter.features] == [3]
-    assert door.count("messages_dropped_total", reason="malformed") == 2
+    assert await door.count("messages_dropped_total", reason="malformed") == 2
 
 
 @pytest.mark.parametrize(

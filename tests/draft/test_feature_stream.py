@@ -210,7 +210,7 @@ async def test_nonsense_is_dropped_and_counted_and_what_follows_is_taken(
     await end.send(1, 3)
     await end.released(3)
     assert [part.sequence for _, part in drafter.features] == [1, 3]
-    assert door.count("messages_dropped_total", reason="malformed") == 1
+    assert await door.count("messages_dropped_total", reason="malformed") == 1
 
 
 async def test_bytes_that_are_no_message_or_number_backwards_are_dropped(serve: Serve) -> None:
@@ -232,7 +232,7 @@ async def test_bytes_that_are_no_message_or_number_backwards_are_dropped(serve: 
     while (await call.read()).released.through < 5:
         pass
     assert [part.sequence for _, part in drafter.features] == [4, 5]
-    assert door.count("messages_dropped_total", reason="malformed") == 4
+    assert await door.count("messages_dropped_total", reason="malformed") == 4
     call.cancel()
 
 

@@ -103,7 +103,7 @@ async def test_any_conversation_leaves_the_next_session_served(serve: Serve, mak
     await run_async(attack)
     await still_serves(door)
     assert (await door.info()).num_sessions <= 1
-    door.settle()
+    await door.settle()
 
 
 async def run_async(attack: Any) -> None:

@@ -16,6 +16,7 @@ from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.several import SeveralDrafters
 from draft_service.handshake import own_hello
 from draft_service.main import _choose
+from draft_service.profile import describe
 from outrider.config.draft import DraftOptions
 from outrider.rpc.status import error_from_rpc
 from outrider.tree.messages import Close, Grow, Hello
@@ -101,9 +102,9 @@ async def test_drafters_that_somebody_named_refuse_what_does_not_fit(serve: Serv
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
     several, head = drafters()
     named = DraftOptions(speculative_algorithm=NAMES)
-    assert own_hello(several, named).features_optional
-    assert not own_hello(head, named).features_optional
-    assert not own_hello(several, replace(named, lockstep=True)).features_optional
+    assert own_hello(describe(several), named).features_optional
+    assert not own_hello(describe(head), named).features_optional
+    assert not own_hello(describe(several), replace(named, lockstep=True)).features_optional
 
 
 def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:

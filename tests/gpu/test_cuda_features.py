@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -39,14 +38,13 @@ def test_features_in_graphs_are_those_of_a_plain_forward(
     num_graphs = len(executor.graphs)
     before = dict(executor.graphs._graphs)
     draft = guessing(engine, truth)
-    draft.connect()
+    draft.connect_and_wait()
     answers = run_all(engine, jobs())
     engine.stop()
     assert draft.check(model, tolerance) > 200
     assert len(executor.graphs) == num_graphs
     assert (num_graphs > 0) == use_graphs
-    # Rounds that were run store features, and idle time may have renewed others.
-    assert not use_graphs or any(executor.graphs._graphs[bucket] is not graph for bucket, graph in before.items())
+    assert all(executor.graphs._graphs[bucket] is not graph for bucket, graph in before.items())
     if dtype is torch.float32 or deterministic:
         assert tokens(answers) == tokens(truth)
 
@@ -56,11 +54,11 @@ def test_a_draft_may_ask_while_requests_run(small_models: Models, start: Start) 
     engine, _ = start(model)
     truth = run_all(engine, jobs(), speculate=False)
     first, second = guessing(engine, truth, (1,)), guessing(engine, truth, (3, 0))
-    first.connect()
-    assert tokens(run_all(engine, jobs(), len(jobs()))) == tokens(truth)
-    second.connect()
-    assert tokens(run_all(engine, jobs(), len(jobs()))) == tokens(truth)
-    assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
+    for draft in (first, second):
+        draft.connect()
+        assert tokens(run_all(engine, jobs(), len(jobs()))) == tokens(truth)
+        draft.wait()
+        assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
     engine.stop()
     assert first.num_begun == second.num_begun == 1
     for draft in (first, second):
@@ -84,21 +82,16 @@ def test_a_store_that_does_not_fit_leaves_the_engine_as_it_was(
     assert not draft.texts and draft.num_begun == 0
 
 
-def test_an_idle_engine_renews_its_graphs(small_models: Models, start: Start) -> None:
+def test_an_idle_engine_renews_all_graphs_before_a_draft_is_told_of_features(
+    small_models: Models, start: Start
+) -> None:
     model = small_models(dtype=torch.float32)
     engine, executor = start(model)
+    before = dict(executor.graphs._graphs)
     draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
-    draft.connect()
-    renewed = threading.Event()
-
-    def look() -> None:
-        if executor._stale or not draft.num_begun:
-            engine.ask(look)
-        else:
-            renewed.set()
-
-    engine.ask(look)
-    assert renewed.wait(60)
+    draft.connect_and_wait()
+    assert before.keys() == executor.graphs._graphs.keys()
+    assert all(executor.graphs._graphs[bucket] is not graph for bucket, graph in before.items())
     run_all(engine, jobs()[:4])
     engine.stop()
     assert draft.check(model, 1e-3) > 50

@@ -122,7 +122,7 @@ def test_every_committed_position_is_read_by_another_process(
     else:
         draft = RingDraft(engine, VOCAB, guess, LAYERS)
     draft.reader = reading(where)
-    draft.connect()
+    draft.connect_and_wait()
     answers = run_all(engine, jobs(), 3)
     run_all(engine, jobs(), 3)
     engine.stop()
@@ -143,7 +143,7 @@ def test_a_draft_that_is_killed_harms_nobody_and_its_ring_serves_the_next(
     dead, alive = RingDraft(engine, VOCAB, guess, LAYERS), RingDraft(engine, VOCAB, guess, LAYERS)
     dead.reader = reading(where)
     dead.releases = False
-    dead.connect()
+    dead.connect_and_wait()
     assert tokens(run_all(engine, jobs()[:6])) == tokens(truth[:6])
     assert dead.messages
     killed = threading.Event()
@@ -158,7 +158,7 @@ def test_a_draft_that_is_killed_harms_nobody_and_its_ring_serves_the_next(
     assert killed.wait(60)
     engine.draft_disconnected(dead)
     alive.reader = reading(where)
-    alive.connect()
+    alive.connect_and_wait()
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     engine.stop()

@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from outrider.config.verify import VerifyOptions
+from outrider.process.pipe import Pipe
 from verify_service.assembly import Built
 from verify_service.engine import Engine
 from verify_service.inbox import Inbox
 from verify_service.observer import Observer
-from verify_service.pipe import Pipe
 from verify_service.remote import RemoteEngine
+from verify_service.wire import from_door
 from verify_service.wire_engine import Ready, RoundReport
 from verify_service.worker import serve_engine
 
@@ -80,7 +81,7 @@ async def engine_thread(engine: Engine) -> AsyncIterator[EngineThread]:
 
     def run() -> None:
         with theirs:
-            codes.append(serve_engine(Pipe(theirs), VerifyOptions(), build))
+            codes.append(serve_engine(Pipe(theirs, from_door), VerifyOptions(), build))
 
     thread = threading.Thread(target=run, name="engine")
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 
 import torch
@@ -37,6 +38,24 @@ class FeatureDraft(LocalDraft):
 
     def connect(self) -> None:
         self._engine.draft_connected(self, self.terms)
+
+    def connect_and_wait(self) -> None:
+        """Connect, and wait until a running engine stores what this takes."""
+        self.connect()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for that."""
+        stored = threading.Event()
+
+        def look() -> None:
+            if self._engine.features.num_waiting:
+                self._engine.ask(look)
+            else:
+                stored.set()
+
+        self._engine.ask(look)
+        assert stored.wait(60)
 
     def begin_features(self, begin: FeaturesBegin) -> None:
         assert begin.layers == self.terms.feature_layers

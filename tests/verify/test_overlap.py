@@ -88,8 +88,10 @@ def test_drafts_clients_and_metrics_are_told_while_the_next_round_runs(
     engine.stop()
     assert answer.token_ids == [count_up(position) for position in range(3, 15)]
     text = " ".join(events)
+    # Every second round has no nodes: where the device is waited for, it goes behind what brings the next ones.
+    bare = "told launch" if device.spin else "launch told"
     assert text[text.index("wait") :].startswith(
-        "wait launch told update observed flush wait launch told update observed flush"
+        f"wait launch told update observed flush wait {bare} update observed flush"
     )
     assert text.endswith("wait update observed flush"), "the last round's end waits for no other round"
     assert observer.gaps[1:] == [0.25] * (len(observer.gaps) - 1)

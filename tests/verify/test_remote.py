@@ -322,10 +322,10 @@ async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
         remote.draft_connected(draft)
         session = remote._sessions[draft]
         remote._dtypes[session] = "float32"
-        remote._take(FeaturesTold(session, [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]))
+        remote.take(FeaturesTold(session, [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]))
         with monkeypatch.context() as patched:
             passed: list[FromDoor] = []
-            patched.setattr(remote, "_send", passed.append)
+            patched.setattr(remote, "send", passed.append)
             for through in (1, 1, 3, 2, 3, 0, 4):
                 remote.features_released(draft, through)
             assert draft.num_resets == 0

@@ -10,12 +10,12 @@ from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 
+from outrider.process.garbage import Garbage
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import VerifyMessage
+from outrider.tree.messages import Commit, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
 from verify_service.engine import Engine
 from verify_service.gaps import LONG_SECONDS, tell_long
-from verify_service.garbage import Garbage
 from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
 from verify_service.memory import Memory
@@ -107,6 +107,44 @@ def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
     assert asleep[0] == asleep[-1], "it slept while a request ran"
 
 
+class Told(LocalDraft):
+    """Notes when it is told of a commit, beside the launches of rounds."""
+
+    def __init__(self, engine: Engine, device: FakeDevice, right: bool) -> None:
+        super().__init__(engine, VOCAB, self._right if right else self._wrong)
+        self._device = device
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        self._device.events += ["told" for message in messages if isinstance(message, Commit)]
+        super().send(messages)
+
+    def _right(self, author: TreeAuthor) -> None:
+        chain(author, [count_up(author.committed_len + ahead) for ahead in range(4)])
+
+    def _wrong(self, author: TreeAuthor) -> None:
+        chain(author, [count_up(author.committed_len) + 1])
+
+
+@pytest.mark.parametrize(("right", "num_requests"), [(False, 1), (True, 1), (False, 6)])
+def test_a_draft_hears_first_of_what_leaves_nothing_to_verify(right: bool, num_requests: int) -> None:
+    """Else it is told while the next round runs: where nodes are there, or where there is much to tell."""
+    device = FakeDevice(spin=True)
+    engine = fake_engine(device, num_pages=256)
+    engine.draft_connected(Told(engine, device, right))
+    answers = [submit(engine, max_tokens=60) for _ in range(num_requests)]
+    engine.start()
+    assert all(answer.done.wait(20) for answer in answers)
+    engine.stop()
+    events = [event for event in device.events if event in ("launch", "told", "wait")]
+    launches = [place for place, event in enumerate(events) if event == "launch"]
+    # The first rounds have nothing to tell of, the last nobody to tell, or fewer.
+    rounds = list(zip(launches, device.rounds, strict=True))[2:-4]
+    first = [events[place - 1] == "told" for place, _ in rounds]
+    bare = [not any(nodes for _, _, nodes in entries) for _, entries in rounds]
+    assert first == (bare if num_requests == 1 else [False] * len(rounds)), events
+    assert any(bare) if not right else not all(bare)
+
+
 def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[int] = []
     count = 10
@@ -123,6 +161,25 @@ def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPat
     assert swept == [0] * 31 + [1]
     one.idle()
     assert swept[-1] == 2
+
+
+def test_what_is_left_where_nothing_is_open_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    count = 10
+    monkeypatch.setattr(gc, "isenabled", lambda: False)
+    monkeypatch.setattr(gc, "get_count", lambda: (count, 0, 0))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: done.append(generation))
+    monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
+    one = Garbage()
+    one.settle()
+    assert done == [], "nothing was made"
+    count = 5000
+    one.sweep()
+    count = 10
+    one.settle()
+    assert done == [0, 2, "freeze"]
+    one.settle()
+    assert done == [0, 2, "freeze"]
 
 
 def test_garbage_is_swept_beside_rounds_that_leave_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,15 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
+from outrider.process.frames import MAX_FRAME_BYTES, FrameReader, pack
+from outrider.process.part_codec import (
+    pack_drafts,
+    pack_features,
+    pack_verify,
+    unpack_drafts,
+    unpack_features,
+    unpack_verify,
+)
 from outrider.sampling.params import SamplingParams
 from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from outrider.tree.messages import (
@@ -38,18 +47,9 @@ from outrider.tree.messages import (
 )
 from verify_service.figures import RoundFigures
 from verify_service.submission import Submission, Update
-from verify_service.wire import MAX_FRAME_BYTES, FrameReader, FromDoor, FromEngine, from_door, from_engine, pack
+from verify_service.wire import FromDoor, FromEngine, from_door, from_engine
 from verify_service.wire_codec import pack_submission, pack_update, unpack_submission, unpack_update
-from verify_service.wire_draft_codec import (
-    pack_begin,
-    pack_drafts,
-    pack_features,
-    pack_verify,
-    unpack_begin,
-    unpack_drafts,
-    unpack_features,
-    unpack_verify,
-)
+from verify_service.wire_draft_codec import pack_begin, unpack_begin
 from verify_service.wire_drafts import (
     DraftSaid,
     DraftTold,
@@ -294,7 +294,7 @@ def test_an_absurd_length_is_refused_before_memory_is_taken() -> None:
 
 def test_a_frame_that_would_be_refused_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = ProjectionFrame(1, "float32", bytes(100))
-    monkeypatch.setattr("verify_service.wire.MAX_FRAME_BYTES", len(pack(frame)) - 4)
+    monkeypatch.setattr("outrider.process.frames.MAX_FRAME_BYTES", len(pack(frame)) - 4)
     assert to_engine(frame) == frame
     with pytest.raises(InternalError, match="too long"):
         pack(ProjectionFrame(1, "float32", bytes(101)))

@@ -14,26 +14,28 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
+from outrider.process.frames import FrameReader, pack
+from outrider.process.pipe import MAX_BACKLOG_BYTES, Pipe
+from outrider.process.worker import await_first
 from outrider.tree.messages import Close
 from verify_service.assembly import Built
 from verify_service.figures import RoundFigures
 from verify_service.inbox import Inbox, ThreadInbox
 from verify_service.observer import Observer
-from verify_service.pipe import MAX_BACKLOG_BYTES, Pipe
 from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
 from verify_service.submission import Update
-from verify_service.wire import FrameReader, FromEngine, from_engine, pack
+from verify_service.wire import FromDoor, FromEngine, from_door, from_engine
 from verify_service.wire_drafts import DraftReset, DraftTold, ProjectionFrame
 from verify_service.wire_engine import Refused, Start, Stop, Told
 from verify_service.wire_requests import Cancel
-from verify_service.worker import SocketInbox, await_start, serve_engine
+from verify_service.worker import SocketInbox, serve_engine
 
 
 @dataclass
 class Wire:
     """The engine's pipe and the door's bare socket."""
 
-    pipe: Pipe
+    pipe: Pipe[FromDoor]
     door: socket.socket
     reader: FrameReader
 
@@ -47,24 +49,24 @@ def wire() -> Iterator[Wire]:
     ours, theirs = socket.socketpair()
     ours.settimeout(20)
     with ours, theirs:
-        yield Wire(Pipe(theirs), ours, FrameReader())
+        yield Wire(Pipe(theirs, from_door), ours, FrameReader())
 
 
 def test_the_first_frame_brings_the_options(wire: Wire) -> None:
     options = VerifyOptions(threads=3)
     wire.door.sendall(pack(Start(options)))
-    assert await_start(wire.pipe) == options
+    assert await_first(wire.pipe, Start) == Start(options)
 
 
 def test_a_door_that_is_gone_before_its_first_frame_ends_the_start(wire: Wire) -> None:
     wire.door.close()
-    assert await_start(wire.pipe) is None
+    assert await_first(wire.pipe, Start) is None
 
 
 def test_another_first_frame_is_refused(wire: Wire) -> None:
     wire.door.sendall(pack(Stop()))
     with pytest.raises(InternalError, match="first frame"):
-        await_start(wire.pipe)
+        await_first(wire.pipe, Start)
 
 
 def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: Wire) -> None:
@@ -126,6 +128,7 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
         memory=SimpleNamespace(num_pages=8, num_used=0),
         drafts=SimpleNamespace(dropped={}, declined={}, peers={}),
         budget=SimpleNamespace(cost=SimpleNamespace(table=lambda: {1: 0.5})),
+        features=SimpleNamespace(num_pending=3, num_waiting=1),
     )
     reporter.watch(engine)  # type: ignore[arg-type]
 

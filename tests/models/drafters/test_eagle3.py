@@ -29,6 +29,7 @@ from torch import Tensor
 from draft_service.drafters.base import build_drafter
 from draft_service.drafters.model import find_mapper
 from draft_service.handshake import own_hello
+from draft_service.profile import describe
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
@@ -266,7 +267,7 @@ def test_the_service_offers_it_in_its_hello(tmp_path: Path) -> None:
         speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(tmp_path), device="cpu", max_positions=64
     )
     drafter = build_drafter(options)
-    hello = own_hello(drafter, options)
+    hello = own_hello(describe(drafter), options)
     projection = drafter.needs.projection
     assert projection is not None
     assert (hello.projection_columns, hello.projection_hash) == (HIDDEN, projection.name)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import select
 import socket
+from typing import Generic, TypeVar
 
-from verify_service.wire import FrameReader, FromDoor, FromEngine, from_door, pack
+import msgspec
+
+from outrider.process.frames import MAX_FRAME_BYTES, FrameReader, pack
 
 MAX_BACKLOG_BYTES = 4 << 20
 """Bytes that may wait for a door that does not read; with more, the engine waits, too."""
@@ -13,21 +16,33 @@ MAX_BACKLOG_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 18
 
 _MOST_READS = 4
-"""Buffers that are read in one go: a door that goes on sending must not hold up a round."""
+"""Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
+
+FrameT = TypeVar("FrameT")
 
 
-class Pipe:
+class Pipe(Generic[FrameT]):
     """Frames to and from the door.
 
     Sending never blocks while the door reads; what the kernel does not take at once leaves with a later call. When
     the door is gone, `closed` is set and what is sent is lost.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[FrameT],
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        most_reads: int = _MOST_READS,
+    ) -> None:
+        """`decoder`: of the frames that the other end sends. `most_reads`: buffers that are read in one go."""
         sock.setblocking(False)
         self.closed = False
         self._socket = sock
-        self._reader = FrameReader()
+        self._decode = decoder.decode
+        self._reader = FrameReader(max_frame_bytes)
+        self._most_reads = most_reads
         self._buffer = bytearray(_BUFFER_BYTES)
         self._backlog = bytearray()
 
@@ -36,7 +51,11 @@ class Pipe:
         """Bytes that wait for the kernel to take them."""
         return len(self._backlog)
 
-    def send(self, frame: FromEngine) -> None:
+    def fileno(self) -> int:
+        """The socket's descriptor, for who waits for several."""
+        return self._socket.fileno()
+
+    def send(self, frame: msgspec.Struct) -> None:
         """Send a frame, after all earlier ones."""
         self._backlog += pack(frame)
         self.flush()
@@ -62,13 +81,13 @@ class Pipe:
                 return
             self.flush()
 
-    def receive(self) -> list[FromDoor]:
+    def receive(self) -> list[FrameT]:
         """Frames that have come, without waiting: all, or of very many the first.
 
         Raises InternalError or msgspec's errors for what is none.
         """
-        frames: list[FromDoor] = []
-        for _ in range(_MOST_READS):
+        frames: list[FrameT] = []
+        for _ in range(self._most_reads):
             if self.closed:
                 break
             try:
@@ -78,7 +97,7 @@ class Pipe:
             except OSError:
                 count = 0
             self.closed = count == 0
-            frames += map(from_door.decode, self._reader.feed(memoryview(self._buffer)[:count]))
+            frames += map(self._decode, self._reader.feed(memoryview(self._buffer)[:count]))
             if count < len(self._buffer):
                 break
         return frames

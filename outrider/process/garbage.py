@@ -45,3 +45,13 @@ class Garbage:
         """Collect all, if anything was made since: nobody waits."""
         if not gc.isenabled() and gc.get_count()[0] >= _YOUNG:
             gc.collect()
+
+    def settle(self) -> None:
+        """The same where nothing lives that may end in a cycle, such as a request: what is left is not looked at again.
+
+        A service that keeps much, such as tries of texts, would look at all of it each time: seconds for millions.
+        """
+        if not gc.isenabled() and (self._num_sweeps or gc.get_count()[0] >= _YOUNG):
+            gc.collect()
+            gc.freeze()
+            self._num_sweeps = 0

@@ -1,0 +1,187 @@
+"""Door and engine as two processes: a start that fails, an end from either side, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from draft_door import Stream
+from draft_fakes import open_message
+
+from draft_service import engine_process
+from draft_service.engine_process import EngineProcess
+from outrider.config.base import options_to_argv
+from outrider.config.draft import DraftOptions
+from outrider.cpu_kernels import KERNEL_CACHES
+from outrider.errors import ConfigError, InternalError
+from outrider.rpc.channel import open_channel
+from outrider.tree.messages import Close, Decline, DeclineReason, Grow, Hello
+
+NGRAM = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="")
+
+
+def options_at(folder: Path, **fields: object) -> DraftOptions:
+    options = {"address": f"unix:{folder}/d", "ready_file": str(folder / "ready")} | fields
+    return DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", **options)  # type: ignore[arg-type]
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 60) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if happened():
+            return
+        pause.wait(0.02)
+    pytest.fail(f"did not happen within {seconds} s")
+
+
+def start_door(options: DraftOptions) -> subprocess.Popen[str]:
+    """The service as from a terminal: a process group of its own."""
+    command = [sys.executable, "-m", "draft_service", *options_to_argv(options)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def engine_of(door: subprocess.Popen[str]) -> psutil.Process:
+    """The engine process that belongs to a door."""
+    wait_until(lambda: psutil.Process(door.pid).children())
+    (engine,) = psutil.Process(door.pid).children()
+    return engine
+
+
+async def decline_or_none(stream: Stream) -> Decline | None:
+    """The next message, if it is one."""
+    message = await stream.receive()
+    return message if isinstance(message, Decline) else None
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_an_engine_serves_until_it_is_stopped() -> None:
+    process = await EngineProcess.start(NGRAM)
+    try:
+        ready = await process.ready(asyncio.Event())
+        assert ready is not None and ready.profile.sources == ("ngram", "ngram_shared")
+        assert not ready.profile.maps_memory and "shared_trie_nodes" in ready.profile.gauges
+        environment = psutil.Process(process._process.pid).environ()
+        assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
+        assert environment["OMP_NUM_THREADS"] == "1"
+        assert (await process.engine.ask()).num_requests == 0
+        await process.stop()
+        assert process.engine.gone
+    finally:
+        await process.close()
+    assert process._process.returncode == 0
+
+
+async def test_options_that_cannot_be_met_come_back_as_one_line() -> None:
+    process = await EngineProcess.start(DraftOptions(speculative_algorithm=("NOBODY",)))
+    try:
+        with pytest.raises(ConfigError, match="NOBODY"):
+            await process.ready(asyncio.Event())
+    finally:
+        await process.close()
+
+
+async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
+    process = await EngineProcess.start(NGRAM)
+    try:
+        with pytest.raises(InternalError, match="exit code 1"):
+            await process.ready(asyncio.Event())
+    finally:
+        await process.close()
+
+
+async def test_an_engine_that_is_told_nonsense_ends_and_the_door_hears_of_it() -> None:
+    process = await EngineProcess.start(NGRAM)
+    try:
+        await process.ready(asyncio.Event())
+        assert process.engine._transport is not None
+        process.engine._transport.write(b"\x03\x00\x00\x00\xff\xff\xff")
+        await asyncio.wait_for(process.engine.lost(), 20)
+        assert not process.engine.alive
+        await asyncio.wait_for(process.engine.drain(), 1)
+    finally:
+        await process.close()
+    assert process._process.returncode == 1
+
+
+async def test_the_streams_of_a_killed_engine_end_and_the_service_exits_with_1(tmp_path: Path) -> None:
+    options = options_at(tmp_path)
+    with start_door(options) as door:
+        wait_until(Path(options.ready_file).exists)
+        async with open_channel(options.address) as channel:
+            stream = Stream(channel)
+            assert isinstance(await stream.hello(), Hello)
+            await stream.send(open_message([1, 2, 1, 2, 1]))
+            assert isinstance(await stream.receive(), Grow)
+            engine_of(door).kill()
+            async with asyncio.timeout(20):
+                assert await stream.call.code() is not None
+        _, words = await asyncio.to_thread(door.communicate, None, 30)
+    assert door.returncode == 1 and "ERROR" in words and "engine failed" in words
+    assert not Path(options.ready_file).exists()
+
+
+def test_an_engine_outlives_its_door_in_no_case(tmp_path: Path) -> None:
+    options = options_at(tmp_path)
+    with start_door(options) as door:
+        wait_until(Path(options.ready_file).exists)
+        engine = engine_of(door)
+        door.kill()
+        wait_until(lambda: is_gone(engine))
+
+
+def test_one_interrupt_of_the_terminal_ends_both(tmp_path: Path) -> None:
+    options = options_at(tmp_path)
+    with start_door(options) as door:
+        wait_until(Path(options.ready_file).exists)
+        engine = engine_of(door)
+        os.killpg(door.pid, signal.SIGINT)
+        _, words = door.communicate(timeout=30)
+    assert door.returncode == 0 and is_gone(engine)
+    assert "Traceback" not in words and "KeyboardInterrupt" not in words and words.count("SIGINT: stopping") == 1
+
+
+async def test_a_service_that_drains_serves_what_is_open_and_then_ends_with_0(tmp_path: Path) -> None:
+    options = options_at(tmp_path, drain_seconds=30.0)
+    with start_door(options) as door:
+        wait_until(Path(options.ready_file).exists)
+        engine = engine_of(door)
+        async with open_channel(options.address) as channel:
+            stream = Stream(channel)
+            await stream.hello()
+            await stream.send(open_message([1, 2, 1, 2, 1]))
+            door.terminate()
+            request, message = 1, await decline_or_none(stream)
+            async with asyncio.timeout(20):
+                while message is None:
+                    request += 1
+                    await stream.send(open_message([3, 4], request=request), Close(request))
+                    message = await decline_or_none(stream)
+            assert message.reason is DeclineReason.DRAINING
+            assert door.poll() is None and engine.is_running()
+            with suppress(grpc.aio.AioRpcError):  # the end of the service may overtake the write
+                await stream.send(Close(1))
+        _, words = await asyncio.to_thread(door.communicate, None, 30)
+    assert door.returncode == 0 and is_gone(engine) and "Traceback" not in words
+
+
+def test_a_draft_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    model = {"speculative_algorithm": ("EAGLE3",), "speculative_draft_model_path": str(tmp_path / "nowhere")}
+    options = DraftOptions(address=f"unix:{tmp_path}/d", metrics_address="", **model)  # type: ignore[arg-type]
+    with start_door(options) as door:
+        _, words = door.communicate(timeout=60)
+    assert door.returncode == 2
+    assert words.count("\n") == 1 and words.startswith("draft: error: ") and "nowhere" in words
