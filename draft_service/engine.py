@@ -9,6 +9,7 @@ from draft_service.drafters.base import AnyDrafter
 from draft_service.feature_inlet import FeatureInlet
 from draft_service.feature_ring import MemoryMapper
 from draft_service.inbox import Inbox
+from draft_service.lines import HeardOnLine
 from draft_service.reporter import Reporter, SessionPeer
 from draft_service.requests import Requests
 from draft_service.wire import (
@@ -31,7 +32,9 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import InternalError
 from outrider.logs import get_logger
 from outrider.process.garbage import Garbage
+from outrider.process.line import Listener
 from outrider.process.part_codec import unpack_verify
+from outrider.process.parts import VerifyPart
 from outrider.process.pipe import Pipe
 from outrider.tree.messages import Features
 
@@ -60,12 +63,14 @@ class Engine:
         pipe: Pipe[FromDoor],
         features: Pipe[FeaturesFromDoor],
         mapper: MemoryMapper | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        """`mapper`: maps verify's memory where the drafter works, if that can be."""
+        """`mapper`: maps verify's memory where the drafter works, if that can be. `listener`: where verify engines of
+        this host call."""
         self.drafter = drafter
         self.requests = Requests(drafter, options)
-        self.inbox = Inbox(pipe, features)
-        self._reporter = Reporter(pipe, drafter, self.requests)
+        self.inbox = Inbox(pipe, features, listener)
+        self._reporter = Reporter(pipe, drafter, self.requests, self.inbox.lines)
         self._inlet = FeatureInlet(features, drafter, mapper, self._apply_features, self._fail_features)
         self._peers: dict[int, SessionPeer] = {}
         self._garbage = Garbage()
@@ -80,6 +85,7 @@ class Engine:
                 self._turn()
             except Exception as error:
                 _logger.error("a turn of the engine failed", exc_info=error)
+        self.inbox.lines.close()
 
     def _turn(self) -> None:
         growth = self.requests.growth
@@ -130,10 +136,13 @@ class Engine:
                 return
             self._handle(frame)
 
-    def _handle(self, frame: FromDoor | FeaturesFromDoor) -> None:
+    def _handle(self, frame: FromDoor | FeaturesFromDoor | HeardOnLine) -> None:
         match frame:
+            case HeardOnLine():
+                self._apply(frame.session, frame.messages)
             case Heard():
-                self._apply(frame)
+                self._apply(frame.session, frame.messages)
+                self._reporter.read(frame.session)
             case SessionUp():
                 parts = None if frame.parts is None else frozenset(frame.parts)
                 self._peers[frame.session] = SessionPeer(frame.session, frame.vocab_size, parts, self._reporter)
@@ -159,17 +168,16 @@ class Engine:
             case Start():
                 raise InternalError("the door started twice")
 
-    def _apply(self, frame: Heard) -> None:
-        peer = self._peers[frame.session]
-        if frame.session in self.inbox.ended:
+    def _apply(self, session: int, parts: Sequence[VerifyPart]) -> None:
+        peer = self._peers[session]
+        if session in self.inbox.ended:
             return
-        for message in unpack_verify(frame.messages):
+        for message in unpack_verify(parts):
             try:
                 self.requests.handle(peer, message)
             except Exception as error:
                 _logger.error("a message could not be handled", exc_info=error)
                 self.requests.fail(peer, message)
-        self._reporter.read(frame.session)
 
     def _apply_features(self, session: int, pieces: Sequence[Features]) -> None:
         peer = self._peers.get(session)

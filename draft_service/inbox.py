@@ -8,9 +8,11 @@ from typing import TypeVar
 
 import msgspec
 
-from draft_service.wire import FeaturesFromDoor, FromDoor, SessionDown, Stop
+from draft_service.lines import HeardOnLine, Lines
+from draft_service.wire import FeaturesFromDoor, FromDoor, SessionDown, SessionUp, Stop
 from outrider.errors import InternalError
 from outrider.logs import get_logger
+from outrider.process.line import Listener
 from outrider.process.pipe import Pipe
 
 _logger = get_logger(__name__)
@@ -24,25 +26,29 @@ class Inbox:
     A door that is gone, or that says what makes no sense, has `Stop` as its last word.
     """
 
-    def __init__(self, pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor]) -> None:
+    def __init__(
+        self, pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], listener: Listener | None = None
+    ) -> None:
+        """`listener`: where verify engines of this host call."""
         self.stopped = False
         """Whether the door asked for the end."""
         self.ended: set[int] = set()
         """Sessions whose end has come and was not handled yet: what they sent before is not worth handling."""
         self._pipe = pipe
         self._features = features
-        self._arrived: deque[FromDoor] = deque()
+        self._arrived: deque[FromDoor | HeardOnLine] = deque()
         self._arrived_features: deque[FeaturesFromDoor] = deque()
         self._over = False
         self._poll = select.poll()
         self._poll.register(pipe.fileno(), select.POLLIN)
         self._poll.register(features.fileno(), select.POLLIN)
+        self.lines = Lines(listener, self._poll)
 
     def waiting(self) -> bool:
         """Whether something has come, without taking it: about a microsecond."""
         return bool(self._arrived or self._arrived_features or (not self._over and self._poll.poll(0)))
 
-    def next(self) -> FromDoor | FeaturesFromDoor | None:
+    def next(self) -> FromDoor | FeaturesFromDoor | HeardOnLine | None:
         """The next frame; None if there is none now. Features come when nothing else does."""
         if not self._arrived and not self._over and self._poll.poll(0):
             self._receive()
@@ -55,14 +61,23 @@ class Inbox:
         if self._arrived or self._arrived_features or self._over:
             return
         pipes = (self._pipe, self._features)
-        select.select(pipes, [pipe for pipe in pipes if pipe.backlog], [], timeout)
+        select.select([*pipes, *self.lines.files()], [pipe for pipe in pipes if pipe.backlog], [], timeout)
         for pipe in pipes:
             pipe.flush()
+        self.lines.flush()
 
     def _receive(self) -> None:
+        # In this order: the door has told of a session before anybody can call for it.
+        self.lines.answer()
         frames = self._read(self._pipe)
         self._arrived += frames
-        self.ended.update(frame.session for frame in frames if isinstance(frame, SessionDown))
+        for frame in frames:
+            if isinstance(frame, SessionUp):
+                self.lines.expect(frame.session, frame.line_token)
+            elif isinstance(frame, SessionDown):
+                self.lines.forget(frame.session)
+                self.ended.add(frame.session)
+        self._arrived += self.lines.take()
         # Those that came before are done first, so they are read no faster than they are done.
         if not self._arrived_features:
             self._arrived_features += self._read(self._features)

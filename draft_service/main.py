@@ -11,9 +11,9 @@ from functools import partial
 
 from draft_service.engine_process import EngineProcess
 from draft_service.metrics import DraftMetrics
-from draft_service.profile import Profile
 from draft_service.remote import RemoteEngine
 from draft_service.servicer import DraftServicer
+from draft_service.wire import Ready
 from outrider.config.base import parse_options
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
@@ -52,7 +52,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         ready = await process.ready(stop)
         if ready is None:
             return EXIT_OK
-        return await _serve_engine(options, ways, stop, process, ready.profile, may_leave_out=was_open)
+        return await _serve_engine(options, ways, stop, process, ready, may_leave_out=was_open)
     finally:
         await process.close()
 
@@ -62,14 +62,15 @@ async def _serve_engine(
     ways: DoorOptions,
     stop: asyncio.Event,
     process: EngineProcess,
-    profile: Profile,
+    ready: Ready,
     *,
     may_leave_out: bool,
 ) -> int:
     """Open the door, and drain at the end."""
+    profile = ready.profile
     engine, metrics = process.engine, DraftMetrics(profile.sources)
     engine.on_state = metrics.take
-    servicer = DraftServicer(engine, process.features, profile, options, metrics, may_leave_out)
+    servicer = DraftServicer(engine, process.features, profile, options, metrics, may_leave_out, ready.line)
     watch(metrics, engine, servicer, profile.gauges)
     server = GrpcServer(
         **ways,

@@ -17,6 +17,7 @@ from draft_service.wire import (
     FeaturesFromEngine,
     FromEngine,
     Heard,
+    LineLost,
     MatrixPart,
     Pieces,
     Ready,
@@ -65,7 +66,7 @@ class RemoteEngine(EngineEnd[FromEngine, Ready]):
         self._sessions[number] = session
         self._session_numbers[session] = number
         parts = None if session.parts is None else sorted(session.parts)
-        self.send(SessionUp(number, session.vocab_size, parts))
+        self.send(SessionUp(number, session.vocab_size, parts, session.line_token))
 
     def number_of(self, session: Session) -> int:
         """The number under which the engine knows a session; 0 for one that has ended."""
@@ -119,6 +120,9 @@ class RemoteEngine(EngineEnd[FromEngine, Ready]):
                 self._note(frame)
             case Drained():
                 self._settle_drained()
+            case LineLost():
+                if (session := self._sessions.get(frame.session)) is not None:
+                    session.lose_line()
             case Ready():
                 self.serves(frame)
             case Refused():

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from draft_service.drafters.base import AnyDrafter
+from draft_service.lines import Lines
 from draft_service.requests import Requests
 from draft_service.tally import Tally
-from draft_service.wire import Drained, FromDoor, Said, Told
+from draft_service.wire import Drained, FromDoor, LineLost, Said, Told
 from outrider.process.part_codec import pack_drafts
 from outrider.process.parts import DraftPart
 from outrider.process.pipe import Pipe
@@ -25,12 +26,18 @@ class Reporter:
     """The engine's words to the door. Answers leave with `flush`, turn by turn."""
 
     def __init__(
-        self, pipe: Pipe[FromDoor], drafter: AnyDrafter, requests: Requests, clock: Callable[[], float] = monotonic
+        self,
+        pipe: Pipe[FromDoor],
+        drafter: AnyDrafter,
+        requests: Requests,
+        lines: Lines,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.tally = Tally()
         self._pipe = pipe
         self._drafter = drafter
         self._requests = requests
+        self._lines = lines
         self._clock = clock
         self._said: dict[int, list[DraftPart]] = {}
         self._read: Counter[int] = Counter()
@@ -50,6 +57,7 @@ class Reporter:
     def flush(self, *, idle: bool) -> None:
         """Send what was said; `idle` that nothing more is to be expected soon."""
         self._changed = True
+        self._say_on_lines()
         if self._said or self._num_read >= _MOST_UNTOLD or (idle and self._num_read):
             said = [Said(session, parts) for session, parts in self._said.items()]
             self._pipe.send(Told(said, dict(self._read)))
@@ -58,6 +66,15 @@ class Reporter:
             self._num_read = 0
         elif self._pipe.backlog:
             self._pipe.flush()
+
+    def _say_on_lines(self) -> None:
+        for session in list(self._said):
+            if self._lines.send(session, self._said[session]):
+                del self._said[session]
+        self._lines.flush()
+        for session in self._lines.lost:
+            self._pipe.send(LineLost(session))
+        self._lines.lost.clear()
 
     @property
     def seconds_left(self) -> float | None:

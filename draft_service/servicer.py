@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from outrider import __version__
 from outrider.config.draft import DraftOptions
 from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.logs import get_logger
+from outrider.process.parts import LineFrame
 from outrider.rpc.codec import decode_verify, encode_draft, in_parts
 from outrider.rpc.feature_codec import (
     decode_begin,
@@ -35,6 +37,7 @@ from outrider.tree.messages import (
     FeaturesBegin,
     FeaturesReleased,
     Hello,
+    LineOffer,
     VerifyMessage,
 )
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -58,8 +61,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         options: DraftOptions,
         metrics: DraftMetrics,
         may_leave_out: bool = False,
+        line: LineFrame | None = None,
     ) -> None:
-        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
+        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused. `line`:
+        where verify engines of this host may call the engine."""
+        self._line = line
         self._maps_memory = profile.maps_memory
         self._may_leave_out = may_leave_out
         self._engine = engine
@@ -82,13 +88,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         hello, rest = _split_hello(await context.read())
         answer = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
         ours = answer.hello
+        if self._line is not None:
+            ours = replace(ours, line=LineOffer(self._line.host, self._line.path, secrets.token_hex(16)))
+            answer = replace(answer, hello=ours)
         session = self._begin(hello, answer)
         tasks: list[asyncio.Task[None]] = []
         try:
             if ours.features_token:
                 self._awaiting[ours.features_token] = session
             await context.write(encode_draft([ours]))
-            work = (self._read(session, rest, context), _write(session, context), session.overflow())
+            work = (self._read(session, rest, context), _write(session, context), session.overflow(), session.lost())
             tasks = [asyncio.create_task(one) for one in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -156,7 +165,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         anew = not self._sessions and target != self._target
         self._target = target
         self._engine.serve_target(target.tokenizer_hash, anew=anew)
-        session = Session(target.vocab_size, self._options.max_queued, answer.parts)
+        line = answer.hello.line
+        session = Session(target.vocab_size, self._options.max_queued, answer.parts, line.token if line else "")
         self._engine.attach(session)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))

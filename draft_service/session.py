@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
-from outrider.errors import OverloadedError
+from outrider.errors import OverloadedError, UnavailableError
 from outrider.tree.messages import DraftMessage
 
 _MAX_UNREAD = 256
@@ -21,11 +21,16 @@ class Session:
     waits here; a peer that does not read loses its session and harms no other.
     """
 
-    def __init__(self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None, line_token: str = ""
+    ) -> None:
         self.vocab_size = vocab_size
         """Token ids at or past this are illegal."""
         self.parts = parts
         """Numbers of the drafters that guess for it; None for all."""
+        self.line_token = line_token
+        """Names the session where its verify engine may call the engine here; empty if it may not."""
+        self._line_lost = asyncio.Event()
         self._max_queued = max_queued
         self._outbound: deque[DraftMessage] = deque()
         self._overflow = asyncio.Event()
@@ -62,6 +67,15 @@ class Session:
         raise OverloadedError(
             f"more than {self._max_queued} answers wait to be read; read the stream faster", code="slow_reader"
         )
+
+    def lose_line(self) -> None:
+        """The verify engine has hung up where it spoke to the engine here."""
+        self._line_lost.set()
+
+    async def lost(self) -> NoReturn:
+        """Wait until the session's line is lost. Raises UnavailableError."""
+        await self._line_lost.wait()
+        raise UnavailableError("the line between the engines is lost; begin a new session")
 
     async def admit(self) -> None:
         """Wait until the engine has caught up; before each batch that is handed to it."""

@@ -10,7 +10,7 @@ import msgspec
 
 from draft_service.profile import Profile
 from outrider.config.draft import DraftOptions
-from outrider.process.parts import DraftPart, FeaturesPart, RingFrame, VerifyPart
+from outrider.process.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
 
 GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 """Bounds by which slices of growth are counted."""
@@ -42,6 +42,8 @@ class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     vocab_size: int
     parts: list[int] | None
     """Numbers of the drafters that guess for it; None for all."""
+    line_token: str = ""
+    """By which its verify engine names it where it calls directly; empty if it was not told how."""
 
 
 class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -72,6 +74,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """engine -> door, first: the drafters are loaded and warm."""
 
     profile: Profile
+    line: LineFrame | None = None
+    """Where verify engines of this host may call, without a token."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -122,6 +126,12 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """engine -> door: no request is open any more."""
+
+
+class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: the session's verify engine has hung up, or sent what makes no sense; the session is to end."""
+
+    session: int
 
 
 class StreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -185,7 +195,7 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 FromDoor = Start | Stop | Serve | SessionUp | SessionDown | Heard | Drain | Ask
-FromEngine = Ready | Refused | Told | State | Drained
+FromEngine = Ready | Refused | Told | State | Drained | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart
 

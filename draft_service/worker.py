@@ -21,6 +21,8 @@ from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger
 from outrider.process.child import share_interpreter
 from outrider.process.garbage import take_over
+from outrider.process.line import listen
+from outrider.process.parts import LineFrame
 from outrider.process.pipe import Pipe
 from outrider.process.worker import FAREWELL_SECONDS, await_first, inherited_socket, leave
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
@@ -65,7 +67,8 @@ def serve_engine(pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], options
     """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
     try:
         built = build(options)
-        engine = Engine(built.drafter, options, pipe, features, built.mapper)
+        listener = listen(options.local_line)
+        engine = Engine(built.drafter, options, pipe, features, built.mapper, listener)
     except ConfigError as error:
         pipe.send(Refused(error.message))
         pipe.drain(FAREWELL_SECONDS)
@@ -73,7 +76,8 @@ def serve_engine(pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], options
     except Exception:
         _logger.exception("the engine could not be built")
         return EXIT_FAILURE
-    pipe.send(Ready(describe(built.drafter, maps_memory=built.mapper is not None)))
+    line = None if listener is None else LineFrame(listener.host, listener.path, "")
+    pipe.send(Ready(describe(built.drafter, maps_memory=built.mapper is not None), line))
     engine.run()
     pipe.drain(FAREWELL_SECONDS)
     return EXIT_OK if engine.inbox.stopped else EXIT_FAILURE

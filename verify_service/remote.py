@@ -11,6 +11,7 @@ from typing import Protocol
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.logs import get_logger
 from outrider.process.part_codec import pack_drafts, unpack_features, unpack_verify
+from outrider.process.parts import LineFrame
 from outrider.process.remote import EngineEnd
 from outrider.tree.handshake import Terms
 from outrider.tree.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
@@ -122,6 +123,8 @@ class RemoteEngine(EngineEnd[FromEngine, Ready]):
         session = self._sessions[port] = next(self._numbers)
         self._ports[session] = port
         terms = terms or Terms()
+        offer = terms.line
+        line = None if offer is None else LineFrame(offer.host, offer.path, offer.token)
         self.send(
             DraftUp(
                 *(session, port.address, terms.max_positions, list(terms.feature_layers)),
@@ -129,6 +132,7 @@ class RemoteEngine(EngineEnd[FromEngine, Ready]):
                 projection_hash=terms.projection_hash,
                 features_optional=terms.features_optional,
                 sources=list(terms.sources),
+                line=line,
             )
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.process.parts import DraftPart, FeaturesPart, RingFrame, VerifyPart
+from outrider.process.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
 
 
 class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -24,6 +24,8 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Names of its drafters; a node's source is an index into them."""
     features_optional: bool = False
     """Whether it serves requests without their features, too."""
+    line: LineFrame | None = None
+    """Where its engine may be spoken to."""
 
 
 class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):

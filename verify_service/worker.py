@@ -26,6 +26,7 @@ from outrider.tree.projection import Projection
 from verify_service.assembly import Built, assemble
 from verify_service.engine import Engine
 from verify_service.inbox import Action, Inbox
+from verify_service.lines import Lines
 from verify_service.reporter import Reporter, ReporterPort
 from verify_service.request import Request
 from verify_service.submission import Submission, Update
@@ -106,10 +107,12 @@ class SocketInbox:
         self._pipe = pipe
         self._actions: deque[Action] = deque()
         self._handler: FrameHandler | None = None
+        self._lines: Lines | None = None
 
     def serve(self, engine: Engine, reporter: Reporter) -> None:
         """From now on frames are for this engine; it posts here what they ask for."""
-        self._handler = FrameHandler(engine, reporter, self._pipe, self)
+        self._lines = Lines(self._pipe, engine.drafts, self.post)
+        self._handler = FrameHandler(engine, reporter, self._lines, self)
 
     def post(self, action: Action) -> None:
         """Leave an action."""
@@ -122,7 +125,7 @@ class SocketInbox:
         """
         heard = self._receive()
         if timeout is not None and not heard and not self._actions:
-            self._pipe.wait(timeout)
+            self._wait(timeout)
             self._receive()
         actions = list(self._actions)
         self._actions.clear()
@@ -137,7 +140,15 @@ class SocketInbox:
             self._handle(frame)
         if self._pipe.closed and not self.stopped:
             self._handle(Stop())
-        return bool(frames) or self.stopped
+        # Behind the door's frames: a session that is over is not read.
+        heard = self._lines is not None and self._lines.take()
+        return heard or bool(frames) or self.stopped
+
+    def _wait(self, timeout: float) -> None:
+        if self._lines is None:
+            self._pipe.wait(timeout)
+        else:
+            self._lines.wait(timeout)
 
     def _handle(self, frame: FromDoor) -> None:
         if isinstance(frame, Stop):
@@ -149,10 +160,10 @@ class SocketInbox:
 class FrameHandler:
     """Does what the door's frames ask of an engine."""
 
-    def __init__(self, engine: Engine, reporter: Reporter, pipe: Pipe[FromDoor], inbox: Inbox) -> None:
+    def __init__(self, engine: Engine, reporter: Reporter, lines: Lines, inbox: Inbox) -> None:
         self._engine = engine
         self._reporter = reporter
-        self._pipe = pipe
+        self._lines = lines
         self._inbox = inbox
         self._requests: dict[int, Request] = {}
         self._ports: dict[int, ReporterPort] = {}
@@ -170,7 +181,7 @@ class FrameHandler:
             case DraftSaid():
                 self._hear(frame)
             case DraftUp():
-                port = self._ports[frame.session] = ReporterPort(frame.session, frame.address, self._pipe)
+                port = self._ports[frame.session] = self._lines.port(frame)
                 terms = Terms(
                     max_positions=frame.max_positions,
                     feature_layers=tuple(frame.feature_layers),
@@ -184,6 +195,7 @@ class FrameHandler:
             case DraftDown():
                 self._terms.pop(frame.session)
                 self._matrices.pop(frame.session, None)
+                self._lines.forget(frame.session)
                 self._engine.draft_disconnected(self._ports.pop(frame.session))
             case ProjectionFrame():
                 # The door has checked that it follows, and how many there are.

@@ -83,6 +83,11 @@ class DraftOptions(PeerServiceOptions):
         False,
         "Let committed tokens keep what a drafter of features made of its own, rather than run them with the target's.",
     )
+    local_line: str = option(
+        "auto",
+        "A Unix socket by which verify engines of this host and user reach this engine past gRPC: auto takes one in no "
+        "file system, which containers do not share; else a folder for it, or off.",
+    )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
     min_path_probability: float | None = option(
         None,

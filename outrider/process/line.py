@@ -9,9 +9,9 @@ the kernel before it says or hears a word. Torch-free.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -84,19 +84,22 @@ class Line(Pipe[FrameT]):
 
 
 class Listener:
-    """The draft's end before anybody has called: a socket in a folder that no other user may enter."""
+    """The draft's end before anybody has called.
 
-    def __init__(self) -> None:
+    The socket's name is in no file system and lasts as long as the process, but containers do not see each other's; so
+    it may lie in a folder that they share.
+    """
+
+    def __init__(self, folder: str = "") -> None:
         """Raises OSError where there can be none."""
         self.host = host_id()
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
-        path = Path(self._folder.name) / "line"
-        if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-            raise OSError(f"{path} is too long for a socket")
-        self.path = str(path)
+        name = f"outrider-{secrets.token_hex(8)}"
+        self.path = str(Path(folder) / name) if folder else f"@{name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        self._socket.bind(self.path)
+        if folder:
+            _remove_dead(Path(folder))
+        self._socket.bind(_kernel_name(self.path))
         self._socket.listen(_BACKLOG)
 
     def fileno(self) -> int:
@@ -119,30 +122,30 @@ class Listener:
     def close(self) -> None:
         """Take no more calls."""
         self._socket.close()
-        self._folder.cleanup()
+        if not self.path.startswith("@"):
+            Path(self.path).unlink(missing_ok=True)
 
 
-def listen() -> Listener | None:
-    """A listener; None where lines cannot be had."""
-    if not hasattr(socket, "SO_PEERCRED") or not host_id():
+def listen(where: str) -> Listener | None:
+    """A listener as the option --local-line wants it; None where there is to be none, or can be none."""
+    if where == "off" or not hasattr(socket, "SO_PEERCRED") or not host_id():
         return None
+    folder = "" if where == "auto" else where
     try:
-        return Listener()
+        return Listener(folder)
     except OSError as error:
-        log.warning("no line to verify services on this host: %s", error)
+        log.warning("verify engines of this host cannot speak to this engine directly: %s", error)
         return None
 
 
 def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
     """A line to the draft that has named this socket; None where it cannot be reached, or is not this user's."""
-    if not token or host != host_id() or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
-        return None
-    if not hasattr(socket, "SO_PEERCRED"):
+    if not token or not host or host != host_id() or not hasattr(socket, "SO_PEERCRED"):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
-    with suppress(OSError, ValueError):
-        sock.connect(path)
+    with suppress(OSError):
+        sock.connect(_kernel_name(path))
         if _is_same_user(sock):
             line = Line(sock, to_verify)
             line.send(LineUp(token))
@@ -154,3 +157,22 @@ def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
 def _is_same_user(sock: socket.socket) -> bool:
     _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.getuid())
+
+
+def _kernel_name(path: str) -> str:
+    """Raises OSError for what the kernel would cut or refuse."""
+    if not path or "\0" in path or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+        raise OSError(f"{path!r} is no name of a socket")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def _remove_dead(folder: Path) -> None:
+    """Remove sockets of processes that ended without doing so."""
+    for path in folder.glob("outrider-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue

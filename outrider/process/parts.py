@@ -104,5 +104,13 @@ class RingFrame(msgspec.Struct, frozen=True, array_like=True):
     magic: bytes
 
 
+class LineFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Where a draft's engine may be spoken to, as outrider.tree.messages.LineOffer has it."""
+
+    host: str
+    path: str
+    token: str
+
+
 VerifyPart = OpenPart | CommitPart | PausePart | ResumePart | ClosePart
 DraftPart = GrowPart | DeclinePart | UnexpectedPart

@@ -21,6 +21,7 @@ from outrider.tree.messages import (
     DraftMessage,
     Grow,
     Hello,
+    LineOffer,
     Open,
     Pause,
     Resume,
@@ -30,6 +31,9 @@ from outrider.v1 import common_pb2, draft_pb2
 
 MAX_NODES_PER_MESSAGE = 4096
 """A `Grow` with more nodes than this is malformed."""
+
+MAX_LINE_FIELD = 256
+"""Characters of a field of a `Line`."""
 
 MAX_EVENTS_AT_ONCE = 256
 """Events that are decoded in one go; a message may hold millions, and other streams wait meanwhile."""
@@ -180,7 +184,12 @@ def _encode_hello(hello: Hello) -> draft_pb2.Hello:
         projection_columns=hello.projection_columns,
         projection_hash=hello.projection_hash,
         features_optional=hello.features_optional,
+        line=_encode_line(hello.line),
     )
+
+
+def _encode_line(line: LineOffer | None) -> draft_pb2.Line | None:
+    return None if line is None else draft_pb2.Line(host=line.host, path=line.path, token=line.token)
 
 
 def _decode_hello(event: Any) -> Hello:
@@ -200,7 +209,15 @@ def _decode_hello(event: Any) -> Hello:
         projection_columns=hello.projection_columns,
         projection_hash=hello.projection_hash,
         features_optional=hello.features_optional,
+        line=_decode_line(hello.line) if hello.HasField("line") else None,
     )
+
+
+def _decode_line(line: draft_pb2.Line) -> LineOffer:
+    for field in ("host", "path", "token"):
+        if len(getattr(line, field)) > MAX_LINE_FIELD:
+            raise InvalidRequestError(f"hello.line.{field}", f"is longer than {MAX_LINE_FIELD} characters")
+    return LineOffer(line.host, line.path, line.token)
 
 
 def _decode_open(event: draft_pb2.VerifyEvent) -> Open:

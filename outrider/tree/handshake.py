@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.tree.messages import FEATURE_ITEM_BYTES, Hello
+from outrider.tree.messages import FEATURE_ITEM_BYTES, Hello, LineOffer
 from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 MAX_FEATURE_LAYERS = 8
@@ -48,6 +48,8 @@ class Terms:
     """Names this matrix."""
     features_optional: bool = False
     """Whether the draft serves requests without their features, too."""
+    line: LineOffer | None = None
+    """A socket of the draft's engine, for a verify engine of its host."""
     sources: tuple[str, ...] = ()
     """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
 
@@ -79,6 +81,7 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         projection_columns=draft.projection_columns,
         projection_hash=draft.projection_hash,
         features_optional=draft.features_optional,
+        line=draft.line,
         sources=tuple(name[:MAX_SOURCE_NAME] for name in draft.sources[:MAX_SOURCES]),
     )
 

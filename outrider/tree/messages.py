@@ -23,6 +23,17 @@ UInt8s = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
+class LineOffer:
+    """A socket of the draft's engine (outrider.process.line)."""
+
+    host: str
+    """Names the host and its start."""
+    path: str
+    token: str
+    """Names the session there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """First message both ways. Zero or empty fields mean "as the other side has it"."""
 
@@ -45,6 +56,8 @@ class Hello:
     """Names this matrix."""
     features_optional: bool = False
     """Whether requests are served without features, too, by drafters that take none; the draft's hello only."""
+    line: LineOffer | None = None
+    """Where the draft's engine may be spoken to by an engine of its host; the draft's hello only."""
 
 
 @dataclass(frozen=True, slots=True)

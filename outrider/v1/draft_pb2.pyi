@@ -26,7 +26,7 @@ DECLINE_REASON_INVALID: DeclineReason
 DECLINE_REASON_DRAINING: DeclineReason
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional")
+    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional", "line")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Hello(_message.Message):
     PROJECTION_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     PROJECTION_HASH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     model: str
@@ -55,7 +56,18 @@ class Hello(_message.Message):
     projection_columns: int
     projection_hash: str
     features_optional: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ...) -> None: ...
+    line: Line
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ..., line: _Optional[_Union[Line, _Mapping]] = ...) -> None: ...
+
+class Line(_message.Message):
+    __slots__ = ("host", "path", "token")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    path: str
+    token: str
+    def __init__(self, host: _Optional[str] = ..., path: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit", "grammar")

@@ -1,0 +1,210 @@
+"""Lines: verify engines of the same host, which speak to the draft's engine past its door. A real service process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from draft_door import HELLO, Stream
+from draft_fakes import open_message
+
+from outrider.host import host_id
+from outrider.process.line import DraftBatch, Line, LineUp, VerifyBatch, dial
+from outrider.process.part_codec import pack_verify, unpack_drafts
+from outrider.process.parts import ClosePart, GrowPart
+from outrider.rpc.channel import open_channel
+from outrider.tree.messages import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
+
+
+@asynccontextmanager
+async def service(folder: Path, *options: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A draft service of n-grams."""
+    ready = folder / "ready.json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "draft_service", "--address", f"unix:{folder / 'draft.sock'}"),
+        *("--speculative-algorithm=NGRAM", "--metrics-address=", "--ready-file", str(ready), *options),
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not ready.exists():
+                assert process.returncode is None
+                await asyncio.sleep(0.01)
+        async with open_channel(json.loads(ready.read_text())["address"]) as channel:
+            yield channel
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def offer_of(stream: Stream) -> LineOffer:
+    hello = await stream.hello()
+    assert isinstance(hello, Hello)
+    assert hello.line is not None
+    return hello.line
+
+
+_open: list[Line[DraftBatch]] = []
+
+
+@pytest.fixture(autouse=True)
+def hang_up() -> Iterator[None]:
+    """End the calls of a test."""
+    yield
+    while _open:
+        _open.pop().close()
+
+
+def call(offer: LineOffer) -> Line[DraftBatch]:
+    line = dial(offer.host, offer.path, offer.token)
+    assert line is not None
+    _open.append(line)
+    return line
+
+
+def say(line: Line[DraftBatch], *messages: VerifyMessage) -> None:
+    line.send(VerifyBatch(pack_verify(messages)))
+
+
+async def hear(line: Line[DraftBatch]) -> list[DraftMessage]:
+    """The next messages; none if the line is closed."""
+    async with asyncio.timeout(20):
+        while not line.closed:
+            if batches := line.receive():
+                return [message for batch in batches for message in unpack_drafts(batch.messages)]
+            await asyncio.sleep(0)
+    return []
+
+
+async def ends(stream: Stream) -> grpc.StatusCode:
+    async with asyncio.timeout(20):
+        code: grpc.StatusCode = await stream.call.code()
+        return code
+
+
+async def test_trees_grow_on_a_line_and_the_stream_stays_silent(tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        stream = Stream(channel)
+        line = call(await offer_of(stream))
+        say(line, open_message([1, 2, 3, 1, 2]))
+        (grow,) = await hear(line)
+        assert isinstance(grow, Grow)
+        assert grow.token_ids[0] == 3
+        say(line, Close(1))
+        # What comes through the stream is answered, too, and the answer takes the line.
+        await stream.send(open_message([5, 6, 7, 5, 6], request=2))
+        (grow,) = await hear(line)
+        assert isinstance(grow, Grow)
+        assert grow.request == 2
+        stream.call.cancel()
+        assert await hear(line) == []
+
+
+async def test_sessions_have_lines_of_their_own(tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        streams = [Stream(channel) for _ in range(3)]
+        lines = [call(await offer_of(stream)) for stream in streams]
+        for number, line in enumerate(lines):
+            say(line, open_message([number, 2, 9 + number, number, 2]))
+        for number, line in enumerate(lines):
+            (grow,) = await hear(line)
+            assert isinstance(grow, Grow)
+            assert grow.token_ids[0] == 9 + number
+
+
+async def test_a_line_that_is_lost_ends_its_session_and_no_other(tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        lost, other = Stream(channel), Stream(channel)
+        first, second = call(await offer_of(lost)), call(await offer_of(other))
+        say(first, open_message([1, 2, 3, 1, 2]))
+        await hear(first)
+        first.close()
+        assert await ends(lost) is grpc.StatusCode.UNAVAILABLE
+        say(second, open_message([1, 2, 3, 1, 2]))
+        assert await hear(second)
+        # The session can be had again.
+        renewed = Stream(channel)
+        third = call(await offer_of(renewed))
+        say(third, open_message([1, 2, 3, 1, 2]))
+        assert await hear(third)
+
+
+@pytest.mark.parametrize("kind", ["garbage", "absurd length", "another hello", "wrong message"])
+async def test_what_makes_no_sense_ends_the_session(kind: str, tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        stream = Stream(channel)
+        line = call(await offer_of(stream))
+        say(line, open_message([1, 2, 3, 1, 2]))
+        assert await hear(line)
+        match kind:
+            case "garbage":
+                os.write(line.fileno(), b"\x03\x00\x00\x00abc")
+            case "absurd length":
+                os.write(line.fileno(), b"\xff\xff\xff\xff")
+            case "another hello":
+                line.send(LineUp("again"))
+            case _:
+                line.send(DraftBatch([GrowPart(1, 0, 5, 5, 1, b"", b"", b"", b"")]))
+        assert await hear(line) == []
+        assert await ends(stream) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_names_no_session_is_sent_away(tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        stream = Stream(channel)
+        offer = await offer_of(stream)
+        assert await hear(call(replace(offer, token="0" * 32))) == []
+        silent = call(replace(offer, token="1" * 32))
+        silent.send(VerifyBatch([ClosePart(1)]))
+        assert await hear(silent) == []
+        line = call(offer)
+        say(line, open_message([1, 2, 3, 1, 2]))
+        assert await hear(line)
+        # A token is good for one call.
+        assert await hear(call(offer)) == []
+
+
+async def test_lines_can_be_turned_off(tmp_path: Path) -> None:
+    async with service(tmp_path, "--local-line=off") as channel:
+        hello = await Stream(channel).hello()
+        assert isinstance(hello, Hello)
+        assert hello.line is None
+
+
+async def test_a_socket_may_lie_in_a_folder_and_goes_with_the_service(tmp_path: Path) -> None:
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "outrider-dead"))
+    async with service(tmp_path, f"--local-line={folder}") as channel:
+        stream = Stream(channel)
+        offer = await offer_of(stream)
+        assert [path.name for path in folder.iterdir()] == [Path(offer.path).name]
+        line = call(offer)
+        say(line, open_message([1, 2, 3, 1, 2]))
+        assert await hear(line)
+    assert not list(folder.iterdir())
+
+
+def test_only_this_host_is_called(tmp_path: Path) -> None:
+    assert dial("another host", str(tmp_path / "line"), "token") is None
+    assert dial(host_id(), str(tmp_path / "line"), "token") is None
+    assert dial(host_id(), "", "token") is None
+    assert dial(host_id(), "x" * 400, "token") is None
+    assert dial(host_id(), "a\0b", "token") is None
+    assert dial(host_id(), "@outrider-nobody", "token") is None
+
+
+def test_a_hello_without_its_line_is_as_before() -> None:
+    assert HELLO.line is None
