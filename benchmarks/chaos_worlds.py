@@ -133,8 +133,9 @@ WORLDS: dict[str, Callable[[AsyncExitStack, Setup, Path], Awaitable[World]]] = {
 
 
 def _between(setup: Setup, door: str, target: str) -> Setup:
-    """Verify dials `door`, the draft serves `target`."""
-    return replace(setup, verify=replace(setup.verify, draft=(door,)), draft=replace(setup.draft, address=target))
+    """Verify dials `door`, the draft serves `target`; engines have no line, which would lead past what is between."""
+    draft = replace(setup.draft, address=target, local_line="off")
+    return replace(setup, verify=replace(setup.verify, draft=(door,)), draft=draft)
 
 
 async def _cluster(

@@ -91,7 +91,7 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
     wide = 128 if num_rows > _MANY_ROWS else 64
     return BurstShape(
         num_rows=num_rows,
-        region=256 if on_gpu else 64,
+        region=512 if on_gpu else 64,
         branching=options.speculative_eagle_topk or (8 if on_gpu else 4),
         max_seeds=512 if on_gpu else 128,
         max_steps=8,

@@ -12,7 +12,7 @@ from time import perf_counter
 from draft_service.burst.announce import Announcer
 from draft_service.burst.forest import DraftForest
 from draft_service.burst.launch import Plan, Planner
-from draft_service.burst.options import GrowthOptions
+from draft_service.burst.options import PART_SECONDS, GrowthOptions
 from draft_service.burst.plan import BurstResult, BurstRunner, PendingBurst
 from draft_service.burst.roster import Roster
 from draft_service.tree import Grower, Ledger, Tree
@@ -22,6 +22,8 @@ from outrider.tree.messages import Features
 
 _logger = get_logger(__name__)
 
+_NEWS = 0.05
+_MOST_HOST_SECONDS = 0.002
 _FIRST_NODES = 32
 """Nodes of a request in the first answer to a commit."""
 
@@ -66,6 +68,8 @@ class BurstGrowth(Grower):
         self._planner = Planner(self._forest, self._roster.rows, self._keeper, shape, options)
         self._announcer = Announcer(self._forest, self._roster.rows, limits, ledger)
         self._flight: _Flight | None = None
+        self._host_seconds = PART_SECONDS
+        self._over_at = 0.0  # when the part ended that is being dealt with; 0 for none
         self._resting = True  # whether the last look found nothing to run
 
     @property
@@ -123,6 +127,7 @@ class BurstGrowth(Grower):
         elif flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
                 may_wait = wait or flight.pending.done()
+                self._note_host_work()
                 if not flight.pending.nearly(interrupted if may_wait else _at_once):
                     return
                 if flight.more is None:
@@ -130,6 +135,7 @@ class BurstGrowth(Grower):
                 if (not wait and not flight.pending.done()) or not flight.pending.over(interrupted):
                     return
                 if flight.more is not None:
+                    self._over_at = perf_counter()
                     self._take(flight, flight.more)
                 else:
                     self._land()
@@ -146,6 +152,13 @@ class BurstGrowth(Grower):
             # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
             owing = sum(tree.author.owes_answer for tree in self.ledger.untold.values())
             self._announcer.run(deadline, interrupted, _FIRST_NODES * owing)
+
+    def _note_host_work(self) -> None:
+        """What a part brought is dealt with: see how long that took."""
+        if self._over_at:
+            taken = perf_counter() - self._over_at
+            self._host_seconds += _NEWS * (min(taken, _MOST_HOST_SECONDS) - self._host_seconds)
+            self._over_at = 0.0
 
     def _follow_ahead(self, flight: _Flight) -> bool:
         """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
@@ -187,7 +200,7 @@ class BurstGrowth(Grower):
         if flight.is_outdated or self._roster.has_news or not self._roster.is_settled:
             return None
         plan = flight.plan
-        steps = self._planner.more_steps(plan, flight.pending.step_seconds)
+        steps = self._planner.more_steps(plan, flight.pending.step_seconds, self._host_seconds)
         if not steps:
             return None
         try:

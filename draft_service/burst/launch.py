@@ -161,9 +161,10 @@ class Planner:
             contexts=[one.context for one in forced],
         )
 
-    def more_steps(self, plan: Plan, step_seconds: float) -> int:
+    def more_steps(self, plan: Plan, step_seconds: float, host_seconds: float) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do."""
-        steps = min(self._options.part_steps(len(plan.rows), step_seconds), plan.most_steps - plan.queued_steps)
+        part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
+        steps = min(part, plan.most_steps - plan.queued_steps)
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
         num_lent = int((plan.lent.ends - plan.lent.starts).sum())
         return steps if plan.is_full and num_lent > plan.num_nodes + running else 0

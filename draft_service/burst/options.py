@@ -17,9 +17,9 @@ _FIRST_STEPS = 2
 _MOST_STEPS = 8
 """Steps of a burst with those by which it goes on: about as many as there are in a round of a large target."""
 _FEW_ROWS = 4
-_PART_SECONDS = 0.0004
-"""What the host has to do for a part takes about so long, and a commit waits for the end of a part or two."""
-_MOST_PART_STEPS = 2
+PART_SECONDS = 0.0004
+"""What the host has to do for a part takes about so long, as long as nothing is known of it."""
+_MOST_PART_STEPS = 3
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
@@ -56,13 +56,13 @@ class GrowthOptions:
     most_steps: int = 0
     """Steps of a burst at most with those by which it goes on while nothing waits for its end; 0: it never does."""
 
-    def part_steps(self, num_rows: int, step_seconds: float = 0.0) -> int:
+    def part_steps(self, num_rows: int, step_seconds: float = 0.0, host_seconds: float = PART_SECONDS) -> int:
         """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them.
 
         `step_seconds`: what a step takes, 0 if that is not known.
         """
         least = 1 if num_rows <= _FEW_ROWS else self.steady_steps
-        return max(least, min(math.ceil(_PART_SECONDS / step_seconds), _MOST_PART_STEPS)) if step_seconds else least
+        return max(least, min(math.ceil(host_seconds / step_seconds), _MOST_PART_STEPS)) if step_seconds else least
 
     @classmethod
     def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:

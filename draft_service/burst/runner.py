@@ -24,8 +24,11 @@ from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 
-_CALM = 0.75
-"""Share of a burst's expected time in which something else may interrupt the wait for it."""
+_LEAD = 0.25
+"""Share of a part's expected time by which it is nearly over before its end, at least."""
+_MARGIN = 1.5
+"""So many times what it takes the host to have the device go on. Too late a start has the device wait, makes the part
+behind take longer than it should, and its own successor later still."""
 _RISE = 0.1
 
 _P = ParamSpec("_P")
@@ -98,7 +101,7 @@ class Pending:
         if event is None:
             self._runner.run_until(interrupted)
             return True
-        calm = self.began + _CALM * self._runner.expected_seconds(self)
+        calm = self.began + self._runner.calm_seconds(self)
         while perf_counter() < calm and not event.query():
             if interrupted():
                 return False
@@ -108,8 +111,11 @@ class Pending:
         """See PendingBurst."""
         if not self.nearly(interrupted):
             return False
-        if self.event is not None:
-            self.event.synchronize()
+        event = self.event
+        if event is not None:
+            while not event.query():
+                if interrupted():
+                    return False
             ended = perf_counter()
             self._runner.note_seconds(self, ended - self.began)
             if self._next is not None:
@@ -118,7 +124,9 @@ class Pending:
 
     def go_on(self, num_steps: int) -> Pending | None:
         """See PendingBurst."""
+        began = perf_counter()
         self._next = self._runner.go_on(self, num_steps)
+        self._runner.note_launch(perf_counter() - began)
         return self._next
 
     def wait(self) -> BurstResult:
@@ -160,6 +168,7 @@ class Runner(ABC):
         self._launched: deque[Pending] = deque()
         self._turn = 0
         self._step_seconds: dict[Bucket, float] = {}
+        self._launch_seconds = 0.0
 
     @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
@@ -245,6 +254,15 @@ class Runner(ABC):
     def expected_seconds(self, pending: Pending) -> float:
         """How long such a burst takes, as far as that is known."""
         return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
+
+    def calm_seconds(self, pending: Pending) -> float:
+        """How long after its begin a part is nearly over: there is time to have the device go on behind it."""
+        expected = self.expected_seconds(pending)
+        return expected - min(max(_LEAD * expected, _MARGIN * self._launch_seconds), expected)
+
+    def note_launch(self, seconds: float) -> None:
+        """It took the host so long to have the device go on."""
+        self._launch_seconds += _RISE * (seconds - self._launch_seconds)
 
     def note_seconds(self, pending: Pending, seconds: float) -> None:
         """A burst took so long. One that had to wait for prompts counts little."""
