@@ -15,6 +15,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
+from outrider.device import memory_room
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.drafters.base import DraftModel
@@ -130,13 +131,14 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     beside += 3 * shape.max_width * model.vocab_size * 4 + _WORK_BYTES
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
-    room = free - int(total * (1 - options.mem_fraction_static)) - beside
+    own = torch.cuda.memory_reserved(model.device)
+    room = memory_room(free, total, own, options.mem_fraction_static) - beside
     if room < _LEAST_TOKENS * per_token and not options.max_total_tokens:
         raise ConfigError(
             f"--mem-fraction-static: {options.mem_fraction_static} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} "
             f"GiB for context KV beside {_gib(beside)} for tree slots and steps of {shape.num_rows} requests, too "
             f"little for {_LEAST_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98), lower "
-            f"--max-requests or choose a smaller draft model"
+            f"--max-requests, choose a smaller draft model or free some of the {_gib(total - free - own)} of others"
         )
     return max(room // per_token, 0)
 

@@ -19,7 +19,7 @@ _MOST_STEPS = 8
 _FEW_ROWS = 4
 PART_SECONDS = 0.0004
 """What the host has to do for a part takes about so long, as long as nothing is known of it."""
-_MOST_PART_STEPS = 3
+_MOST_PART_STEPS = 2
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
