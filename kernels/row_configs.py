@@ -66,8 +66,10 @@ def fits(num_rows: int, size: int, whole: bool = True) -> bool:
 
 
 def pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
-    """Whether it is the fastest way on an H200 (`benchmarks/kernels_layer.py --cuts` tries every cut): over the kernel for
-    large models, of which bandwidth is all that is wanted."""
+    """Whether it is the fastest way on an H200, over the kernel for large models, which is after bandwidth alone.
+
+    `benchmarks/kernels_layer.py --cuts` tries every cut.
+    """
     if not fits(num_rows, size, whole) or num_out * size > _MAX_WEIGHTS:
         return False
     if size <= _GROUP_SIZE or not whole:
