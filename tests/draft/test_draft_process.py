@@ -169,8 +169,9 @@ async def test_a_service_that_drains_serves_what_is_open_and_then_ends_with_0(tm
             async with asyncio.timeout(20):
                 while message is None:
                     request += 1
-                    await stream.send(open_message([3, 4], request=request), Close(request))
+                    await stream.send(open_message([1, 2, 1, 2, 1], request=request))
                     message = await decline_or_none(stream)
+                    await stream.send(Close(request))
             assert message.reason is DeclineReason.DRAINING
             assert door.poll() is None and engine.is_running()
             with suppress(grpc.aio.AioRpcError):  # the end of the service may overtake the write
