@@ -338,7 +338,8 @@ class Drafts:
         self.declined[decline.reason.name.lower()] += 1
         if link is None:
             return
-        self._detach(link, tell=decline.reason is DeclineReason.GAP)
+        # Told in any case: what a broken message has declined is open with the draft still.
+        self._detach(link, tell=True)
         if decline.reason is DeclineReason.DRAINING:
             peer.draining = True
         elif not decline.retryable:
