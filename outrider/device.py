@@ -13,11 +13,7 @@ from kernels.launch import num_processors
 from kernels.pages import stamp
 from outrider.errors import ConfigError
 
-__all__ = ["choose_device", "memory_room", "num_processors", "put", "stamp"]
-
-_CONTEXT_BYTES = 600 << 20
-"""Of a process on an H200, kernels and libraries included."""
-_SPARE = 0.01
+__all__ = ["choose_device", "num_processors", "put", "stamp"]
 
 Numbers = Sequence[int] | NDArray[np.int32] | NDArray[np.float32]
 
@@ -36,15 +32,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"--device: {name} is not there; torch sees {count} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def memory_room(free: int, total: int, own: int, share: float) -> int:
-    """Bytes that a process which has `own` may still take of a GPU's memory if `share` of it all may be its.
-
-    What other processes hold counts only where it leaves less than that. `own` is what torch has reserved; the
-    process's context comes on top.
-    """
-    return min(int(total * share) - own - _CONTEXT_BYTES, free - int(total * _SPARE))
 
 
 def put(values: Numbers, device: torch.device, into: Tensor | None = None) -> Tensor:

@@ -15,9 +15,9 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
-from outrider.device import memory_room
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
+from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
 from outrider.models.drafters.base import DraftModel
 from outrider.models.progress import ConsoleProgress
 
@@ -32,8 +32,6 @@ _MANY_ROWS = 32
 _LEAST_TOKENS = 512
 _MOST_CPU_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
-_WORK_BYTES = 256 << 20
-"""Kept for graphs and for what a forward needs beside its logits."""
 _FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
 
 
@@ -88,11 +86,11 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
 
 def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape:
     """Everything but the number of context pages."""
-    num_rows = min(options.max_requests, 64 if on_gpu else 32)
+    num_rows = min(options.max_requests, DRAFT_ROWS if on_gpu else 32)
     wide = 128 if num_rows > _MANY_ROWS else 64
     return BurstShape(
         num_rows=num_rows,
-        region=512 if on_gpu else 64,
+        region=DRAFT_REGION if on_gpu else 64,
         branching=options.speculative_eagle_topk or (8 if on_gpu else 4),
         max_seeds=512 if on_gpu else 128,
         max_steps=8,
@@ -128,7 +126,7 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     per_token = _token_bytes(model)
     slots = shape.num_rows * shape.region
     beside = slots * (per_token + model.feature_size * model.dtype.itemsize)
-    beside += 3 * shape.max_width * model.vocab_size * 4 + _WORK_BYTES
+    beside += 3 * shape.max_width * model.vocab_size * 4 + DRAFT_WORK_BYTES
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     own = torch.cuda.memory_reserved(model.device)

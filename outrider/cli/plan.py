@@ -16,16 +16,24 @@ from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.capacity import CONTEXT_BYTES, GIB, GPUS, Capacity, Gpu, parse_size, plan_target
+from outrider.models.capacity import (
+    CONTEXT_BYTES,
+    DRAFT_REGION,
+    DRAFT_ROWS,
+    DRAFT_WORK_BYTES,
+    GIB,
+    GPUS,
+    Capacity,
+    Gpu,
+    parse_size,
+    plan_target,
+)
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
 from outrider.models.fields import read_json
 from outrider.models.footprint import ITEM_BYTES, Elements, head_elements, kv_elements, model_elements
 from outrider.models.shipped import choose_drafters
 from outrider.models.store_config import config_folder
-
-DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 256, 256 << 20
-"""Requests and tree slots of each that a draft service on a GPU makes room for, and its scratch memory."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,26 @@ from outrider.models.footprint import ITEM_BYTES, Elements, kv_elements, model_e
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
 """What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
+DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 512, 256 << 20
+"""Requests and tree slots of each that a draft service on a GPU makes room for, and what it keeps for graphs and
+for what a forward needs beside its logits."""
 GRAPH_BYTES = 4 << 20
 """A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/gpu.md)."""
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
+
+
+_SPARE = 0.01
+"""Share of a GPU that nobody plans with."""
+
+
+def memory_room(free: int, total: int, own: int, share: float) -> int:
+    """Bytes that a process which has `own` may still take of a GPU's memory if `share` of it all may be its.
+
+    What other processes hold counts only where it leaves less than that. `own` is what torch has reserved; the
+    process's context comes on top.
+    """
+    return min(int(total * share) - own - CONTEXT_BYTES, free - int(total * _SPARE))
 
 
 @dataclass(frozen=True, slots=True)

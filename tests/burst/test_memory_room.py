@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.device import memory_room
+from outrider.models.capacity import memory_room
 
 GIB = 1 << 30
 
