@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from typing import TypeVar
-
-import msgspec
 
 from draft_service.lines import HeardOnLine, Lines
 from draft_service.wire import FeaturesFromDoor, FromDoor, SessionDown, SessionUp, Stop
-from outrider.errors import InternalError
-from outrider.logs import get_logger
 from outrider.process.line import Listener
 from outrider.process.pipe import Pipe
-
-_logger = get_logger(__name__)
-
-_FrameT = TypeVar("_FrameT")
 
 
 class Inbox:
@@ -69,7 +60,7 @@ class Inbox:
     def _receive(self) -> None:
         # In this order: the door has told of a session before anybody can call for it.
         self.lines.answer()
-        frames = self._read(self._pipe)
+        frames = self._pipe.receive_from("the door")
         self._arrived += frames
         for frame in frames:
             if isinstance(frame, SessionUp):
@@ -80,17 +71,9 @@ class Inbox:
         self._arrived += self.lines.take()
         # Those that came before are done first, so they are read no faster than they are done.
         if not self._arrived_features:
-            self._arrived_features += self._read(self._features)
+            self._arrived_features += self._features.receive_from("the door")
         if any(isinstance(frame, Stop) for frame in frames):
             self.stopped = self._over = True
         elif self._pipe.closed or self._features.closed:
             self._over = True
             self._arrived.append(Stop())
-
-    def _read(self, pipe: Pipe[_FrameT]) -> list[_FrameT]:
-        try:
-            return pipe.receive()
-        except (InternalError, msgspec.MsgspecError) as error:
-            _logger.error("what the door sends makes no sense: %s", error)
-            pipe.closed = True
-            return []

@@ -6,9 +6,6 @@ import select
 from dataclasses import dataclass, field
 from time import monotonic
 
-import msgspec
-
-from outrider.errors import InternalError
 from outrider.logs import get_logger
 from outrider.process.line import DraftBatch, Line, LineUp, Listener, VerifyBatch
 from outrider.process.parts import DraftPart, VerifyPart
@@ -17,6 +14,7 @@ _logger = get_logger(__name__)
 
 _CALL_SECONDS = 5.0
 """How long a caller may take to say which session it is."""
+_THEM = "a verify service on this host"
 _MAX_CALLERS = 64
 """Lines that may be open and belong to no session."""
 
@@ -84,7 +82,7 @@ class Lines:
             self._registered[caller] = caller.fileno()
             self._poll.register(caller.fileno(), select.POLLIN)
         for caller, call in self._callers.items():
-            call.frames += self._read(caller)
+            call.frames += caller.receive_from(_THEM)
 
     def take(self) -> list[HeardOnLine]:
         """What has come, without waiting."""
@@ -92,7 +90,7 @@ class Lines:
         for caller, call in list(self._callers.items()):
             self._identify(caller, call, heard)
         for session, line in list(self._lines.items()):
-            self._hear(session, self._read(line), heard)
+            self._hear(session, line.receive_from(_THEM), heard)
             if line.closed:
                 self._lose(session)
         return heard
@@ -139,14 +137,6 @@ class Lines:
                 self._lose(session)
                 return
             heard.append(HeardOnLine(session, frame.messages))
-
-    def _read(self, line: _Caller) -> list[LineUp | VerifyBatch]:
-        try:
-            return line.receive()
-        except (InternalError, msgspec.MsgspecError) as error:
-            _logger.error("what a verify service on this host sends makes no sense: %s", error)
-            line.closed = True
-            return []
 
     def _lose(self, session: int) -> None:
         line = self._lines.pop(session, None)

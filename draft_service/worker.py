@@ -17,15 +17,14 @@ from draft_service.feature_ring import MemoryMapper
 from draft_service.profile import describe
 from draft_service.wire import FeaturesFromDoor, FromDoor, Ready, Refused, Start, features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger
 from outrider.process.child import share_interpreter
 from outrider.process.garbage import take_over
 from outrider.process.line import listen
 from outrider.process.parts import LineFrame
 from outrider.process.pipe import Pipe
-from outrider.process.worker import FAREWELL_SECONDS, await_first, inherited_socket, leave
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
+from outrider.process.worker import FAREWELL_SECONDS, await_first, build_or_refuse, inherited_socket, leave
+from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK
 
 _logger = get_logger("draft_service.worker")
 
@@ -65,19 +64,18 @@ def assemble(options: DraftOptions) -> Built:
 
 def serve_engine(pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], options: DraftOptions, build: Build) -> int:
     """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
-    try:
-        built = build(options)
-        listener = listen(options.local_line)
+
+    def make() -> tuple[Engine, Ready]:
+        built, listener = build(options), listen(options.local_line)
         engine = Engine(built.drafter, options, pipe, features, built.mapper, listener)
-    except ConfigError as error:
-        pipe.send(Refused(error.message))
-        pipe.drain(FAREWELL_SECONDS)
-        return EXIT_CONFIG
-    except Exception:
-        _logger.exception("the engine could not be built")
-        return EXIT_FAILURE
-    line = None if listener is None else LineFrame(listener.host, listener.path, "")
-    pipe.send(Ready(describe(built.drafter, maps_memory=built.mapper is not None), line))
+        line = None if listener is None else LineFrame(listener.host, listener.path, "")
+        return engine, Ready(describe(built.drafter, maps_memory=built.mapper is not None), line)
+
+    made = build_or_refuse(pipe, make, Refused)
+    if isinstance(made, int):
+        return made
+    engine, ready = made
+    pipe.send(ready)
     engine.run()
     pipe.drain(FAREWELL_SECONDS)
     return EXIT_OK if engine.inbox.stopped else EXIT_FAILURE

@@ -7,9 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic
 
-import msgspec
-
-from outrider.errors import InternalError
 from outrider.logs import get_logger
 from outrider.process.line import DraftBatch, Line, VerifyBatch, dial
 from outrider.process.part_codec import pack_verify, unpack_drafts
@@ -91,14 +88,9 @@ class Lines:
         select.select(reads, [end for end in reads if end.backlog], [], timeout)
 
     def _hear(self, session: int, port: LinePort) -> bool:
-        try:
-            batches = port.line.receive()
-        except (InternalError, msgspec.MsgspecError) as error:
-            log.warning("draft %s sent what makes no sense; its session is reset: %s", port.address, error)
-            port.line.close()
-            return True
+        batches = port.line.receive_from(f"draft {port.address}")
         if not batches:
-            return False
+            return port.line.closed
         arrived_at = monotonic()
         self._busy.add(session)
         # One by one, so that the engine may turn to something else in between.

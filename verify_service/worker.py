@@ -13,13 +13,13 @@ from functools import partial
 from typing import Protocol
 
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, InternalError, OutriderError
+from outrider.errors import InternalError, OutriderError
 from outrider.logs import configure_logging, get_logger
 from outrider.process.part_codec import unpack_drafts
 from outrider.process.parts import DraftPart
 from outrider.process.pipe import Pipe
-from outrider.process.worker import FAREWELL_SECONDS, await_first, inherited_socket, leave
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
+from outrider.process.worker import FAREWELL_SECONDS, await_first, build_or_refuse, inherited_socket, leave
+from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
@@ -60,15 +60,9 @@ def main(argv: list[str]) -> int:
 def serve_engine(pipe: Pipe[FromDoor], options: VerifyOptions, build: Build) -> int:
     """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
     inbox, reporter = SocketInbox(pipe), Reporter(pipe)
-    try:
-        built = build(options, inbox, reporter)
-    except ConfigError as error:
-        pipe.send(Refused(error.message))
-        pipe.drain(FAREWELL_SECONDS)
-        return EXIT_CONFIG
-    except Exception:
-        log.exception("the engine could not be built")
-        return EXIT_FAILURE
+    built = build_or_refuse(pipe, lambda: build(options, inbox, reporter), Refused)
+    if isinstance(built, int):
+        return built
     reporter.watch(built.engine)
     inbox.serve(built.engine, reporter)
     pipe.send(built.ready)

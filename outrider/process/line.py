@@ -1,7 +1,7 @@
 """A line: a socket between the engines of a verify and a draft service of one host, for what their stream would carry.
 
 The stream stays. It brings the hellos, of which the draft's names the socket, and its end is the session's; but what is
-said in between takes a tenth of the time on a line, past two event loops, protobuf and HTTP/2. An end that is lost, or
+said in between goes past two event loops, protobuf and HTTP/2. An end that is lost, or
 that makes no sense, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks
 the kernel before it says or hears a word. Torch-free.
 """

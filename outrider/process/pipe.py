@@ -8,7 +8,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from outrider.errors import InternalError
+from outrider.logs import get_logger
 from outrider.process.frames import MAX_FRAME_BYTES, FrameReader, pack
+
+log = get_logger(__name__)
 
 MAX_BACKLOG_BYTES = 4 << 20
 """Bytes that may wait for a door that does not read; with more, the engine waits, too."""
@@ -101,6 +105,15 @@ class Pipe(Generic[FrameT]):
             if count < len(self._buffer):
                 break
         return frames
+
+    def receive_from(self, who: str) -> list[FrameT]:
+        """The same, but an end that sends what is no frame is closed, with a word in the log: `who` it was."""
+        try:
+            return self.receive()
+        except (InternalError, msgspec.MsgspecError) as error:
+            log.error("what %s sends makes no sense: %s", who, error)
+            self.closed = True
+            return []
 
     def wait(self, timeout: float | None) -> None:
         """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""

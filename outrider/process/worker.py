@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from outrider.errors import InternalError
+import msgspec
+
+from outrider.errors import ConfigError, InternalError
+from outrider.logs import get_logger
 from outrider.process.pipe import Pipe
-from outrider.rpc.lifecycle import EXIT_FAILURE
+from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 
 FAREWELL_SECONDS = 2.0
 """How long the last frames may wait for the door to read them."""
 
 FrameT = TypeVar("FrameT")
 StartT = TypeVar("StartT")
+BuiltT = TypeVar("BuiltT")
+
+log = get_logger(__name__)
 
 
 def inherited_socket(argument: str) -> socket.socket:
@@ -33,6 +40,21 @@ def await_first(pipe: Pipe[FrameT], kind: type[StartT]) -> StartT | None:
             return frame
         pipe.wait(None)
     return None
+
+
+def build_or_refuse(
+    pipe: Pipe[FrameT], build: Callable[[], BuiltT], refusal: Callable[[str], msgspec.Struct]
+) -> BuiltT | int:
+    """What `build` makes, or the exit code of a process that cannot serve; a `refusal` goes to the door."""
+    try:
+        return build()
+    except ConfigError as error:
+        pipe.send(refusal(error.message))
+        pipe.drain(FAREWELL_SECONDS)
+        return EXIT_CONFIG
+    except Exception:
+        log.exception("the engine could not be built")
+        return EXIT_FAILURE
 
 
 def leave(code: int) -> NoReturn:

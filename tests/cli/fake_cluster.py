@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
@@ -39,15 +36,6 @@ class FakeCluster(Cluster):
             on_line=lambda name, line: self.lines.append((name, line)),
             on_event=self.events.append,
         )
-
-
-def wait_until(happened: Callable[[], object], seconds: float = 20) -> None:
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.02)):
-        if happened():
-            return
-        pause.wait(0.02)
-    pytest.fail(f"did not happen within {seconds} s")
 
 
 def is_alive(pid: int) -> bool:

@@ -8,7 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from fake_cluster import FAKES, FakeCluster, is_alive, wait_until
+from fake_cluster import FAKES, FakeCluster, is_alive
+from service_process import wait_until
 
 from outrider.cli import cluster as cluster_module
 from outrider.cli.child import ServiceFailedError

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cluster import FAKES, is_alive, wait_until
+from fake_cluster import FAKES, is_alive
+from service_process import wait_until
 
 
 class Up:

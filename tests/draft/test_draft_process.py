@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,10 +13,10 @@ import psutil
 import pytest
 from draft_door import Stream
 from draft_fakes import open_message
+from service_process import engine_of, is_gone, start_door, wait_until
 
 from draft_service import engine_process
 from draft_service.engine_process import EngineProcess
-from outrider.config.base import options_to_argv
 from outrider.config.draft import DraftOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError
@@ -35,36 +31,10 @@ def options_at(folder: Path, **fields: object) -> DraftOptions:
     return DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", **options)  # type: ignore[arg-type]
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 60) -> None:
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.02)):
-        if happened():
-            return
-        pause.wait(0.02)
-    pytest.fail(f"did not happen within {seconds} s")
-
-
-def start_door(options: DraftOptions) -> subprocess.Popen[str]:
-    """The service as from a terminal: a process group of its own."""
-    command = [sys.executable, "-m", "draft_service", *options_to_argv(options)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def engine_of(door: subprocess.Popen[str]) -> psutil.Process:
-    """The engine process that belongs to a door."""
-    wait_until(lambda: psutil.Process(door.pid).children())
-    (engine,) = psutil.Process(door.pid).children()
-    return engine
-
-
 async def decline_or_none(stream: Stream) -> Decline | None:
     """The next message, if it is one."""
     message = await stream.receive()
     return message if isinstance(message, Decline) else None
-
-
-def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_engine_serves_until_it_is_stopped() -> None:
@@ -119,7 +89,7 @@ async def test_an_engine_that_is_told_nonsense_ends_and_the_door_hears_of_it() -
 
 async def test_the_streams_of_a_killed_engine_end_and_the_service_exits_with_1(tmp_path: Path) -> None:
     options = options_at(tmp_path)
-    with start_door(options) as door:
+    with start_door("draft_service", options) as door:
         wait_until(Path(options.ready_file).exists)
         async with open_channel(options.address) as channel:
             stream = Stream(channel)
@@ -136,7 +106,7 @@ async def test_the_streams_of_a_killed_engine_end_and_the_service_exits_with_1(t
 
 def test_an_engine_outlives_its_door_in_no_case(tmp_path: Path) -> None:
     options = options_at(tmp_path)
-    with start_door(options) as door:
+    with start_door("draft_service", options) as door:
         wait_until(Path(options.ready_file).exists)
         engine = engine_of(door)
         door.kill()
@@ -145,7 +115,7 @@ def test_an_engine_outlives_its_door_in_no_case(tmp_path: Path) -> None:
 
 def test_one_interrupt_of_the_terminal_ends_both(tmp_path: Path) -> None:
     options = options_at(tmp_path)
-    with start_door(options) as door:
+    with start_door("draft_service", options) as door:
         wait_until(Path(options.ready_file).exists)
         engine = engine_of(door)
         os.killpg(door.pid, signal.SIGINT)
@@ -156,7 +126,7 @@ def test_one_interrupt_of_the_terminal_ends_both(tmp_path: Path) -> None:
 
 async def test_a_service_that_drains_serves_what_is_open_and_then_ends_with_0(tmp_path: Path) -> None:
     options = options_at(tmp_path, drain_seconds=30.0)
-    with start_door(options) as door:
+    with start_door("draft_service", options) as door:
         wait_until(Path(options.ready_file).exists)
         engine = engine_of(door)
         async with open_channel(options.address) as channel:
@@ -183,7 +153,7 @@ async def test_a_service_that_drains_serves_what_is_open_and_then_ends_with_0(tm
 def test_a_draft_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     model = {"speculative_algorithm": ("EAGLE3",), "speculative_draft_model_path": str(tmp_path / "nowhere")}
     options = DraftOptions(address=f"unix:{tmp_path}/d", metrics_address="", **model)  # type: ignore[arg-type]
-    with start_door(options) as door:
+    with start_door("draft_service", options) as door:
         _, words = door.communicate(timeout=60)
     assert door.returncode == 2
     assert words.count("\n") == 1 and words.startswith("draft: error: ") and "nowhere" in words

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from harness import tiny_model
+from service_process import engine_of, is_gone, start_door, wait_until
 from tokenizers import Tokenizer, models
 
-from outrider.config.base import options_to_argv
 from outrider.config.verify import VerifyOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError, UnavailableError
@@ -40,37 +36,6 @@ def options_for(model: str | Path, **fields: str) -> VerifyOptions:
     return VerifyOptions(
         model=str(model), dtype="float32", threads=1, max_total_tokens=1024, metrics_address="", draft=(), **fields
     )
-
-
-def wait_until(happened: Callable[[], object], seconds: float = 60) -> None:
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.02)):
-        if happened():
-            return
-        pause.wait(0.02)
-    pytest.fail(f"did not happen within {seconds} s")
-
-
-def start_door(options: VerifyOptions) -> subprocess.Popen[str]:
-    """The service as from a terminal: a process group of its own."""
-    command = [sys.executable, "-m", "verify_service", *options_to_argv(options)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def engine_of(door: subprocess.Popen[str]) -> psutil.Process:
-    """The engine process that belongs to a door."""
-    children: list[psutil.Process] = []
-
-    def found() -> bool:
-        children[:] = psutil.Process(door.pid).children()
-        return bool(children)
-
-    wait_until(found)
-    return children[0]
-
-
-def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
@@ -137,7 +102,9 @@ async def test_a_killed_engine_fails_the_streams_and_ends_the_service(folder: Pa
 
 def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_path: Path) -> None:
     ready_file = tmp_path / "ready"
-    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+    with start_door(
+        "verify_service", options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))
+    ) as door:
         wait_until(ready_file.exists)
         engine_of(door).kill()
         assert door.wait(30) == 1
@@ -146,7 +113,9 @@ def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_pat
 
 def test_an_engine_outlives_its_door_in_no_case(folder: Path, tmp_path: Path) -> None:
     ready_file = tmp_path / "ready"
-    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+    with start_door(
+        "verify_service", options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))
+    ) as door:
         wait_until(ready_file.exists)
         engine = engine_of(door)
         door.kill()
@@ -156,7 +125,9 @@ def test_an_engine_outlives_its_door_in_no_case(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("loading", [True, False])
 def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path, loading: bool) -> None:
     ready_file = tmp_path / "ready"
-    with start_door(options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))) as door:
+    with start_door(
+        "verify_service", options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))
+    ) as door:
         engine = engine_of(door)
         if not loading:
             wait_until(ready_file.exists)
@@ -167,7 +138,7 @@ def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path, l
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(folder: Path, tmp_path: Path) -> None:
-    with start_door(options_for(tmp_path / "nowhere", address=f"unix:{tmp_path}/v")) as door:
+    with start_door("verify_service", options_for(tmp_path / "nowhere", address=f"unix:{tmp_path}/v")) as door:
         _, words = door.communicate(timeout=60)
     assert door.returncode == 2
     assert words.count("\n") == 1 and words.startswith("verify: error: ") and "nowhere" in words

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tiny_service import Reply, generate_all, metric, tiny_folder, tiny_options, wait_until
+from service_process import wait_until
+from tiny_service import Reply, generate_all, metric, tiny_folder, tiny_options
 
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions

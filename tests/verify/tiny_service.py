@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,13 +97,3 @@ def metric(url: str, name: str, **labels: str) -> float:
     return sum(
         sample.value for sample in samples if sample.name == name and labels.items() <= dict(sample.labels).items()
     )
-
-
-def wait_until(happened: Callable[[], object], seconds: float = 60.0) -> None:
-    """Look again and again, at most so long."""
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.05)):
-        if happened():
-            return
-        pause.wait(0.05)
-    raise AssertionError(f"did not happen within {seconds} s")
