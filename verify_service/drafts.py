@@ -119,7 +119,8 @@ class Drafts:
         link.used = max(num_nodes, link.used + 0.2 * (num_nodes - link.used))
         if link.merit.in_doubt:
             share = 0
-        rounds = CREDIT_ROUNDS if 2 * share * CREDIT_ROUNDS >= self._max_nodes - CREDIT_ROUNDS else CREDIT_ROUNDS // 2
+        is_roomy = 2 * share >= self._max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
+        rounds = CREDIT_ROUNDS if is_roomy else CREDIT_ROUNDS // 2
         return min(rounds * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
 
     def report(self, request: Request, num_tokens: int, credit: int) -> None:
