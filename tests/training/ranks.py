@@ -68,6 +68,17 @@ def make_texts(folder: Path, out: Path, device: torch.device, peers: Peers) -> N
         (out / f"held-{turn}-{peers.rank}.json").write_text(json.dumps(corpus.held_out))
 
 
+def wait_for_late_ones(out: Path, device: torch.device, peers: Peers) -> None:
+    """The first rank comes early, the others after some work: it must find their work done."""
+    for turn in range(20):
+        if not peers.first:
+            (out / f"late-{turn}-{peers.rank}").write_bytes(torch.randn(2_000_000).numpy().tobytes())
+        peers.wait()
+        if len(list(out.glob(f"late-{turn}-*"))) != peers.count - 1:
+            raise ConfigError(f"turn {turn}: the first rank did not wait")
+        peers.wait()
+
+
 def fail_on_one(out: Path, device: torch.device, peers: Peers) -> None:
     """Rank 1 fails while the other waits for it."""
     (out / f"pid-{peers.rank}").write_text(str(os.getpid()))

@@ -55,6 +55,12 @@ def test_ranks_share_the_making_of_text_and_all_get_all_of_it(tiny_folder: Path,
     assert not list(tmp_path.glob("texts.?.safetensors"))
 
 
+@pytest.mark.multi_gpu
+def test_the_first_rank_waits_for_those_that_are_late(tmp_path: Path) -> None:
+    run_ranks(2, "cuda", "ranks:wait_for_late_ones", tmp_path)
+    assert len(list(tmp_path.glob("late-*"))) == 20
+
+
 def test_a_failing_rank_ends_all_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 1 has had enough"):
         run_ranks(2, "cpu", "ranks:fail_on_one", tmp_path)
