@@ -13,6 +13,7 @@ from kernels.attention_tiles import (
     path_config,
     power_of_two,
     prefill_config,
+    region_config,
     tree_config,
     usual_tokens,
 )
@@ -118,6 +119,8 @@ def tree_attention(
     if path is None:
         num_rows = cached_len.shape[0]
         usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
+        if config is None and region is not None:
+            config = region_config(usual, group, head_dim, q.dtype)
         config = config or tree_config(usual, group, q.dtype)
         where = (*lengths, mask, *_unpacked(region))
         jit.tree_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)

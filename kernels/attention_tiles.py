@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,20 @@ def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
     # What the sum over splits has to read grows with the tokens, so more of them are worth longer splits. A tile of
     # fewer rows would not use the tensor cores of a whole warp group, one of more runs alone on its processor.
     return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=1 + row_tokens // 16)
+
+
+def region_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for nodes over tree regions: as `tree_config`, for launches that have the device to themselves.
+
+    Chosen over whole layers of draft models, 9/3 heads of 64 and 32/8 of 128, 8 to 64 nodes: where the next launch is a
+    small product, many short splits beat few long ones.
+    """
+    config = tree_config(row_tokens, group, dtype)
+    if dtype == torch.float32:
+        return config
+    if SMALL_ROWS < row_tokens * group <= 2 * SMALL_ROWS:
+        config = replace(config, rows=2 * SMALL_ROWS)
+    return replace(config, span=1 if head_dim <= 64 else min(config.span, 2))
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:
