@@ -1,8 +1,9 @@
 """Time that the engine's Python takes between the end of a round and the launch of the next, on a fake device.
 
 Trees are grown and followed as in service, by a draft in the same process whose time is not counted. Needs no model.
-With `--answer-ms` the draft's answers come so long after a commit, each tree in messages of 16 nodes, and rounds may be
-held for them, so that gaps after holds and beside late answers are seen, too.
+What it has grown after a commit comes as in service, too: spread over a round, for all requests at the same moments,
+in `--messages` messages a request, which the engine unpacks. With `--answer-ms` the first come so long after a commit,
+and rounds may be held for them, so that gaps after holds and beside late answers are seen.
 
 python benchmarks/host_gap.py --out benchmarks/results/host_gap.json
 """
@@ -20,14 +21,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from report import Row, cpu_name, write_report
 
 from outrider.process.garbage import take_over
+from outrider.process.part_codec import pack_drafts, unpack_drafts
+from outrider.process.parts import DraftPart
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Commit, Open, VerifyMessage
+from outrider.tree.messages import Commit, Grow, Open, VerifyMessage
 from verify_service.budget import WIDTHS, CostModel
 from verify_service.engine import Engine
 from verify_service.figures import RoundFigures
@@ -37,6 +41,9 @@ from verify_service.memory import Memory
 from verify_service.request import Request
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 VOCAB = 1000
 CHANCES = (0.9, 0.06, 0.04)
@@ -52,14 +59,14 @@ class FakeRound:
         now = time.perf_counter()
         # From the end itself, which the engine may have seen late.
         self.gap_seconds = None if device.idle_since is None else now - device.idle_since
-        self._end = device.idle_since = now + gpu_seconds
+        device.idle_since = now + gpu_seconds
         self._results = [Result(accepted(entry, device.luck)) if entry.samples else Result() for entry in entries]
 
     def done(self) -> bool:
         """Whether its time is up."""
         if self._device.caught_up_at is None:
             self._device.caught_up_at = time.perf_counter()
-        return time.perf_counter() >= self._end
+        return self._device.idle_since is not None and time.perf_counter() >= self._device.idle_since
 
     def wait(self) -> list[Result]:
         """The results; from here on the device is idle."""
@@ -92,6 +99,8 @@ class FakeDevice:
         self.gaps: list[float] = []
         self.busy: list[float] = []
         """Time after a launch until the engine first looked for the round's end, the draft's own left out."""
+        self.messages: list[float] = []
+        """Time in a round for what drafts have said."""
         self.num_nodes: list[int] = []
         self.luck = random.Random(1)
         self._round_seconds = round_seconds
@@ -105,7 +114,8 @@ class FakeDevice:
             self.gaps.append(now - self.ended_at)
             self.busy.append(self.caught_up_at - self._launched_at - self.draft.seconds)
             self.num_nodes.append(sum(len(entry.nodes) for entry in entries))
-            self.draft.seconds = 0.0
+            self.messages.append(self.draft.watch.seconds)
+            self.draft.seconds = self.draft.watch.seconds = 0.0
         self.caught_up_at = None
         if len(self.gaps) >= self._num_rounds and self.engine is not None:
             self.engine.stop()
@@ -113,8 +123,44 @@ class FakeDevice:
         self._launched_at = time.perf_counter()
         return launched
 
+    def postpone(self, seconds: float) -> None:
+        """End the round so much later, if it has not ended: a draft takes no time of a round."""
+        if self.idle_since is not None and self.ended_at is not None and self.ended_at < self._launched_at:
+            self.idle_since += seconds
+
     def forget(self, request: Request) -> None:
         """See Executor."""
+
+
+class Pace(NamedTuple):
+    """How a draft answers a commit."""
+
+    answer_seconds: float
+    """When the first message comes."""
+    num_messages: int
+    every: float
+    """Seconds from one message to the next."""
+    most_nodes: int
+    """In all of them."""
+
+
+class Watch:
+    """Adds up the time that functions take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def of(self, function: Callable[P, T]) -> Callable[P, T]:
+        """The same function, timed but where it finds nothing to do."""
+
+        def timed(*values: P.args, **named: P.kwargs) -> T:
+            start = time.perf_counter()
+            result = function(*values, **named)
+            if result is not False:
+                self.seconds += time.perf_counter() - start
+            return result
+
+        return timed
 
 
 class Draft:
@@ -122,11 +168,15 @@ class Draft:
 
     address = "fake"
 
-    def __init__(self, engine: Engine, wire: Wire, answer_seconds: float) -> None:
+    def __init__(self, engine: Engine, device: FakeDevice, wire: Wire, pace: Pace) -> None:
+        self._device = device
         self._wire = wire
-        self._answer_seconds = answer_seconds
+        self._pace = pace
         self.seconds = 0.0
         """Time spent here, which a draft in a process of its own would spend there."""
+        self.watch = Watch()
+        self._hear = self.watch.of(self._receive)
+        engine.drafts.settle = self.watch.of(engine.drafts.settle)  # type: ignore[method-assign]
         self._engine = engine
         self._authors: dict[int, TreeAuthor] = {}
 
@@ -138,25 +188,42 @@ class Draft:
                 self._authors[message.request] = TreeAuthor(message, VOCAB)
             elif isinstance(message, Commit):
                 self._authors[message.request].apply(message)
-        for author in self._authors.values():
-            self._grow(author)
-        self.seconds += time.perf_counter() - start
+        sizes = [math.ceil(self._grow(author) / self._pace.num_messages) for author in self._authors.values()]
+        said = [self._cut(author, max(size, 1)) for author, size in zip(self._authors.values(), sizes, strict=True)]
+        spent = time.perf_counter() - start
+        self.seconds += spent
+        self._device.postpone(spent)
+        now = time.monotonic()
+        for parts in said:
+            for number, part in enumerate(parts):
+                self._say(now + self._pace.answer_seconds + number * self._pace.every, part)
 
     def reset(self) -> None:
         """See DraftPort."""
 
-    def _grow(self, author: TreeAuthor) -> None:
+    def _grow(self, author: TreeAuthor) -> int:
+        first = author.next_id
         frontier = [(-author.path_score(node), node) for node in author.live_ids()]
         heapq.heapify(frontier)
-        while frontier and author.num_live < author.credit:
+        while frontier and author.num_live < author.credit and author.next_id - first < self._pace.most_nodes:
             score, node = heapq.heappop(frontier)
             for token, edge in enumerate(map(math.log, CHANCES)):
                 child = author.add(node, token, edge, 0)
                 if child is not None:
                     heapq.heappush(frontier, (score - edge, child))
-        at = time.monotonic() + self._answer_seconds
-        while (grow := author.take(16 if self._answer_seconds else 64)) is not None:
-            self._wire.post_later(at, partial(self._engine.draft_received, self, [grow]))
+        return author.next_id - first
+
+    def _cut(self, author: TreeAuthor, size: int) -> list[DraftPart]:
+        grows: list[Grow] = []
+        while (grow := author.take(size)) is not None:
+            grows.append(grow)
+        return pack_drafts(grows)
+
+    def _say(self, at: float, part: DraftPart) -> None:
+        self._wire.post_later(at, lambda: self._wire.post(partial(self._hear, part, at)))
+
+    def _receive(self, part: DraftPart, arrived_at: float) -> None:
+        self._engine.drafts.receive(self, unpack_drafts([part]), arrived_at)
 
 
 class Wire(ThreadInbox):
@@ -202,9 +269,7 @@ class Notes:
         """See Observer."""
 
 
-def run(
-    batch: int, max_nodes: int, round_seconds: float, num_rounds: int, answer_seconds: float = 0.0
-) -> tuple[FakeDevice, Notes]:
+def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace: Pace) -> tuple[FakeDevice, Notes]:
     """Run so many rounds of `batch` requests."""
     device = FakeDevice(round_seconds, num_rounds)
     limits = EngineLimits(
@@ -212,7 +277,7 @@ def run(
         1 << 20,
         max_running=batch,
         max_nodes=max_nodes,
-        max_hold_seconds=0.02 if answer_seconds else 0.0,
+        max_hold_seconds=0.02 if pace.answer_seconds else 0.0,
         root_apart=True,
         max_depth=31,
         spin=True,
@@ -221,7 +286,7 @@ def run(
     cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
     notes, wire = Notes(), Wire()
     engine = Engine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
-    device.engine, device.draft = engine, Draft(engine, wire, answer_seconds)
+    device.engine, device.draft = engine, Draft(engine, device, wire, pace)
     engine.draft_connected(device.draft)
     params = SamplingParams(temperature=0.0)
     for _ in range(batch):
@@ -241,19 +306,23 @@ def drop(update: Update) -> None:
 def measure(batch: int, options: argparse.Namespace) -> list[Row]:
     """All rows of one batch size."""
     num_rounds, answer = options.rounds + options.rounds // 5, options.answer_ms / 1e3
-    device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, answer)
+    pace = Pace(answer, options.messages, options.round_ms / 1e3 / (options.messages + 1), options.grown)
+    device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, pace)
     gaps = [gap * 1e3 for gap in notes.gaps[options.rounds // 5 :]]
     holds = [held * 1e3 for held in notes.holds[options.rounds // 5 :]]
     busy = [seconds * 1e3 for seconds in device.busy[options.rounds // 5 :]]
+    messages = [seconds * 1e3 for seconds in device.messages[options.rounds // 5 :]]
     nodes = statistics.median(device.num_nodes[options.rounds // 5 :])
     cuts = statistics.quantiles(gaps, n=100)
-    figures = (cuts[9], statistics.median(gaps), cuts[89], cuts[98], statistics.median(busy), statistics.mean(holds))
+    beside = (statistics.median(busy), statistics.median(messages), statistics.mean(holds))
+    figures = (cuts[9], statistics.median(gaps), cuts[89], cuts[98], *beside)
     print(f"{batch:5d}{nodes:7.0f}" + "".join(f"{figure:10.3f}" for figure in figures))
     case = f"host b{batch} m{nodes + batch:.0f}" + (f" answer {options.answer_ms:g} ms" if answer else "")
     return [
         Row(case, "host_gap_ms", statistics.median(gaps), "ms"),
         Row(case, "host_gap_p99_ms", cuts[98], "ms"),
         Row(case, "overlapped_host_ms", statistics.median(busy), "ms"),
+        Row(case, "messages_host_ms", statistics.median(messages), "ms"),
         Row(case, "hold_ms", statistics.mean(holds), "ms"),
     ]
 
@@ -265,10 +334,12 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64, help="tree nodes in a round, over all requests")
     parser.add_argument("--round-ms", type=float, default=5.0)
     parser.add_argument("--answer-ms", type=float, default=0.0, help="time from a commit to the draft's answer")
+    parser.add_argument("--messages", type=int, default=6, help="in which a draft sends what it grows a round")
+    parser.add_argument("--grown", type=int, default=128, help="nodes that it grows a round at most")
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
-    print("batch  nodes    p10 ms    gap ms    p90 ms    p99 ms    beside      held")
+    print("batch  nodes    p10 ms    gap ms    p90 ms    p99 ms    beside  messages      held")
     rows = [row for batch in options.batch for row in measure(batch, options)]
     if options.out:
         write_report(options.out, "host_gap", cpu_name(), rows, ("numpy",))

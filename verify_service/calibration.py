@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.tree.messages import Float32s, UInt8s
 from outrider.tree.mirror import Observation
 
 _EDGES = np.array([-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05])
@@ -33,10 +32,11 @@ class Calibrator:
         self._seen = np.zeros((num_sources, _NUM_BINS))
         self._shift = np.zeros((num_sources, _NUM_BINS))
 
-    def __call__(self, scores: Float32s, sources: UInt8s) -> NDArray[np.float64]:
-        """Edge scores [N] of sources [N] to calibrated edge log-probabilities [N]."""
-        shifted: NDArray[np.float64] = scores + self._shift[sources, np.searchsorted(_EDGES, scores)]
-        return np.minimum(shifted, _CEILING)
+    def __call__(self, scores: NDArray[np.floating], sources: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Edge scores [N] of sources [N] to calibrated edge log-probabilities [N], at most 0."""
+        shifted: NDArray[np.float64] = self._shift[sources, _EDGES.searchsorted(scores)]
+        shifted += scores
+        return np.minimum(shifted, _CEILING, out=shifted)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from children of committed tokens."""

@@ -44,11 +44,12 @@ _CALM_SECONDS = 0.25
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
 
-_REHEARSAL_SECONDS = 2.5e-4
-"""How often the choice of nodes is rehearsed then. After 5 ms without it its code took 5 times as long as when warm."""
+_REHEARSAL_SECONDS, _REHEARSAL_PAUSE = 2.5e-4, 8
+"""How often the choice of nodes is rehearsed (after 5 ms without it its code took 5 times as long), and how many times
+as long as that takes lies between: a round that ends meanwhile is seen late."""
 
-_MOST_LEFT = 4
-"""Actions that may wait over the start of a round; with more, trees would fall behind for good on a slow host."""
+_MOST_LEFT = 2
+"""Actions a request, and for two at least, that may wait over a round's start; with more, slow hosts fall behind."""
 
 
 class Engine:
@@ -96,8 +97,7 @@ class Engine:
             self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
         )
         self._ended_at: float | None = None
-        self._worked_at = float("-inf")
-        self._alive = False
+        self._alive, self._worked_at = False, float("-inf")
         self._thread: threading.Thread | None = None
         cost.prepare(limits.max_running + limits.max_nodes + 1)
 
@@ -247,7 +247,7 @@ class Engine:
         while not self._hear(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
-            if now >= rehearse_at:
+            if not self.drafts.settle() and now >= rehearse_at:
                 self.scheduler.rehearse(entries)
                 rehearse_at = now + 2 * _REHEARSAL_SECONDS
             now = time.monotonic()
@@ -282,7 +282,7 @@ class Engine:
         # Where the device waits, what has come since is for the round after.
         if not self.limits.spin and self._take_inbox(None):
             self._attend()
-        while len(self._arrived) > _MOST_LEFT:
+        while len(self._arrived) > _MOST_LEFT * max(len(entries), 2):
             self._arrived.popleft()()
         commits = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
         gap = None if self._ended_at is None else start - self._ended_at - held
@@ -302,10 +302,11 @@ class Engine:
             if self.features.busy:
                 self.features.work()
             now = time.monotonic()
-            if self._arrived or self._hear(sleep_until - now if sleep_until > now else None):
-                if self._arrived:
-                    self._arrived.popleft()()
+            if self._arrived or self._hear(None):
+                self._arrived.popleft()()
                 attended = False
+            elif self.drafts.settle() or (sleep_until > now and self._hear(sleep_until - now)):
+                continue
             elif not attended:
                 self._attend()
                 attended = True
@@ -314,7 +315,7 @@ class Engine:
                 continue
             elif now >= rehearse_at:
                 self.scheduler.rehearse(entries)
-                rehearse_at = now + _REHEARSAL_SECONDS
+                rehearse_at = now + max(_REHEARSAL_SECONDS, _REHEARSAL_PAUSE * (time.monotonic() - now))
 
     def _commit(self, entry: Entry, result: Result) -> Commit | None:
         """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
@@ -348,11 +349,10 @@ class Engine:
 
     def _take_inbox(self, timeout: float | None) -> bool:
         """Do what others ask, after waiting for it up to `timeout` seconds; whether there was anything."""
-        if not self._hear(None if self._arrived else timeout):
-            return False
+        heard = self._hear(None if self._arrived else timeout)
         while self._arrived:
             self._arrived.popleft()()
-        return True
+        return self.drafts.settle_all() or heard
 
     def _attend(self) -> None:
         """Look after drafts and the queue, once all that came in was taken."""

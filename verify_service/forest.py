@@ -22,7 +22,7 @@ class Forest:
     def __init__(self, mirrors: Sequence[TreeMirror], depth_limits: Sequence[int]) -> None:
         """`depth_limits[i]`: how deep below its root nodes of mirror i may be taken."""
         scores: list[NDArray[np.float64]] = []
-        nodes: list[NDArray[np.int32]] = []
+        nodes: list[NDArray[np.int64]] = []
         counts: list[int] = []
         for mirror in mirrors:
             first, end = mirror.root + 1, mirror.end
@@ -45,7 +45,7 @@ class Forest:
         """What a round takes of each tree, given the indices of all that it takes, ascending and with their parents."""
         if not len(chosen):
             return [Nodes() for _ in self._bounds[1:]]
-        depths = self._depths[chosen].astype(np.int64)
+        depths = self._depths[chosen]
         cuts = chosen.searchsorted(self._bounds)
         places = chosen.searchsorted(chosen - self._up[chosen]) - cuts[:-1].repeat(np.diff(cuts))
         places[depths == 1] = -1

@@ -193,7 +193,7 @@ class Scheduler:
         if link is not None:
             rows = offer.forest.rows(offer.entries.index(entry), offer.choice.taken)
             sources = link.peer.terms.sources if link.peer is not None else ()
-            entry.marks = mark(link.mirror, (rows + link.mirror.root + 1).tolist(), sources)
+            entry.marks = mark(link.mirror, rows + link.mirror.root + 1, sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
         """Tokens of a request with more than its root to compute that the next round takes."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.tokens import RoundTree
 from outrider.tree.mirror import TreeMirror
 
@@ -17,14 +20,14 @@ class Marks(NamedTuple):
     drafter_names: Sequence[str]
 
 
-def mark(mirror: TreeMirror, rows: Sequence[int], sources: Sequence[str]) -> Marks:
+def mark(mirror: TreeMirror, rows: NDArray[np.int64], sources: Sequence[str]) -> Marks:
     """Marks of the nodes in these rows of a mirror. `sources` are the draft's names of its drafters."""
-    found = [mirror.sources[row] for row in rows]
+    found = mirror.sources[rows].tolist()
     used = sorted(set(found))
     # A draft may have said fewer names than it uses; what it says is not believed elsewhere either.
     names = [sources[source] if source < len(sources) else f"source {source}" for source in used]
     places = {source: place for place, source in enumerate(used)}
-    return Marks([places[source] for source in found], [mirror.scores[row] for row in rows], names)
+    return Marks([places[source] for source in found], mirror.scores[rows].tolist(), names)
 
 
 def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence[int]) -> list[int]:

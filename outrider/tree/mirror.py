@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from outrider.tree.messages import Float32s, Grow, Int32s, UInt8s
-from outrider.tree.preorder import preorder
+from outrider.tree.messages import Grow, Int32s
+from outrider.tree.preorder import Float64s, Int64s, Preorder
 
 _MAX_ID = 2**32 - 1
 """Node ids travel as uint32."""
 
-_Node = tuple[int, int, float, int, float, int]
-"""Id, token, edge score, source, path score, depth."""
+_MOST_DEAD = 64
+"""Rows more than live ones that may be dead: to drop them takes as long as to lay out a message."""
 
-Calibrate = Callable[[Float32s, UInt8s], NDArray[np.float64]]
+Calibrate = Callable[[Float64s, Int64s], Float64s]
 """Edge scores and sources, shape [N], to calibrated edge log-probabilities, shape [N], at most 0."""
 
 
@@ -32,26 +31,35 @@ class Observation(NamedTuple):
     hit: bool
 
 
-def _as_sent(scores: Float32s, sources: UInt8s) -> NDArray[np.float64]:
-    return scores.astype(np.float64)
+class _Entering(NamedTuple):
+    """Nodes that get rows: what `Preorder.add` takes but for their edges."""
+
+    parents: list[int]
+    ids: list[int]
+    token_ids: list[int]
+    scores: list[float]
+    sources: list[int]
+
+
+def _as_sent(scores: Float64s, sources: Int64s) -> Float64s:
+    return scores
 
 
 class TreeMirror:
     """The tree of one request as verify knows it.
 
     Rows hold nodes in preorder, so a node's subtree is a run of rows: following a commit moves `root` along, and the
-    tree is then rows `root` to `end`. Rows outside are dead, and go when nodes are next added. While committed tokens
-    below the root are unresolved the tree offers nothing.
+    tree is then rows `root` to `end`. Rows outside are dead, and go once they are many. While committed tokens
+    below the root are unresolved the tree offers nothing. A node's slot is the same until rows are dropped.
 
     `tokens` is the request's own list of committed tokens; the engine appends to it and then calls `commit`.
 
     Attributes:
-        root: row of the deepest committed node known.
-        ids, scores, sources: of each row, node id, edge score as sent, and who found the node.
+        root, end: row of the deepest committed node known; one past the last row of its tree.
         path_scores: float64 [num_rows], calibrated; less `root_score` it is the path's log-probability, at most 0.
         estranged: the two copies disagree about which epoch it is, which no honest draft's do. Nothing mends that but
             to open the request anew.
-        nodes: int32 [3, num_rows]: token, number of rows up to the parent, and depth, from which `root_depth` goes off.
+        nodes: int64 [3, num_rows]: token, number of rows up to the parent, and depth, from which `root_depth` goes off.
     """
 
     def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int, calibrate: Calibrate = _as_sent) -> None:
@@ -59,10 +67,11 @@ class TreeMirror:
         self.dropped: Counter[str] = Counter()
         self.calibrate = calibrate
         self._vocab_size = vocab_size
-        self._capacity = max_nodes + 1
         self._observations: list[Observation] = []
-        self.root, self.root_score, self.root_depth = 0, 0.0, 0
-        self._children: dict[tuple[int, int], int] = {}
+        self._capacity = max_nodes + 1
+        self._rows = Preorder(2 * self._capacity + _MOST_DEAD)
+        self._unread: list[Grow] = []
+        self.root, self.root_score, self.root_depth, self._root_slot = 0, 0.0, 0, 0
         self.forget()
 
     def forget(self) -> None:
@@ -76,11 +85,31 @@ class TreeMirror:
         self.base_len = base_len
         self.received_through = 0
         self.acked_len = 0
+        self._claimed = 0
+        self._unread.clear()
+        self.num_unread = 0
+        """Nodes that wait for `settle`."""
         self.root_len = base_len
         """Committed tokens up to and including the root."""
         self._steps: list[tuple[int, int]] = []
         self._observed: set[int] = set()
-        self._lay_out([(0, self.tokens[base_len - 1] if base_len else 0, 0.0, 0, 0.0, 0)], [0], [1])
+        self._rows.restart(self.tokens[base_len - 1] if base_len else 0)
+        self._index()
+
+    @property
+    def ids(self) -> Int64s:
+        """Node ids, of each row."""
+        return self._rows.ids
+
+    @property
+    def scores(self) -> Float64s:
+        """Edge scores as sent, of each row."""
+        return self._rows.scores
+
+    @property
+    def sources(self) -> Int64s:
+        """Who found the node, of each row."""
+        return self._rows.sources
 
     @property
     def num_unresolved(self) -> int:
@@ -90,62 +119,85 @@ class TreeMirror:
     @property
     def resolved_root(self) -> int | None:
         """Node id of the root; None while it is unresolved or no tree was received."""
-        return self.ids[self.root] if self.epoch and not self.num_unresolved else None
-
-    @property
-    def end(self) -> int:
-        """One past the last row of the tree."""
-        return self._ends[self.root]
+        return int(self.ids[self.root]) if self.epoch and not self.num_unresolved else None
 
     @property
     def num_nodes(self) -> int:
         """Nodes below the root that a round may take."""
-        return 0 if len(self.tokens) > self.root_len else self._ends[self.root] - self.root - 1
+        return 0 if len(self.tokens) > self.root_len else self.end - self.root - 1
 
     @property
-    def log_probs(self) -> NDArray[np.float64]:
+    def log_probs(self) -> Float64s:
         """Of the paths to the nodes that a round may take, parents first, shape [num_nodes]."""
         first = self.root + 1
-        log_probs: NDArray[np.float64] = self.path_scores[first : first + self.num_nodes] - self.root_score
+        log_probs: Float64s = self.path_scores[first : first + self.num_nodes] - self.root_score
         return log_probs
 
     def commit(self) -> None:
         """Follow tokens that were appended to `tokens` since the last call: a look into a dict for each of them."""
-        row, tokens, start = self.root, self.tokens, self.root_len
-        while self.root_len < len(tokens):
-            token = tokens[self.root_len]
-            self._steps.append((row, token))
-            below = self._children.get((row, token))
-            if below is None:
-                break
-            row = below
-            self.root_len += 1
-        self.root = row
-        self.root_score = float(self.path_scores[row])
-        self.root_depth += self.root_len - start
+        self._walk()
+        if self.num_unread and not self.num_nodes:
+            self.settle()
 
     def insert(self, grow: Grow) -> int:
-        """Take a message; returns how many nodes entered. What is illegal is dropped and counted in `dropped`."""
-        self._observe()
+        """Take a message, and lay out all that waits; returns how many nodes entered."""
+        entered = self.take(grow)
+        return entered + self.settle() if self.num_unread else entered
+
+    def take(self, grow: Grow) -> int:
+        """Take a message; returns how many nodes entered. What is illegal is dropped and counted in `dropped`.
+
+        Its nodes may wait for `settle`, as if it lay unread, but only while there are others that a round may take: so
+        rows are laid out once for several messages, and when there is time.
+        """
         count = len(grow.token_ids)
         if not self._accepts(grow, count):
             return 0
-        entered = self._enter(grow) if count else 0
-        self.received_through = max(self.received_through, grow.first_id + count - 1)
+        if count:
+            self._unread.append(grow)
+            self.num_unread += count
+        self._claimed = max(self._claimed, grow.first_id + count - 1)
         self.acked_len = max(self.acked_len, min(grow.acked_len, len(self.tokens)))
-        self.commit()
+        return 0 if self.num_nodes and self.num_unread < self._capacity else self.settle()
+
+    def settle(self) -> int:
+        """Give nodes that wait their rows; returns how many entered."""
+        self._observe()
+        entered = self._enter() if self._unread else 0
+        self._unread.clear()
+        self.num_unread = 0
+        self.received_through = self._claimed
+        self._walk()
         return entered
+
+    def _walk(self) -> None:
+        slot, tokens, start = self._root_slot, self.tokens, self.root_len
+        while self.root_len < len(tokens):
+            token = tokens[self.root_len]
+            self._steps.append((slot, token))
+            below = self._children.get(slot << 32 | token)
+            if below is None:
+                break
+            slot = below
+            self.root_len += 1
+        if slot != self._root_slot:
+            self._root_slot = slot
+            self.root = self._rows.row(slot)
+            self.end = self._rows.end(self.root)
+            self.root_score = self.path_scores.item(self.root)
+            self.root_depth += self.root_len - start
 
     def child(self, row: int, token: int) -> int | None:
         """Row of the child of `row` that holds `token`."""
-        return self._children.get((row, token))
+        slot = self._children.get(self._rows.slot(row) << 32 | token)
+        return None if slot is None else self._rows.row(slot)
 
     def children(self, row: int) -> Iterator[int]:
         """Rows of the nodes right below a node."""
-        child = row + 1
-        while child < self._ends[row]:
+        child, end = row + 1, self._rows.end(row)
+        while child < end:
             yield child
-            child = self._ends[child]
+            child = self._rows.end(child)
 
     def take_observations(self) -> list[Observation]:
         """What commits have shown since the last call: each child of a committed token once, also when it came late."""
@@ -168,92 +220,73 @@ class TreeMirror:
             # epoch which it never began.
             if grow.epoch > 2 + grow.base_len - self._opened_len:
                 return self._estrange("epoch", max(count, 1))
+            self._observe()
             self._begin(grow.epoch, grow.base_len)
         elif grow.base_len != self.base_len:
             return self._estrange("base_len", max(count, 1))
         return True
 
-    def _enter(self, grow: Grow) -> int:
-        """Add what is legal and new below the live rows; returns how many nodes entered."""
-        root, end = self.root, self.end
-        num_live = end - root
-        # A node's place: live rows from the root on, then the nodes that enter.
-        places: dict[int, int] = {}
-        children: set[tuple[int, int]] = set()
-        parents: list[int] = []
-        entered: list[int] = []
-        columns = (grow.parents, grow.token_ids, grow.scores)
-        for index, (parent_id, token, score) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            node_id = grow.first_id + index
-            if (fault := self._fault(node_id, parent_id, token, score)) is not None:
-                self._drop(fault, 1)
-                continue
-            place = places.get(parent_id)
-            if place is None:
-                row = self._row_of.get(parent_id, -1)
-                if not root <= row < end:
-                    self._drop("dead_parent" if parent_id <= self.received_through else "unknown_parent", 1)
-                    continue
-                place = row - root
-            is_known = (place, token) in children or (place < num_live and (place + root, token) in self._children)
-            if is_known or node_id in self._row_of:
-                self._drop("duplicate", 1)
-            elif num_live + len(entered) == self._capacity:
-                self._drop("too_many", 1)
+    def _enter(self) -> int:
+        """Add what waits, as far as it is legal and new, below the live rows; returns how many nodes entered."""
+        num_live = self.end - self.root
+        if len(self._rows) > 2 * num_live + _MOST_DEAD:
+            self._rows.keep(self.root)
+            self._index()
+        entering = _Entering([], [], [], [], [])
+        most = len(self._rows) - num_live + self._capacity
+        for grow in self._unread:
+            self._admit(grow, entering, most)
+            self.received_through = max(self.received_through, grow.first_id + len(grow.token_ids) - 1)
+        if entering.parents:
+            edges = self.calibrate(np.array(entering.scores), np.array(entering.sources))
+            self._rows.add(*entering, edges)
+            self._refer()
+        return len(entering.parents)
+
+    def _admit(self, grow: Grow, entering: _Entering, most: int) -> None:
+        """Give nodes of a message that may enter their slots, which are less than `most`."""
+        slots, children, faults, row_of = self._slots, self._children, self.dropped, self._rows.row
+        root, end, num_rows = self.root, self.end, len(self._rows)
+        parents, ids, token_ids, scores, sources = entering
+        slot, vocab_size = len(slots), self._vocab_size
+        columns = (grow.parents.tolist(), grow.token_ids.tolist(), grow.scores.tolist(), grow.sources.tolist())
+        for node_id, (parent_id, token, score, source) in enumerate(zip(*columns, strict=True), grow.first_id):
+            if not 0 <= token < vocab_size:
+                faults["token"] += 1
+            elif not -math.inf < score <= 0.0:
+                faults["score"] += 1
+            elif parent_id >= node_id:
+                faults["parent_order"] += 1
+            elif (parent := slots.get(parent_id)) is None or (parent < num_rows and not root <= row_of(parent) < end):
+                faults["dead_parent" if parent_id <= self.received_through else "unknown_parent"] += 1
+            elif (edge := parent << 32 | token) in children or node_id in slots:
+                faults["duplicate"] += 1
+            elif slot == most:
+                faults["too_many"] += 1
             else:
-                places[node_id] = num_live + len(entered)
-                children.add((place, token))
-                parents.append(place)
-                entered.append(index)
-        if entered:
-            self._arrange(grow, entered, parents)
-        return len(entered)
+                slots[node_id] = children[edge] = slot
+                slot += 1
+                parents.append(parent)
+                ids.append(node_id)
+                token_ids.append(token)
+                scores.append(score)
+                sources.append(source)
 
-    def _fault(self, node_id: int, parent_id: int, token: int, score: float) -> str | None:
-        """Why a node is illegal wherever it hangs."""
-        if not 0 <= token < self._vocab_size:
-            return "token"
-        if not -math.inf < score <= 0.0:
-            return "score"
-        return None if parent_id < node_id else "parent_order"
+    def _index(self) -> None:
+        """Find nodes by their ids, and children by their parents and tokens, after rows were dropped."""
+        rows = self._rows
+        self._slots = dict(zip(rows.ids.tolist(), range(len(rows)), strict=True))
+        edges = rows.parent_slots << 32 | rows.nodes[0, 1:]
+        self._children = dict(zip(edges.tolist(), range(1, len(rows)), strict=True))
+        self._observed.intersection_update(self._slots)
+        self.root, self.root_score, self.root_depth, self._root_slot = 0, 0.0, 0, 0
+        self._refer()
 
-    def _arrange(self, grow: Grow, entered: list[int], new_parents: list[int]) -> None:
-        """Bring the live rows and what enters into preorder, the root in row 0."""
-        live = slice(self.root, self.end)
-        tokens, ups, depths = self.nodes[:, live].tolist()
-        paths = (self.path_scores[live] - self.root_score).tolist()
-        nodes = [
-            (node_id, token, score, source, path, depth - self.root_depth)
-            for node_id, token, score, source, path, depth in zip(
-                self.ids[live], tokens, self.scores[live], self.sources[live], paths, depths, strict=True
-            )
-        ]
-        parents = [0, *(place - up for place, up in enumerate(ups[1:], start=1)), *new_parents]
-        scores, sources = grow.scores[entered], grow.sources[entered]
-        edges = np.minimum(self.calibrate(scores, sources), 0.0).tolist()
-        tokens = grow.token_ids[entered].tolist()
-        columns = (entered, new_parents, tokens, scores.tolist(), sources.tolist(), edges)
-        for index, parent, token, score, source, edge in zip(*columns, strict=True):
-            above = nodes[parent]
-            nodes.append((grow.first_id + index, token, score, source, above[4] + edge, above[5] + 1))
-        rows, ends = preorder(parents)
-        ordered = [nodes[0]] * len(nodes)
-        ups = [0] * len(nodes)
-        for place, row in enumerate(rows):
-            ordered[row] = nodes[place]
-            ups[row] = row - rows[parents[place]]
-        self._lay_out(ordered, ups, ends)
-
-    def _lay_out(self, nodes: Sequence[_Node], ups: list[int], ends: list[int]) -> None:
-        """Take nodes in preorder, the root first, the rows up to their parents, and where their subtrees end."""
-        self.ids, tokens, self.scores, self.sources, paths, depths = zip(*nodes, strict=True)
-        self.root, self.root_score, self.root_depth = 0, 0.0, 0
-        self.path_scores: NDArray[np.float64] = np.array(paths)
-        self.nodes: NDArray[np.int32] = np.array([tokens, ups, depths], np.int32)
-        self._ends = ends
-        self._row_of = {node_id: row for row, node_id in enumerate(self.ids)}
-        self._children = {(row - up, token): row for row, (up, token) in enumerate(zip(ups, tokens, strict=True)) if up}
-        self._observed.intersection_update(self._row_of)
+    def _refer(self) -> None:
+        """Rows were laid out anew."""
+        self.end = self._rows.end(self.root)
+        self.nodes: Int64s = self._rows.nodes
+        self.path_scores: Float64s = self._rows.path_scores
 
     def _estrange(self, reason: str, count: int) -> bool:
         self.estranged = True
@@ -266,29 +299,29 @@ class TreeMirror:
 
     def _observe(self) -> None:
         """Note which children of the committed nodes on the way were right."""
-        tokens = self.nodes[0]
-        for row, token in self._steps:
-            for child in self.children(row):
-                if self.ids[child] not in self._observed:
-                    self._observed.add(self.ids[child])
-                    hit = bool(tokens[child] == token)
-                    self._observations.append(Observation(self.scores[child], self.sources[child], hit))
+        if not self._steps:
+            return
+        rows, observed = self._rows, self._observed
+        ids, sources, scores, tokens = rows.ids.item, rows.sources.item, rows.scores.item, rows.nodes[0].item
+        for slot, token in self._steps:
+            for child in self.children(rows.row(slot)):
+                if (node_id := ids(child)) not in observed:
+                    observed.add(node_id)
+                    self._observations.append(Observation(scores(child), sources(child), tokens(child) == token))
         self._steps.clear()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the arrays and the indices over them disagree."""
-        if len(self._row_of) != len(self._ends) or len(self._children) != len(self._ends) - 1:
-            raise RuntimeError(f"{len(self._ends)} rows, {len(self._row_of)} ids, {len(self._children)} children")
-        if sorted(self._row_of.values()) != list(range(len(self._ends))):
-            raise RuntimeError("two ids share a row")
-        for row in range(self.root + 1, self.end):
-            parent = row - int(self.nodes[1, row])
-            if not self.root <= parent < row < self._ends[row] <= self._ends[parent]:
-                raise RuntimeError(f"row {row} does not hang below row {parent}")
-            if self.nodes[2, row] != self.nodes[2, parent] + 1:
-                raise RuntimeError(f"row {row} is not one deeper than its parent")
-            if self.path_scores[row] > self.path_scores[parent]:
-                raise RuntimeError(f"row {row} scores above its parent")
+        """Raise RuntimeError if the rows and the indices over them disagree."""
+        rows = self._rows
+        rows.check_integrity()
+        found = {node_id: rows.row(slot) for node_id, slot in self._slots.items()}
+        if found != {node_id: row for row, node_id in enumerate(self.ids.tolist())}:
+            raise RuntimeError("an id is not that of its row")
+        edges = zip(rows.parent_slots.tolist(), self.nodes[0, 1:].tolist(), strict=True)
+        if self._children != {slot << 32 | token: rows.slot(row) for row, (slot, token) in enumerate(edges, 1)}:
+            raise RuntimeError("a child is not where it is looked for")
+        if rows.slot(self.root) != self._root_slot or rows.end(self.root) != self.end:
+            raise RuntimeError(f"the root is not in row {self.root}")
 
 
 def token_array(tokens: Sequence[int]) -> Int32s:

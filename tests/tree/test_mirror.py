@@ -8,29 +8,8 @@ from hypothesis import strategies as st
 
 from outrider.tree.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from outrider.tree.preorder import preorder
 
 VOCAB = 4
-
-parent_lists = st.lists(st.integers(0, 10**6), max_size=30).map(
-    lambda picks: [-1, *(pick % (node + 1) for node, pick in enumerate(picks))]
-)
-
-
-@given(parent_lists)
-def test_in_preorder_every_subtree_is_a_slice(parents: list[int]) -> None:
-    rows, ends = preorder(parents)
-    assert sorted(rows) == list(range(len(parents))) and rows[0] == 0
-    for node, row in enumerate(rows):
-        below = {node}
-        for child in range(node + 1, len(parents)):  # parents first, so one pass finds all
-            if parents[child] in below:
-                below.add(child)
-        assert sorted(rows[child] for child in below) == list(range(row, ends[row]))
-    siblings = [(parents[node], rows[node]) for node in range(1, len(parents))]
-    for parent in set(parents[1:]):
-        order = [row for above, row in siblings if above == parent]
-        assert order == sorted(order)
 
 
 class PlainTree:

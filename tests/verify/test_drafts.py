@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,49 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     assert isinstance(commit, Commit) and commit.length_before == 3 and commit.token_ids.tolist() == [4, 9]
     assert (commit.epoch, commit.received_through, commit.resolved_root) == (1, 2, None)
     assert isinstance(pause, Pause) and isinstance(resume, Resume) and isinstance(close, Close)
+
+
+def test_nodes_wait_for_time_where_there_are_others_and_only_there(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2, 3])
+    drafts.connected(port)
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    drafts.receive(port, [tree(link.number, 1, 3, [4, 5])], clock.now)
+    mirror = link.mirror
+    assert (mirror.num_nodes, mirror.num_unread) == (2, 0)
+    one.tokens.append(4)
+    follow(drafts, one)
+    assert mirror.num_nodes == 1
+    further = replace(tree(link.number, 1, 3, [6, 7]), first_id=3, parents=np.array([2, 3], np.uint32), acked_len=4)
+    drafts.receive(port, [further], clock.now)
+    # The answer counts at once, and what was not looked at yet was not received.
+    assert (mirror.num_nodes, mirror.num_unread, mirror.acked_len, mirror.received_through) == (1, 2, 4, 2)
+    assert drafts.settle() and not drafts.settle()
+    assert (mirror.num_nodes, mirror.num_unread, mirror.received_through) == (3, 0, 4)
+    # What waits is found when a commit leads there, or leaves no other nodes.
+    drafts.receive(port, [replace(further, first_id=5, parents=np.array([4, 5], np.uint32))], clock.now)
+    assert mirror.num_unread == 2
+    one.tokens += [5, 6, 7, 6]
+    follow(drafts, one, 4)
+    assert (mirror.num_nodes, mirror.num_unread, mirror.resolved_root) == (1, 0, 5)
+    assert not drafts.settle()
+
+
+def test_what_waits_is_forgotten_with_its_session(drafts: Drafts, clock: Clock) -> None:
+    port, one = Recorder(), request([1, 2, 3])
+    drafts.connected(port)
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    first = tree(link.number, 1, 3, [4, 5])
+    drafts.receive(port, [first], clock.now)
+    one.tokens.append(4)
+    follow(drafts, one)
+    drafts.receive(port, [replace(first, first_id=3, parents=np.array([2, 3], np.uint32))], clock.now)
+    assert link.mirror.num_unread == 2
+    drafts.disconnected(port)
+    assert not drafts.settle() and not link.mirror.num_nodes
 
 
 def test_requests_spread_over_drafts_and_move_when_one_is_lost(drafts: Drafts) -> None:

@@ -95,7 +95,8 @@ def test_a_verify_survives_the_loss_of_one_of_its_drafts(stack: ExitStack, folde
     replies = ask(verify)
     check(replies, truth)
     assert sum(reply.num_accepted for reply in replies) > 0
-    assert metric(drafts[1].metrics_url("draft"), "outrider_draft_commits_total") > before
+    # A draft's figures reach its page a little later.
+    wait_until(lambda: metric(drafts[1].metrics_url("draft"), "outrider_draft_commits_total") > before)
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 20.0])

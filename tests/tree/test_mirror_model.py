@@ -1,0 +1,147 @@
+"""Verify's tree, laid out step by step, against one that is laid out from scratch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_mirror import PlainMirror
+
+from outrider.tree.messages import Grow
+from outrider.tree.mirror import TreeMirror
+
+VOCAB = 6
+MAX_NODES = 24
+
+tokens = st.integers(0, 32).map(lambda pick: {31: -1, 32: VOCAB}.get(pick, pick % VOCAB))
+scores = st.integers(0, 63).map(lambda pick: {61: math.nan, 62: -math.inf, 63: 0.5}.get(pick, -pick / 16))
+drafted = st.tuples(st.integers(0, 10**6), tokens, scores, st.integers(0, 255))
+"""What picks the parent, token, score, source: illegal now and then."""
+
+steps = st.one_of(
+    st.tuples(st.just("grow"), st.lists(drafted, min_size=1, max_size=12), st.integers(0, 2), st.booleans()),
+    st.tuples(st.just("again"), st.integers(0, 10**6), st.just(0), st.booleans()),
+    st.tuples(st.just("late"), st.integers(0, 10**6), st.just(0), st.booleans()),
+    st.tuples(st.just("commit"), st.lists(st.integers(0, 10**6), min_size=1, max_size=3), st.just(0), st.just(True)),
+)
+
+
+class Pair:
+    """A mirror and its model, which are told the same."""
+
+    def __init__(self) -> None:
+        self.tokens = [0]
+        self.mirror = TreeMirror(self.tokens, VOCAB, MAX_NODES)
+        self.plain = PlainMirror(self.tokens, VOCAB, MAX_NODES)
+        self.sent: list[Grow] = []
+        self.held_back: list[Grow] = []
+        self.next_id = 1
+
+    def draft(self, nodes: list[tuple[int, int, float, int]], skipped: int) -> Grow:
+        """A message whose nodes hang anywhere: below live, dead and unknown nodes, and below each other."""
+        first = self.next_id + skipped
+        self.next_id = first + len(nodes)
+        near = max(first - 12, 0)
+        parents = [near + pick % (first + index + 1 - near) for index, (pick, _, _, _) in enumerate(nodes)]
+        _, token_ids, edges, sources = zip(*nodes, strict=True)
+        return Grow(
+            *(1, 1, 1, 1, first, np.array(parents, np.uint32), np.array(token_ids, np.int32)),
+            np.array(edges, np.float32),
+            np.array(sources, np.uint8),
+        )
+
+    def take(self, grow: Grow, settle: bool) -> None:
+        self.plain.waiting.append(grow)
+        if settle:
+            self.mirror.insert(grow)
+        else:
+            self.mirror.take(grow)
+
+    def commit(self, picks: list[int]) -> None:
+        """Commit tokens, along the tree where a pick says so."""
+        for pick in picks:
+            below = [row.token for row in self.plain.rows() if row.depth == 1]
+            on_path = below and pick % 4 and self.plain.root_len == len(self.tokens)
+            self.tokens.append(below[pick % len(below)] if on_path else pick % VOCAB)
+            if pick % 2:
+                self.mirror.commit()
+                self.plain.walk()
+                self.follow()
+        self.mirror.commit()
+        self.plain.walk()
+
+    def follow(self) -> None:
+        """What waits is taken by the model when it is taken by the mirror."""
+        if not self.mirror.num_unread:
+            self.plain.settle()
+
+    def check(self) -> None:
+        mirror, plain = self.mirror, self.plain
+        mirror.check_integrity()
+        assert not mirror.num_unread or mirror.num_nodes, "nodes wait though there are no others"
+        rows = plain.rows()
+        live = slice(mirror.root, mirror.end)
+        assert mirror.ids[live].tolist() == [row.node_id for row in rows]
+        held, ups, depths = mirror.nodes[:, live]
+        assert held.tolist() == [row.token for row in rows]
+        assert ups[1:].tolist() == [place - row.parent_row for place, row in enumerate(rows)][1:]
+        assert (depths - mirror.root_depth).tolist() == [row.depth for row in rows]
+        found = mirror.path_scores[live] - mirror.root_score
+        assert np.allclose(found, [row.log_prob for row in rows], atol=1e-9)
+        assert mirror.scores[live].tolist()[1:] == [row.score for row in rows][1:]
+        assert mirror.sources[live].tolist()[1:] == [row.source for row in rows][1:]
+        resolved = plain.root_len == len(self.tokens)
+        assert mirror.num_nodes == (len(rows) - 1 if resolved else 0) and mirror.root_len == plain.root_len
+        for place, row in enumerate(rows[1:], start=1):
+            assert mirror.child(mirror.root + row.parent_row, row.token) == mirror.root + place
+        assert mirror.dropped == plain.dropped and mirror.received_through == plain.received_through
+        assert mirror.resolved_root == (plain.root if resolved and mirror.epoch else None)
+
+
+@settings(max_examples=300)
+@given(st.lists(steps, max_size=30))
+def test_whatever_comes_the_tree_is_the_one_that_is_laid_out_from_scratch(trace: list[tuple]) -> None:
+    pair = Pair()
+    for kind, what, skipped, settle in trace:
+        if kind == "commit":
+            pair.commit(what)
+        elif kind == "grow":
+            grow = pair.draft(what, skipped)
+            pair.sent.append(grow)
+            if what[0][0] % 7 != 3:
+                pair.take(grow, settle)
+            else:
+                pair.held_back.append(grow)
+        elif kind == "again" and pair.sent:
+            pair.take(pair.sent[what % len(pair.sent)], settle)
+        elif kind == "late" and pair.held_back:
+            pair.take(pair.held_back.pop(what % len(pair.held_back)), settle)
+        pair.follow()
+        pair.check()
+    pair.mirror.settle()
+    pair.plain.settle()
+    pair.check()
+
+
+def test_ids_at_the_end_of_their_range_take_no_more_memory_than_others() -> None:
+    mirror = TreeMirror([0], VOCAB, MAX_NODES)
+    first = 2**32 - 2
+    columns = (np.array([0, first], np.uint32), np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.uint8))
+    assert mirror.insert(Grow(1, 1, 1, 1, first, *columns)) == 2
+    assert mirror.ids.tolist() == [0, first, first + 1]
+    assert mirror.received_through == 2**32 - 1
+
+
+def test_what_is_dead_is_forgotten() -> None:
+    committed = [0]
+    mirror = TreeMirror(committed, VOCAB, MAX_NODES)
+    for last in range(200):
+        ids = 2 * last + 1
+        columns = (np.full(2, max(ids - 2, 0), np.uint32), np.array([1, 2], np.int32), np.full(2, -1.0, np.float32))
+        assert mirror.insert(Grow(1, 1, 1, 1, ids, *columns, np.zeros(2, np.uint8))) == 2
+        committed.append(1)
+        mirror.commit()
+        mirror.check_integrity()
+        assert len(mirror.ids) <= 2 * 3 + 64
