@@ -182,6 +182,12 @@ def test_an_answer_goes_on_when_its_draft_is_killed_and_speculation_comes_back(s
     assert answer["choices"][0]["message"]["content"] == undisturbed
 
 
+def test_both_engines_meet_on_a_line_in_the_volume_that_they_share(stack: Stack) -> None:
+    assert "its engine is spoken to directly" in run("sh", "-c", f"docker logs {stack.container('verify')} 2>&1")
+    sockets = stack.inside("draft", "ls", "/var/cache/outrider").split()
+    assert len([name for name in sockets if name.startswith("outrider-")]) == 1
+
+
 def test_prometheus_has_the_figures_of_what_was_served(stack: Stack) -> None:
     before = counted(stack)
     assert by_rest(stack, 24)["usage"]["completion_tokens"] == 24
