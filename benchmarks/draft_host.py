@@ -30,7 +30,7 @@ from report import Row, cpu_name, write_report
 from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import BurstInput, BurstOutput
 from draft_service.burst.growth import BurstGrowth
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, Extent
+from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots
 from draft_service.drafters.base import Needs
 from draft_service.drafters.model import ModelDrafter
 from draft_service.requests import Requests
@@ -117,8 +117,9 @@ class Pending:
         """See PendingBurst."""
         return True
 
-    def go_on(self, num_steps: int) -> Pending | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         """See PendingBurst."""
+        assert reroots is None, "commits arrive when a burst is over"
         done = self.first_step + self.num_steps
         if done + num_steps > self.runner.shape.max_steps:
             return None

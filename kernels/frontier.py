@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.frontier_state import HEADER_WORDS, NUM_FIELDS, BurstRows, Pool, RegionPlan, StepTokens
+from kernels.frontier_state import HEADER_WORDS, NUM_FIELDS, TOLD_WORDS, BurstRows, Pool, RegionPlan, StepTokens
 from kernels.launch import use_triton
 from kernels.reference import frontier as reference
 
@@ -36,6 +36,40 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
         reference.begin_burst(header, seeds, pool, rows, plan)
 
 
+def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+    """Requests got new roots while the burst was under way: what does not hang below them leaves the pool. One launch.
+
+    Of a row with a new root three kinds of entries stay: those whose parent sees the root's tree slot, the root's own
+    children among them, and the root itself if it was not run. Their path scores, and what their candidates count from,
+    go up to be the new root's, at most 0. Any row may get more tree slots, which lie behind those it has.
+
+    Args:
+        header: see begin_burst.
+        pool: forced entries of rows with a new root must have been run.
+        rows: num_free goes up.
+        plan: where slot masks lie.
+        told: int32 [B, 4 + R], of each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of a
+            new root that has no index in this pool, or -1; SHIFT: the new root's path score, bits of a float32;
+            NUM_MORE, and that many tree slots behind. A row with neither index nor slot has its root still.
+        step_size: entries that a step adds to the pool.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if told.shape != (rows.table_rows.shape[0], TOLD_WORDS + rows.free.shape[1]) or not told.is_contiguous():
+        raise ValueError(
+            f"what rows are told, {list(told.shape)}, does not fit {list(rows.free.shape)} free tree slots"
+        )
+    if not (rows.free.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
+        raise ValueError("free slots, pool and slot masks must be contiguous")
+    if use_triton(header):
+        from kernels.jit import frontier
+
+        frontier.reroot_pool(header, pool, rows, plan, told, step_size)
+    else:
+        reference.reroot_pool(header, pool, rows, plan, told, step_size)
+
+
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """Fill `step.order` with the best M entries of the pool, the best first, ties to the lower index. One launch.
 
@@ -59,10 +93,10 @@ def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens
 def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """Give the chosen entries tree slots and lay them out row by row, in their order within a row. One launch.
 
-    Fills all of `step`, takes its entries out of the pool, stores their slot masks and raises the rows' next_free and
-    region_len. An entry without a fixed slot takes the next free one of its row; the rest of the row is left out when
-    there is none. Under a plan with `lag`, an entry that needs the feature of a parent in the same step waits for the
-    next one, and so do those below it.
+    Fills all of `step`, takes its entries out of the pool, notes their tree slots there, stores their slot masks and
+    raises the rows' next_free and region_len. An entry without a fixed slot takes the next free one of its row; the
+    rest of the row is left out when there is none. Under a plan with `lag`, an entry that needs the feature of a parent
+    in the same step waits for the next one, and so do those below it.
 
     Raises:
         ValueError: shapes that do not fit.

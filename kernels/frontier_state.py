@@ -15,6 +15,10 @@ NUM_FIELDS = 8
 STEP, NUM_SEEDS, FLOOR = range(3)
 HEADER_WORDS = 4
 
+# What each row of a burst that goes on is told, in front of tree slots.
+NEW_ROOT, NEW_ROOT_SLOT, SHIFT, NUM_MORE = range(4)
+TOLD_WORDS = 4
+
 FORCED_FROM = 1e29
 """Scores from here on belong to entries that must be run."""
 
@@ -26,8 +30,9 @@ class Pool:
     Attributes:
         entries: int32 [8, C], one row a field. ROW: row of the burst. PARENT: tree slot of the parent, -1 where all
             before the token is context. TOKEN. POSITION: in the sequence. SLOT: tree slot that the entry must take, -1
-            for any. FEATURE: row of the given features, -1 for what the parent's step returned. SCORE: path score, bits
-            of a float32, -inf once it is used up. BASE: path score from which its candidates count, likewise.
+            for any, and, once it was run, the one that it took. FEATURE: row of the given features, -1 for what the
+            parent's step returned. SCORE: path score, bits of a float32, -inf once it is used up. BASE: path score from
+            which its candidates count, likewise.
         max_seeds: entries of seeds.
     """
 
@@ -48,10 +53,10 @@ class BurstRows:
         table_rows: [B], the row's place in page tables and slot masks; padding rows share one that nobody owns.
         context_len: [B], KV positions of the context.
         region_len: [B], tree slots up to the last one in use; steps raise it.
-        num_free: [B], entries of `free` that count.
+        num_free: [B], tree slots that the burst was given.
         next_free: [B], how many of them are taken; steps raise it.
         live: [B, W], bit t % 32 of word t // 32 is set where tree slot t holds a live node when the burst begins.
-        free: [B, R], tree slots to take, in this order.
+        free: [B, R], tree slots to take, in this order; what was given as number n lies at n % R.
     """
 
     table_rows: Tensor

@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draft_service.burst.buckets import Bucket
-from draft_service.burst.plan import Burst, BurstResult, BurstShape, RowStates
-from outrider.attention.frontier import HEADER_WORDS, NUM_FIELDS, BurstRows
+from draft_service.burst.plan import Burst, BurstResult, BurstShape, Reroots, RowStates
+from outrider.attention.frontier import (
+    HEADER_WORDS,
+    NEW_ROOT,
+    NEW_ROOT_SLOT,
+    NUM_FIELDS,
+    NUM_MORE,
+    SHIFT,
+    TOLD_WORDS,
+    BurstRows,
+)
 
 NUM_COPIES = 2
 """Bursts that may be pending: each has host memory of its own."""
@@ -99,6 +108,37 @@ class BurstInput:
         """Queue the copy of a description with so many rows."""
         size = self._layout.used(num_rows)
         self._device[:size].copy_(self._pinned[copy][:size], non_blocking=True)
+
+
+class RerootInput:
+    """What rows of a burst that goes on are told, in host memory twice and on the device once."""
+
+    def __init__(self, shape: BurstShape, device: torch.device) -> None:
+        size = (shape.num_rows, TOLD_WORDS + shape.region)
+        pinned = device.type == "cuda"
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
+        self._host: list[Words] = [memory.numpy() for memory in self._pinned]
+        self._turn = 0
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._device[:, : NEW_ROOT_SLOT + 1] = -1
+
+    def rows(self, count: int) -> Tensor:
+        """On the device, what the first rows are told; see kernels.frontier.reroot_pool."""
+        return self._device[:count]
+
+    def to_device(self, reroots: Reroots, count: int) -> None:
+        """Queue the copy of what the first `count` rows are told. Two of them may be pending."""
+        told = self._host[self._turn][:count]
+        told[:, [NEW_ROOT, NEW_ROOT_SLOT]] = -1
+        told[:, NUM_MORE] = 0
+        told[reroots.rows, NEW_ROOT] = reroots.indices
+        told[reroots.rows, NEW_ROOT_SLOT] = reroots.slots
+        told[reroots.rows, SHIFT] = reroots.shifts.view(np.int32)
+        for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
+            told[row, NUM_MORE] = len(slots)
+            told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = slots
+        self._device[:count].copy_(self._pinned[self._turn][:count], non_blocking=True)
+        self._turn = (self._turn + 1) % NUM_COPIES
 
 
 def _bits(value: float) -> int:

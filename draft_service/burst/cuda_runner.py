@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draft_service.burst.buckets import Bucket
-from draft_service.burst.plan import BurstShape
+from draft_service.burst.buffers import RerootInput
+from draft_service.burst.plan import BurstShape, Reroots
 from draft_service.burst.projector import join_rows
 from draft_service.burst.runner import Chunk, Pending, Runner, RunnerOptions, on_device
 from outrider.attention.base import AttentionBackend
@@ -22,6 +23,7 @@ from outrider.attention.frontier import (
     begin_burst,
     choose_entries,
     place_entries,
+    reroot_pool,
 )
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
 from outrider.device import num_processors, put
@@ -52,9 +54,11 @@ class CudaRunner(Runner):
         size = (shape.max_width, shape.branching)
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
+        self._told = RerootInput(shape, device)
         self._steps: dict[Bucket, StepTokens] = {}
         self.graphs = GraphPool[Bucket]("draft steps", self._step)
         self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
+        self._reroots = GraphPool[Bucket]("new roots of bursts", self._reroot)
 
     @on_device
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -67,6 +71,7 @@ class CudaRunner(Runner):
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
             self._begins.capture(self.buckets.all(), False)
+            self._reroots.capture(self.buckets.all(), False)
 
     def _warm_up(self) -> None:
         """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
@@ -81,6 +86,7 @@ class CudaRunner(Runner):
         self._input.clear()
         for bucket in self.buckets.all():
             self._begin(bucket)
+            self._reroot(bucket)
 
     def _warm_up_prompts(self, counts: Sequence[int]) -> None:
         """A forward of rows with so many tokens each, which are written nowhere."""
@@ -105,7 +111,7 @@ class CudaRunner(Runner):
     @property
     def num_bytes(self) -> int:
         """Device memory of KV, features and graphs."""
-        return self.memory.num_bytes + self.graphs.num_bytes + self._begins.num_bytes
+        return self.memory.num_bytes + self.graphs.num_bytes + self._begins.num_bytes + self._reroots.num_bytes
 
     def _make_proposer(self) -> Proposer:
         shape, model, options = self.shape, self._model, self.options
@@ -121,13 +127,16 @@ class CudaRunner(Runner):
         )
 
     @on_device
-    def go_on(self, pending: Pending, num_steps: int) -> Pending | None:
+    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
         done = pending.first_step + pending.num_steps
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
         more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
         more.ran = True
+        if reroots is not None:
+            self._told.to_device(reroots, more.bucket.rows)
+            self._reroots.run(more.bucket)
         for _ in range(num_steps):
             self.graphs.run(more.bucket)
         self._output.to_host(more.copy, more.bucket, num_steps, done)
@@ -161,6 +170,12 @@ class CudaRunner(Runner):
         """What precedes a burst's steps on the device; may be captured."""
         rows = self._input.rows.head(bucket.rows)
         begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
+
+    def _reroot(self, bucket: Bucket) -> None:
+        """What precedes the steps of a part that is told of commits; may be captured."""
+        rows, step_size = self._input.rows.head(bucket.rows), bucket.width * self.shape.branching
+        told = self._told.rows(bucket.rows)
+        reroot_pool(self._input.header, self._pool(bucket), rows, self.memory.plan, told, step_size)
 
     def _step(self, bucket: Bucket) -> None:
         """The whole of a step on the device; may be captured."""

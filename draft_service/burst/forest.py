@@ -40,6 +40,7 @@ class DraftForest:
         num_run: intp [R], entries that were run, the root included.
         quotas: int32 [R], entries that may be run; 0 while the tree is not to grow.
         last_positions: int32 [R], position of the deepest node that may be run.
+        shifts: float64 [R], path scores that roots took along since the burst under way was told of them, added up.
     """
 
     def __init__(self, shape: BurstShape, floor: float, max_entries: int) -> None:
@@ -53,6 +54,7 @@ class DraftForest:
         self.num_run = np.zeros(rows, np.intp)
         self.quotas = np.zeros(rows, np.int32)
         self.last_positions = np.zeros(rows, np.int32)
+        self.shifts = np.zeros(rows)
         self.may_know = False
         """Whether what a burst brings may be there already: others append to the trees."""
 
@@ -75,10 +77,13 @@ class DraftForest:
         self.num_run[row] = 0
         self.quotas[row] = 0
 
-    def choose(self, limit: int) -> Ints:
-        """The best entries that may be run next, at most `limit`, the best first."""
-        entries = self.entries
-        found = (entries.ranks[: entries.count] >= self.floor).nonzero()[0]
+    def choose(self, limit: int, *, beyond: bool = False) -> Ints:
+        """The best entries that may be run next, at most `limit`, the best first.
+
+        `beyond`: those, too, that may be run or will be worth it only once there is a new root.
+        """
+        entries, ranks = self.entries, self.entries.ranks[: self.entries.count]
+        found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
         if not len(found):
             return found
         left = self.quotas - self.num_run
@@ -89,6 +94,8 @@ class DraftForest:
             best = worst_first.argpartition(len(found) - limit)[-limit:]
             found, worst_first = found[best], worst_first[best]
         found = found[worst_first.argsort()[::-1]]
+        if beyond:
+            return found
         rows = entries.rows[found]
         counts = np.bincount(rows, minlength=len(left))
         if not np.count_nonzero(counts > left):
@@ -131,7 +138,6 @@ class DraftForest:
             self._ran_again(nodes, slots, start)
         else:
             there = (nodes >= 0).nonzero()[0]
-            there = there[entries.scores[nodes[there]] > DEAD]
             self._ran(nodes[there], slots[there])
 
     def make_room(self, count: int) -> bool:
@@ -180,12 +186,15 @@ class DraftForest:
             places[offered + result.first] = matches
 
     def _ran(self, nodes: Ints, slots: Int32s) -> None:
-        """These entries were run in these slots."""
+        """These entries were run in these slots. Of those that are dead by now the slots are free."""
         entries = self.entries
+        alive = entries.scores[nodes] > DEAD
+        rows = entries.rows[nodes]
+        self.slots.fill(rows, slots, alive)
+        if np.count_nonzero(alive) < len(alive):
+            nodes, slots, rows = nodes[alive], slots[alive], rows[alive]
         entries.slots[nodes] = slots
         entries.ranks[nodes] = DEAD
-        rows = entries.rows[nodes]
-        self.slots.live[rows, slots] = True
         self.num_run += np.bincount(rows, minlength=len(self.num_run))
 
     def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:

@@ -39,7 +39,7 @@ class _Flight:
     more: PendingBurst | None = None
     """The part behind that one, if it is queued."""
     is_outdated: bool = False
-    """Whether the forest has followed commits that it does not know of."""
+    """Whether the forest has followed commits that it cannot be told of."""
 
 
 def _at_once() -> bool:
@@ -49,7 +49,8 @@ def _at_once() -> bool:
 class BurstGrowth(Grower):
     """Keeps one burst under way; while it runs, what the one before brought is appended to the authors' trees.
 
-    What arrives while a burst runs waits for its result: authors follow commits at once, the forest behind them.
+    What arrives while a burst runs waits for its result, but for commits whose path the forest holds: it follows them
+    at once, and the device is told of them when it goes on. A burst ends for what cannot be told.
     """
 
     def __init__(self, runner: BurstRunner, limits: Limits, ledger: Ledger, options: GrowthOptions) -> None:
@@ -89,7 +90,7 @@ class BurstGrowth(Grower):
             self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The forest follows once the burst under way has ended."""
+        """The forest follows while the burst under way runs, if it can, or else once that has ended."""
         self._withhold(tree)
         if self._flight is not None:
             self.ledger.expecting.add(tree.handle)
@@ -123,6 +124,9 @@ class BurstGrowth(Grower):
     def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         flight = self._flight
         if flight is not None and self._follow_ahead(flight):
+            # Before the answer, which takes longer than there is time.
+            if flight.more is None and flight.pending.nearly(_at_once):
+                flight.more = self._go_on(flight)
             self._announcer.prepare()
         elif flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
@@ -164,10 +168,13 @@ class BurstGrowth(Grower):
         """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
         if not self._roster.has_news or self._options.lockstep_steps or flight.pending.done():
             return False
-        if not self._roster.follow_ahead([one.context for one in flight.plan.forced]):
-            return False
-        flight.is_outdated = True
-        return True
+        moved = self._roster.follow_ahead([one.context for one in flight.plan.forced])
+        for context in moved:
+            if self._planner.follows(flight.plan, context):
+                flight.plan.moved.add(context.row)
+            else:
+                flight.is_outdated = True
+        return bool(moved)
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
@@ -204,7 +211,7 @@ class BurstGrowth(Grower):
         if not steps:
             return None
         try:
-            more = flight.pending.go_on(steps)
+            more = flight.pending.go_on(steps, self._planner.reroots(plan))
         except Exception as error:
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
@@ -218,6 +225,7 @@ class BurstGrowth(Grower):
         """Take what a part of the burst under way brought, while the next one runs. Entries keep their numbers."""
         try:
             self._planner.take(flight.plan, flight.pending.wait())
+            self._roster.find_run()
         except Exception as error:
             self._flight = None
             self._announcer.forget()
@@ -285,5 +293,4 @@ class BurstGrowth(Grower):
 
     def _fail_burst(self, plan: Plan, error: Exception) -> None:
         _logger.error("a burst of %d requests failed", len(plan.rows), exc_info=error)
-        self._forest.slots.forgo()
         self._roster.fail_rows(plan.rows)

@@ -24,9 +24,15 @@ class Harvest:
         """
         held = self._places
         if len(held) <= end:
-            places = np.empty(end + 1, np.intp)
+            places = np.empty(max(end + 1, 2 * len(held)), np.intp)
             places.fill(-1)
             known = held[:-1] if len(held) else self.seeds
             places[: len(known)] = known
             self._places = held = places
         return held
+
+    def index_of(self, entry: int) -> int:
+        """Pool index of an entry; -1 for one that is not in the pool, as far as that is known."""
+        held = self._places if len(self._places) else self.seeds
+        found = (held == entry).nonzero()[0]
+        return int(found[0]) if len(found) else -1

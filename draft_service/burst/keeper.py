@@ -18,6 +18,9 @@ from outrider.tree.messages import DeclineReason
 _LEAST_FORCED = 7
 """Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
 
+_MOST_OWN = 6
+"""Committed tokens whose true features wait for a burst to end: it goes on past about two commits."""
+
 
 class DeclinedError(Exception):
     """A request cannot be served any longer."""
@@ -53,7 +56,7 @@ class ContextKeeper:
         self._own_features = options.own_features
         self._max_between = shape.region // 8
         # A move is a launch: where launches are what bursts wait for, several commits share one.
-        self._worth_moving = self._max_between // 2 if options.most_steps else 1
+        self._worth_moving = self._max_between * 7 // 8 if options.most_steps else 1
         self._freed_rows: list[int] = []
         self._freed_slots: list[int] = []
 
@@ -69,6 +72,13 @@ class ContextKeeper:
         context.pages = []
         self._share_bursts(-1)
         self._runner.close(context.row)
+
+    def is_long(self, context: DraftContext) -> bool:
+        """Whether committed tokens wait that a burst should end for: KV to be moved, or to be made of true features."""
+        between = context.between
+        if len(between) >= self._worth_moving:
+            return True
+        return len(between) >= _MOST_OWN and sum(not one.settled for one in between) >= _MOST_OWN
 
     def settle(self, context: DraftContext) -> None:
         """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`."""

@@ -13,18 +13,29 @@ from draft_service.burst.forest import DraftForest
 from draft_service.burst.harvest import Harvest
 from draft_service.burst.keeper import ContextKeeper
 from draft_service.burst.options import GrowthOptions
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, RowStates, Seeds
+from draft_service.burst.plan import (
+    FORCED,
+    NUM_SEED_FIELDS,
+    Burst,
+    BurstResult,
+    BurstShape,
+    Reroots,
+    RowStates,
+    Seeds,
+)
 from draft_service.burst.slots import Int32s, Lent
 
 _LEVELS = 2
 """Nodes of a step for each request, as a multiple of a node's candidates."""
 _FRESH_LEVELS = 4
-_WIDE = 64
-"""Nodes of a step at most, but for many requests: one of 128 takes much longer, and depth is worth more than width."""
+_WIDE = 32
+"""Nodes of a step at most, but for many requests: one of 64 takes a quarter longer, and depth is worth more."""
 _ROW_WIDTH = 4
 """Nodes of a step for each of many requests."""
 _SPREAD_STEPS = 4
 """Steps in which what there is to run spreads from a root to the width of a step."""
+_ENOUGH = 4
+"""A burst goes on while a step finds at least this part of the nodes that it may run: narrow ones are hardly faster."""
 _FAIR = 4
 """Nodes of a burst that a request may have, as a multiple of its even share."""
 
@@ -62,6 +73,10 @@ class Plan:
     lent: Lent
     most_steps: int
     """Steps at most, with those of further parts."""
+    fair: int
+    """Tree slots that a request may have to fill at any time."""
+    num_lent: int
+    """Tree slots that it was told to fill, in all."""
     queued_steps: int
     landed_steps: int = 0
     num_nodes: int = 0
@@ -72,6 +87,10 @@ class Plan:
     """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
     ran: list[bool] = field(default_factory=list)
     """Of each forced seed, whether a part that landed ran it."""
+    moved: set[int] = field(default_factory=set)
+    """Rows of the runner with new roots that the device is not told of yet."""
+    spreads_from: int = 0
+    """The step from which on what there is to run spreads from a root."""
 
 
 class Planner:
@@ -118,23 +137,30 @@ class Planner:
         forced, num_forced = self._force(contexts)
         num_fresh = sum(one.has_root for one in forced)
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
-        chosen = forest.choose(min(self._shape.max_seeds - num_forced, max_nodes))
-        if not forced and not len(chosen):
+        # A burst that goes on past commits finds all in its pool that they make worth running.
+        goes_on = options.most_steps > 0
+        chosen = forest.choose(min(self._shape.max_seeds - num_forced, max_nodes), beyond=goes_on)
+        num_worth = int(np.count_nonzero(forest.entries.ranks[chosen] >= forest.floor)) if goes_on else len(chosen)
+        if not forced and not num_worth:
             return None
-        columns = forest.entries.columns[:, chosen]
         there = np.zeros(self._shape.num_rows, np.bool_)
-        there[columns[0]] = True
+        there[forest.entries.rows[chosen[:num_worth]]] = True
         left = forest.quotas - forest.num_run
         for one in forced:
             there[one.context.row] = True
             left[one.context.row] -= one.has_root
+        if num_worth < len(chosen):
+            chosen = chosen[there[forest.entries.rows[chosen]]]
+        columns = forest.entries.columns[:, chosen]
         rows = there.nonzero()[0].astype(np.int32)
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
-        width = self._width(num_forced, num_fresh, len(chosen), len(rows), int(left.sum()))
+        width = self._width(num_forced, num_fresh, num_worth, len(rows), int(left.sum()))
         fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
-        lent = forest.slots.lend(rows, np.minimum(left, min(fair, width * most_steps)))
+        fair = min(fair, width * most_steps)
+        lent = forest.slots.lend(rows, np.minimum(left, fair))
+        forest.shifts[rows] = 0.0
         self._index[rows] = np.arange(len(rows))
         fields = np.empty((NUM_SEED_FIELDS, num_forced + len(chosen)), np.int32)
         entries = np.empty(num_forced + len(chosen), np.intp)
@@ -156,6 +182,8 @@ class Planner:
             Harvest(entries),
             lent,
             most_steps,
+            fair,
+            lent.num_slots,
             num_steps,
             ran=ran,
             contexts=[one.context for one in forced],
@@ -166,15 +194,42 @@ class Planner:
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
-        num_lent = int((plan.lent.ends - plan.lent.starts).sum())
-        return steps if plan.is_full and num_lent > plan.num_nodes + running else 0
+        return steps if plan.is_full and (plan.num_lent > plan.num_nodes + running or plan.moved) else 0
+
+    def follows(self, plan: Plan, context: DraftContext) -> bool:
+        """Whether a burst under way can go on below a request's new root: it has all that is needed for that."""
+        forest, row = self._forest, context.row
+        if not self._options.most_steps or forest.may_know or forest.quotas[row] <= 0 or row not in plan.rows:
+            return False
+        if self._keeper.is_long(context):
+            return False
+        # What takes true features is run by bursts that are told of these.
+        return context.root_run or (not context.lag and plan.harvest.index_of(int(forest.roots[row])) >= 0)
+
+    def reroots(self, plan: Plan) -> Reroots | None:
+        """What the device is to be told of new roots when the burst goes on; None for nothing."""
+        if not plan.moved:
+            return None
+        forest, rows = self._forest, np.array(sorted(plan.moved), np.int32)
+        plan.moved.clear()
+        plan.spreads_from = plan.queued_steps
+        roots = forest.roots[rows]
+        slots = forest.entries.slots[roots]
+        indices = [plan.harvest.index_of(root) if slot < 0 else -1 for root, slot in zip(roots, slots, strict=True)]
+        left = np.minimum(forest.quotas[rows] - forest.num_run[rows], plan.fair).tolist()
+        free = [forest.slots.lend_more(row, count) for row, count in zip(rows.tolist(), left, strict=True)]
+        plan.num_lent += sum(map(len, free))
+        shifts = forest.shifts[rows].astype(np.float32)
+        forest.shifts[rows] = 0.0
+        return Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
 
     def take(self, plan: Plan, result: BurstResult) -> None:
-        """Take a part of a burst's result into the forest. Until all parts have landed no slot may be freed."""
+        """Take a part of a burst's result into the forest."""
         self._forest.merge(plan.harvest, result)
         ran = result.picked >= 0
         plan.num_nodes += int(np.count_nonzero(ran))
-        enough = plan.burst.width if plan.landed_steps + len(ran) >= _SPREAD_STEPS else 1
+        is_spread = plan.landed_steps + len(ran) - plan.spreads_from >= _SPREAD_STEPS
+        enough = max(plan.burst.width // _ENOUGH, 1) if is_spread else 1
         plan.is_full = int(np.count_nonzero(ran[-1])) >= enough
         if plan.forced and not all(plan.ran):
             self._note_forced(plan, result)
@@ -185,7 +240,6 @@ class Planner:
     def land(self, plan: Plan, result: BurstResult) -> None:
         """The same for the last part, and for what waited for it."""
         self.take(plan, result)
-        # Before any slot is freed: those that were lent lie where the next free one is put.
         self._forest.slots.settle(plan.lent)
         self._land_forced(plan)
 

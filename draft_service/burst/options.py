@@ -14,8 +14,8 @@ _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
 _FIRST_STEPS = 2
 """The same where a burst goes on: verify has what they brought while the device is at the next ones."""
-_MOST_STEPS = 8
-"""Steps of a burst with those by which it goes on: about as many as there are in a round of a large target."""
+MOST_STEPS = 32
+"""Steps of a burst with those by which it goes on, past commits, too: several rounds of a large target."""
 _FEW_ROWS = 4
 PART_SECONDS = 0.0004
 """What the host has to do for a part takes about so long, as long as nothing is known of it."""
@@ -54,7 +54,8 @@ class GrowthOptions:
     max_entries: int = 0
     """Entries of all trees; 0 chooses."""
     most_steps: int = 0
-    """Steps of a burst at most with those by which it goes on while nothing waits for its end; 0: it never does."""
+    """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
+    be told of; 0: it never does."""
 
     def part_steps(self, num_rows: int, step_seconds: float = 0.0, host_seconds: float = PART_SECONDS) -> int:
         """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them.
@@ -82,5 +83,5 @@ class GrowthOptions:
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
             withholds=options.lockstep,
             least_chance=_TURN_LEAST if in_turns else 0.0,
-            most_steps=min(_MOST_STEPS, shape.max_steps) if goes_on else 0,
+            most_steps=min(MOST_STEPS, shape.max_steps) if goes_on else 0,
         )

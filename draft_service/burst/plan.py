@@ -146,6 +146,25 @@ class Burst:
 
 
 @dataclass(slots=True)
+class Reroots:
+    """What a burst that goes on is told of commits to N of its requests. Not to be changed.
+
+    What does not hang below the new roots is not run any more. Path scores count from them.
+    """
+
+    rows: Int32s
+    """[N] indices into `Burst.rows`."""
+    indices: Int32s
+    """[N] pool index of each new root; -1 if it was run for all that is known, and its tree slot is given."""
+    slots: Int32s
+    """[N] tree slot of each new root, or -1."""
+    shifts: NDArray[np.float32]
+    """[N] path score of each new root from the root before, at most 0."""
+    free: Sequence[Int32s]
+    """N times tree slots that the burst may fill from now on, beside those that it was told of before."""
+
+
+@dataclass(slots=True)
 class BurstResult:
     """What a burst brought, or a part of one. S steps of M nodes, k candidates each. Not to be changed.
 
@@ -179,10 +198,11 @@ class PendingBurst(Protocol):
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
 
-    def go_on(self, num_steps: int) -> PendingBurst | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
 
-        To be asked of the part queued last, before anything else is launched. None where that cannot be done.
+        What `reroots` says holds from these steps on. To be asked of the part queued last, before anything else is
+        launched. None where that cannot be done.
         """
 
     def over(self, interrupted: Callable[[], bool]) -> bool:

@@ -177,6 +177,7 @@ def _keep(forest: DraftForest, alive: Ints, roots: Ints, stepped: Ints, steps: S
     root_rows = entries.rows[roots]
     forest.roots[root_rows] = roots
     forest.root_positions[root_rows] = entries.positions[roots]
+    forest.shifts[root_rows] += base[root_rows]
     entries.parents[roots] = -1
     entries.edges[roots] = 0.0
     entries.ranks[roots] = DEAD

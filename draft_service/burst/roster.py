@@ -154,11 +154,11 @@ class Roster:
         self.look_at(changed)
         self._forest.tidy()
 
-    def follow_ahead(self, excluded: Iterable[DraftContext]) -> bool:
-        """The same while a burst is under way, for commits whose path the forest holds by now; whether there were any.
+    def follow_ahead(self, excluded: Iterable[DraftContext]) -> list[DraftContext]:
+        """The same while a burst is under way, for commits whose path the forest holds by now; whose those were.
 
-        Entries keep their numbers and slots stay as they are. What that burst brings below dead nodes is dead. All but
-        the tree itself waits for `follow`; so do the `excluded`, whose committed tokens the burst runs.
+        Entries keep their numbers. What that burst brings below dead nodes is dead. All but the tree itself and its
+        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs.
         """
         moving: list[DraftContext] = []
         steps: list[Step] = []
@@ -171,13 +171,21 @@ class Roster:
                 moving.append(context)
                 steps.append(Step(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
         if not steps:
-            return False
+            return moving
         for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
             self._note_step(context, step, walked)
-            context.is_due = not context.root_run  # the next burst will run it
+            self._set_bounds(context)
+            context.is_due = not context.root_run  # this burst will run it, or the next
             handle = context.tree.handle
             self._late[handle] = self._changed.pop(handle)
-        return True
+        return moving
+
+    def find_run(self) -> None:
+        """See which roots the burst under way has run since they were followed."""
+        for context in self._late.values():
+            if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
+                context.found_run()
+                context.is_due = False
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import NUM_COPIES, BurstInput, BurstOutput
 from draft_service.burst.device_memory import DeviceMemory
-from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent
+from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
 from draft_service.burst.projector import Projector, as_tensor, working_on
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.models.drafters.base import DraftModel
@@ -122,10 +122,10 @@ class Pending:
                 self._next.began = ended
         return True
 
-    def go_on(self, num_steps: int) -> Pending | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         """See PendingBurst."""
         began = perf_counter()
-        self._next = self._runner.go_on(self, num_steps)
+        self._next = self._runner.go_on(self, num_steps, reroots)
         self._runner.note_launch(perf_counter() - began)
         return self._next
 
@@ -247,7 +247,7 @@ class Runner(ABC):
             pending.event.synchronize()
         return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
 
-    def go_on(self, pending: Pending, num_steps: int) -> Pending | None:
+    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         """See PendingBurst.go_on."""
         return None
 

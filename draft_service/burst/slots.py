@@ -13,18 +13,23 @@ Int32s = NDArray[np.int32]
 
 
 class Lent(NamedTuple):
-    """Free slots that a burst may fill. It fills some of them."""
+    """Free slots that a burst may fill from its launch on. It fills some of them."""
 
     rows: Int32s
     """[B] ascending."""
     starts: Int32s
-    """[B], of each row those from here in `TreeSlots.stacks` on."""
+    """[B], of each row those from here in `TreeSlots.stacks` on, as it was then."""
     ends: Int32s
     """[B], one past the last."""
 
+    @property
+    def num_slots(self) -> int:
+        """Of all rows."""
+        return int((self.ends - self.starts).sum())
+
 
 class TreeSlots:
-    """The regions of R rows. A slot is free, lent to the burst that runs, or live.
+    """The regions of R rows. A slot is free, taken, lent to the burst that runs, or live.
 
     Attributes:
         live: bool [R, region].
@@ -38,8 +43,7 @@ class TreeSlots:
         self.num_free = np.full(num_rows, region, np.int32)
         self.stacks = np.empty((num_rows, region), np.int32)
         self.stacks[:] = np.arange(region - 1, -1, -1)
-        self._are_lent = False
-        self._waiting: list[tuple[Int32s, Int32s]] = []
+        self._lent = np.zeros((num_rows, region), np.bool_)  # and not filled, as far as that is known
 
     def take(self, row: int, count: int) -> list[int]:
         """Free slots for good; they become live when they are filled. Raises InternalError if there are not so many."""
@@ -55,42 +59,43 @@ class TreeSlots:
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0)
         self.num_free[rows] = starts
-        self._are_lent = True
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            self._lent[row, self.stacks[row, start:end]] = True
         return Lent(rows, starts, ends)
 
-    def settle(self, lent: Lent) -> None:
-        """Take back what a burst did not fill; what it filled is marked live by now."""
-        rows, starts, ends = lent
-        if len(rows) == 1:
-            row = rows[0]
-            slots = self.stacks[row, starts[0] : ends[0]]
-            slots = slots[~self.live[row, slots]]
-        else:
-            counts = ends - starts
-            ends = counts.cumsum()
-            columns = np.arange(ends[-1], dtype=np.int32) + (starts - ends + counts).repeat(counts)
-            rows = rows.repeat(counts)
-            slots = self.stacks[rows, columns]
-            unused = ~self.live[rows, slots]
-            rows, slots = rows[unused], slots[unused]
-        self._push(rows, slots)
-        self.forgo()
+    def lend_more(self, row: int, count: int) -> Int32s:
+        """Further ones for the burst that runs: free by now, or freed by what it is told of at the same time.
 
-    def forgo(self) -> None:
-        """What was lent does not come back: its rows will be reset. What was freed meanwhile is free."""
-        self._are_lent = False
-        waiting, self._waiting = self._waiting, []
-        for held in waiting:
-            self.free(*held)
+        `count`: so many may be lent at most, with those that are and were not filled.
+        """
+        end = int(self.num_free[row])
+        start = max(end - max(count - int(np.count_nonzero(self._lent[row])), 0), 0)
+        slots = self.stacks[row, start:end].copy()
+        self.num_free[row] = start
+        self._lent[row, slots] = True
+        return slots
+
+    def fill(self, rows: Int32s, slots: Int32s, alive: NDArray[np.bool_]) -> None:
+        """A burst filled these slots. Those with nodes that are not `alive` any more are free."""
+        self._lent[rows, slots] = False
+        if alive.all():
+            self.live[rows, slots] = True
+            return
+        self.live[rows[alive], slots[alive]] = True
+        self.free(rows[~alive], slots[~alive])
+
+    def settle(self, lent: Lent) -> None:
+        """Take back what a burst did not fill."""
+        rows = lent.rows
+        places, slots = self._lent[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
+        self._lent[rows] = False
+        self._push(rows[places], (self.region - 1 - slots).astype(np.int32))
 
     def free(self, rows: Int32s, slots: Int32s) -> None:
-        """Live slots, or taken ones, are free again; while a burst has slots lent, once it has given them back.
+        """Live slots, or taken ones, are free again.
 
-        Where the next free slot would be put lie those that are lent.
+        A burst that runs may still read them. It is told that it may fill them only when it is told of what freed them.
         """
-        if self._are_lent:
-            self._waiting.append((rows, slots))
-            return
         self.live[rows, slots] = False
         order = rows.argsort(kind="stable")
         self._push(rows[order], slots[order])
@@ -98,6 +103,7 @@ class TreeSlots:
     def reset(self, row: int) -> None:
         """All slots of a row are free."""
         self.live[row] = False
+        self._lent[row] = False
         self.num_free[row] = self.region
         self.stacks[row] = np.arange(self.region - 1, -1, -1)
 
@@ -119,5 +125,5 @@ class TreeSlots:
         """Raise InternalError unless every slot that is not live is free once. Nothing may be lent or taken."""
         for row, count in enumerate(self.num_free.tolist()):
             free = set(self.stacks[row, :count].tolist())
-            if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()):
+            if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()) or self._lent[row].any():
                 raise InternalError(f"row {row}: {count} free tree slots do not match {self.live[row].sum()} live ones")

@@ -22,12 +22,17 @@ _STEP: tl.constexpr = tl.constexpr(state.STEP)
 _NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
 _FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
 _NUM_FIELDS: tl.constexpr = tl.constexpr(state.NUM_FIELDS)
+_NEW_ROOT: tl.constexpr = tl.constexpr(state.NEW_ROOT)
+_NEW_ROOT_SLOT: tl.constexpr = tl.constexpr(state.NEW_ROOT_SLOT)
+_SHIFT: tl.constexpr = tl.constexpr(state.SHIFT)
+_NUM_MORE: tl.constexpr = tl.constexpr(state.NUM_MORE)
+_TOLD_WORDS: tl.constexpr = tl.constexpr(state.TOLD_WORDS)
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
 
 # Entries whose rank a program counts, and entries that it compares them with at a time.
 _OWN = 16
-_OTHERS = 512
+_OTHERS = 1024
 _SEEDS = 256
 
 
@@ -61,6 +66,53 @@ def _begin(
             within = at < SIZE
             alive = tl.load(live + row * WORDS + at % WORDS, mask=within, other=0)
             tl.store(masks + at, tl.load(masks + at, mask=within, other=0) & alive, mask=within)
+
+
+@triton.jit(do_not_specialize=["num_entry_programs", "step_size"])
+def _reroot(
+    header, entries, table_rows, num_free, free, slot_masks, told, num_entry_programs, step_size,
+    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, REGION: tl.constexpr, REGION_PAD: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs of entries, then one for each row, which gets more tree slots."""
+    program = tl.program_id(0)
+    LINE: tl.constexpr = _TOLD_WORDS + REGION
+    if program < num_entry_programs:
+        index = program * BLOCK + tl.arange(0, BLOCK)
+        inside = index < tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
+        score = _as_float(tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0))
+        there = inside & (score != _NEVER)
+        row = tl.load(entries + _ROW * CAPACITY + index, mask=there, other=0)
+        root = tl.load(told + row * LINE + _NEW_ROOT, mask=there, other=-1)
+        slot = tl.load(told + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
+        asked = there & ((root >= 0) | (slot >= 0))
+        # Another program may count the root's score anew by now; it is -inf before and after, or neither.
+        in_pool = asked & (root >= 0)
+        ran = in_pool & (_as_float(tl.load(entries + _SCORE * CAPACITY + root, mask=in_pool, other=0)) == _NEVER)
+        slot = tl.where(in_pool, tl.load(entries + _SLOT * CAPACITY + root, mask=ran, other=-1), slot)
+        parent = tl.load(entries + _PARENT * CAPACITY + index, mask=asked, other=-1)
+        table_row = tl.load(table_rows + row, mask=asked, other=0).to(tl.int64)
+        may_see = asked & (slot >= 0) & (parent >= 0)
+        seen = tl.load(slot_masks + (table_row * REGION + parent) * WORDS + (slot >> 5), mask=may_see, other=0)
+        alive = (may_see & (((seen >> (slot & 31)) & 1) == 1)) | (index == root)
+        shift = _as_float(tl.load(told + row * LINE + _SHIFT, mask=asked, other=0))
+        base = _as_float(tl.load(entries + _BASE * CAPACITY + index, mask=asked, other=0))
+        score = tl.where(alive, tl.minimum(score - shift, 0.0), _NEVER)
+        base = tl.minimum(base - shift, 0.0)
+        tl.store(entries + _SCORE * CAPACITY + index, score.to(tl.int32, bitcast=True), mask=asked)
+        tl.store(entries + _BASE * CAPACITY + index, base.to(tl.int32, bitcast=True), mask=asked & alive)
+    else:
+        # Names of their own: in the programs of entries the same ones would stand for blocks.
+        lone_row = program - num_entry_programs
+        line = told + lone_row * LINE
+        count, start = tl.load(line + _NUM_MORE), tl.load(num_free + lone_row)
+        number = tl.arange(0, REGION_PAD)
+        more = number < count
+        spare = tl.load(line + _TOLD_WORDS + number, mask=more, other=0)
+        tl.store(free + lone_row * REGION + (start + number) % REGION, spare, mask=more)
+        # Other threads may still have to read where they begin.
+        tl.debug_barrier()
+        tl.store(num_free + lone_row, start + count)
 
 
 @triton.jit
@@ -174,7 +226,7 @@ def _place(
     wants = kept & (fixed < 0)
     nth = taken + tl.sum((same & earlier & wants[None, :]).to(tl.int32), 1)
     kept = kept & ((fixed >= 0) | (nth < there_are))
-    slot = tl.where(fixed >= 0, fixed, tl.load(free + row * REGION + nth, mask=wants & kept, other=0))
+    slot = tl.where(fixed >= 0, fixed, tl.load(free + row * REGION + nth % REGION, mask=wants & kept, other=0))
     word = tl.arange(0, WORDS_PAD)
     own_bit = tl.where(slot >= 0, 1 << (slot & 31), 0)
     words |= tl.where((slot >> 5)[:, None] == word[None, :], own_bit[:, None], 0)
@@ -205,6 +257,7 @@ def _place(
     tl.store(masks + (slot * WORDS)[:, None], words, mask=kept[:, None] & in_words)
     never = tl.full([WIDTH_PAD], _NEVER, tl.float32)
     tl.store(entries + _SCORE * CAPACITY + entry, never.to(tl.int32, bitcast=True), mask=kept)
+    tl.store(entries + _SLOT * CAPACITY + entry, slot, mask=kept)
 
     put = place < WIDTH
     tl.store(out_tokens + place, tl.where(kept, token, 0), mask=put)
@@ -280,12 +333,23 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
     )  # fmt: skip
 
 
+def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+    """As kernels.frontier.reroot_pool."""
+    region, words = plan.slot_masks.shape[1:]
+    of_entries = triton.cdiv(pool.capacity, _SEEDS)
+    _reroot[(of_entries + rows.table_rows.shape[0],)](
+        header, pool.entries, rows.table_rows, rows.num_free, rows.free, plan.slot_masks, told, of_entries, step_size,
+        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, REGION=region, REGION_PAD=power_of_two(region), WORDS=words,
+        BLOCK=_SEEDS, num_warps=4,
+    )  # fmt: skip
+
+
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """As kernels.frontier.choose_entries."""
     width = step.order.shape[0]
     _choose[(triton.cdiv(pool.capacity, _OWN),)](
         header, pool.entries, rows.next_free, rows.num_free, step.order, width, width * branching,
-        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, OWN=_OWN, OTHERS=_OTHERS, num_warps=4,
+        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, OWN=_OWN, OTHERS=_OTHERS, num_warps=8,
     )  # fmt: skip
 
 

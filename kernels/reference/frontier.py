@@ -9,14 +9,19 @@ from kernels.frontier_state import (
     BASE,
     FEATURE,
     FLOOR,
+    NEW_ROOT,
+    NEW_ROOT_SLOT,
+    NUM_MORE,
     NUM_SEEDS,
     PARENT,
     POSITION,
     ROW,
     SCORE,
+    SHIFT,
     SLOT,
     STEP,
     TOKEN,
+    TOLD_WORDS,
     BurstRows,
     Pool,
     RegionPlan,
@@ -33,6 +38,33 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
     _scores(pool)[count : pool.max_seeds] = _NEVER
     table_rows = rows.table_rows.long()
     plan.slot_masks[table_rows] = plan.slot_masks[table_rows] & rows.live[:, None, :]
+
+
+def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+    """As kernels.frontier.reroot_pool."""
+    limit = min(pool.max_seeds + int(header[STEP]) * step_size, pool.capacity)
+    scores, bases = _scores(pool)[:limit], pool.entries[BASE].view(torch.float32)[:limit]
+    shifts = told[:, SHIFT].contiguous().view(torch.float32)
+    ran = (scores == _NEVER).tolist()
+    for row, line in enumerate(told[:, :TOLD_WORDS].tolist()):
+        root, slot, count, start = line[NEW_ROOT], line[NEW_ROOT_SLOT], line[NUM_MORE], int(rows.num_free[row])
+        places = (torch.arange(count, device=told.device) + start) % rows.free.shape[1]
+        rows.free[row, places] = told[row, TOLD_WORDS : TOLD_WORDS + count]
+        rows.num_free[row] = start + count
+        if root < 0 and slot < 0:
+            continue
+        if root >= 0:
+            slot = int(pool.entries[SLOT, root]) if ran[root] else -1
+        there = ((pool.entries[ROW, :limit] == row) & (scores > _NEVER)).nonzero()[:, 0]
+        parents = pool.entries[PARENT, there].long()
+        alive = there == root
+        if slot >= 0:
+            seen = plan.slot_masks[int(rows.table_rows[row]), parents.clamp(0), slot // 32] >> slot % 32 & 1
+            alive |= (parents >= 0) & (seen == 1)
+        scores[there[~alive]] = _NEVER
+        stays = there[alive]
+        scores[stays] = (scores[stays] - shifts[row]).clamp(max=0.0)
+        bases[stays] = (bases[stays] - shifts[row]).clamp(max=0.0)
 
 
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
@@ -66,7 +98,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
         if slot < 0:
             if next_free[row] >= num_free[row]:
                 continue
-            slot = int(rows.free[row, next_free[row]])
+            slot = int(rows.free[row, next_free[row] % rows.free.shape[1]])
             next_free[row] += 1
         own[row, slot] = number
         kept.setdefault(row, []).append((number, slot))
@@ -125,6 +157,7 @@ def _write(
     step.targets[place] = table_row * region + slot
     rows.region_len[row] = max(int(rows.region_len[row]), slot + 1)
     _scores(pool)[index] = _NEVER
+    pool.entries[SLOT, index] = slot
 
 
 def append_candidates(

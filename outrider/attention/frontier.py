@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from kernels.frontier import append_candidates, begin_burst, choose_entries, place_entries
+from kernels.frontier import append_candidates, begin_burst, choose_entries, place_entries, reroot_pool
 from kernels.frontier_state import (
     BASE,
     FEATURE,
     FORCED_FROM,
     HEADER_WORDS,
+    NEW_ROOT,
+    NEW_ROOT_SLOT,
     NUM_FIELDS,
+    NUM_MORE,
     PARENT,
     POSITION,
     ROW,
     SCORE,
+    SHIFT,
     SLOT,
     TOKEN,
+    TOLD_WORDS,
     BurstRows,
     Pool,
     RegionPlan,
@@ -26,13 +31,18 @@ __all__ = [
     "FEATURE",
     "FORCED_FROM",
     "HEADER_WORDS",
+    "NEW_ROOT",
+    "NEW_ROOT_SLOT",
     "NUM_FIELDS",
+    "NUM_MORE",
     "PARENT",
     "POSITION",
     "ROW",
     "SCORE",
+    "SHIFT",
     "SLOT",
     "TOKEN",
+    "TOLD_WORDS",
     "BurstRows",
     "Pool",
     "RegionPlan",
@@ -41,4 +51,5 @@ __all__ = [
     "begin_burst",
     "choose_entries",
     "place_entries",
+    "reroot_pool",
 ]

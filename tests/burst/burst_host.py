@@ -16,6 +16,7 @@ from draft_service.burst.plan import (
     BurstRunner,
     Extent,
     PendingBurst,
+    Reroots,
     RowState,
     RowStates,
     Seeds,
@@ -84,6 +85,7 @@ class Host:
         self.requests: dict[int, Request] = {}
         self.free_pages = list(range(runner.shape.num_pages))
         self.num_checked = 0
+        self._more_free: dict[int, list[int]] = {}  # by row, slots that the burst under way was given later
         self._generator = torch.Generator().manual_seed(1)
 
     @property
@@ -163,10 +165,18 @@ class Host:
         )
         return Burst(RowStates.of(states, self.runner.shape.region), told, num_steps, width, floor, parts), seeds
 
-    def merge(self, burst: Burst, seeds: list[Node], result: BurstResult, check: bool = True) -> list[Node]:
-        """Nodes that were run; their candidates wait from now on."""
+    def merge(
+        self,
+        burst: Burst,
+        seeds: list[Node],
+        result: BurstResult,
+        check: bool = True,
+        pool: dict[int, Node] | None = None,
+    ) -> list[Node]:
+        """Nodes that were run; their candidates wait from now on. `pool`: what was left by the part before."""
         num_steps, width, branching = result.tokens.shape
-        pool: dict[int, Node] = dict(enumerate(seeds))
+        if pool is None:
+            pool = dict(enumerate(seeds))
         ran: list[Node] = []
         for step, place in np.ndindex(num_steps, width):
             index, slot = int(result.picked[step, place]), int(result.slots[step, place])
@@ -212,6 +222,45 @@ class Host:
         joined = [np.concatenate([getattr(result, name) for result in results]) for name in RESULT_FIELDS]
         return BurstResult(results[0].first, *joined)
 
+    def past_commit(
+        self, row: int, tokens: list[int], steps: tuple[int, int], width: int, floor: float, check: bool = True
+    ) -> tuple[list[Node], list[Node], list[Node]]:
+        """A burst that goes on past a commit to a known node; what could be run then, best first, and what parts ran.
+
+        At first it may fill slots for one more step, and those of nodes that died from the commit on.
+        """
+        request = self.requests[row]
+        burst, seeds = self.burst(steps[0], width, floor)
+        burst.rows.free_ends[burst.rows.rows == row] = (steps[0] + 1) * width
+        path = (*request.tokens, *tokens)
+        held = {node.tokens: node for node in request.nodes.values()}
+        root = held.get(path) or next(node for node in seeds if node.tokens == path)
+        kept = root.above()
+        dead = [slot for slot, node in request.nodes.items() if root not in node.above() and node not in kept]
+        told = Reroots(
+            rows=np.array([burst.rows.rows.tolist().index(row)], np.int32),
+            indices=np.array([-1 if root.slot >= 0 else seeds.index(root)], np.int32),
+            slots=np.array([root.slot], np.int32),
+            shifts=np.array([root.score], np.float32),
+            free=[np.array(dead, np.int32)],
+        )
+        self._more_free[row] = dead
+        pending = self.runner.launch(burst)
+        more = pending.go_on(steps[1], told)
+        assert more is not None
+        pool = dict(enumerate(seeds))
+        first = self.merge(burst, seeds, pending.wait(), check, pool)
+        was_run = root.slot >= 0
+        self.commit(row, tokens, move=False)
+        if not was_run:  # the same burst runs it, wherever that puts it
+            root.slot, request.forced = -1, []
+        alive = [node for node in pool.values() if node.row != row or root in node.above()]
+        ready = sorted((node for node in alive if node.score >= floor), key=lambda node: -node.score)
+        pool = {index: node for index, node in pool.items() if node in alive}
+        second = self.merge(burst, seeds, more.wait(), check, pool)
+        self._more_free.clear()
+        return ready, first, second
+
     def step(self, num_steps: int, width: int, check: bool = True, **options: object) -> list[Node]:
         """Launch, wait, merge."""
         burst, seeds = self.burst(num_steps, width, **options)  # type: ignore[arg-type]
@@ -256,7 +305,8 @@ class Host:
     def _ran(self, burst: Burst, node: Node, slot: int) -> None:
         request = self.requests[node.row]
         state = next(state for state in burst.rows if state.row == node.row)
-        assert node.slot == slot or (node.slot < 0 and slot in state.free), "a slot that was not free"
+        free = [*state.free, *self._more_free.get(node.row, ())]
+        assert node.slot == slot or (node.slot < 0 and slot in free), "a slot that was not free"
         assert slot not in request.nodes or request.nodes[slot] is node, "a slot that is in use"
         node.slot = slot
         request.nodes[slot] = node

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, BurstShape, Extent, RowState
+from draft_service.burst.plan import (
+    FORCED,
+    NUM_SEED_FIELDS,
+    Burst,
+    BurstResult,
+    BurstShape,
+    Extent,
+    Reroots,
+    RowState,
+)
 from outrider.sampling.params import SamplingParams
 from outrider.tree.messages import Features
 
@@ -83,10 +92,10 @@ class Pending:
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         return self.over(interrupted)
 
-    def go_on(self, num_steps: int) -> Pending | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         if self._run is None:
             return None
-        return self._run.runner.go_on(self, self._run, num_steps)
+        return self._run.runner.go_on(self, self._run, num_steps, reroots)
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
         return self.ready or not interrupted()
@@ -113,6 +122,8 @@ class ScriptedRunner:
         """Rows that each forward of them had."""
         self.parts: list[int] = []
         """Steps of further parts of bursts."""
+        self.survivors: list[dict[int, list[tuple[tuple[int, ...], float]]]] = []
+        """Each time that a burst was told of new roots: by row, paths and scores of what it may run, best first."""
         self.page_owner: dict[int, int] = {}
         self.launch_fault: Exception | None = None
         self.wait_fault: Callable[[Burst], Exception | None] = lambda burst: None
@@ -192,12 +203,15 @@ class ScriptedRunner:
         self.pending.ready = self.auto_ready
         return self.pending
 
-    def go_on(self, pending: Pending, run: _Run, num_steps: int) -> Pending:
+    def go_on(self, pending: Pending, run: _Run, num_steps: int, reroots: Reroots | None) -> Pending:
         if self.launch_fault:
             raise self.launch_fault
         check(pending is self.pending, "only the part queued last goes on")
         check(run.first_step + num_steps <= self.shape.max_steps, f"{run.first_step + num_steps} steps")
         self.parts.append(num_steps)
+        if reroots is not None:
+            run.reroot(reroots)
+            self.survivors.append(run.ranked(reroots.rows.tolist()))
         fault = self.wait_fault(run.burst)
         self.pending = Pending(fault or run.result(num_steps), run)
         self.pending.ready = self.auto_ready
@@ -238,6 +252,7 @@ class _Run:
         self.features = [float(value) for part in burst.features for value in np.asarray(part)[:, 0]]
         self.pool: list[_Candidate | None] = list(self._seeds())
         self.first_step = 0
+        self.ran_in: dict[int, int] = {}  # by pool index, the tree slot
         check(np.isfinite(burst.floor), "nothing is below the floor")
         check(0 < burst.num_steps <= self.shape.max_steps, f"{burst.num_steps} steps")
         check(0 < burst.width <= self.shape.max_width, f"width {burst.width}")
@@ -267,7 +282,7 @@ class _Run:
             score = float(seeds.scores[index])
             last = index + 1 == count or not forced[index + 1] or seeds.rows[index + 1] != row
             check(bool(forced[index]) == (seeds.slots[index] >= 0), "only forced seeds have slots")
-            check(forced[index] or burst.floor <= score <= 0.0, f"seed score {score}")
+            check(forced[index] or score <= 0.0, f"seed score {score}")
             # Committed tokens bring nothing; the root, if it is there, comes behind them.
             is_root = forced[index] and last and seeds.bases[index] != NONE
             base = (0.0 if is_root else None) if forced[index] else score
@@ -311,9 +326,65 @@ class _Run:
                 found += self._children(int(picked[step, place]), tokens[step, place], scores[step, place])
             for index in picked[step].tolist():
                 if index >= 0:
+                    node = self.pool[index]
+                    assert node is not None
+                    self.ran_in[index] = node.slot
                     self.pool[index] = None
             self.pool += found
         return BurstResult(first, picked, slots, tokens, scores)
+
+    def reroot(self, told: Reroots) -> None:
+        """Rows have new roots, and more slots."""
+        check(len(set(told.rows.tolist())) == len(told.rows) == len(told.free), "a row twice")
+        for row, index, slot, shift, free in zip(
+            told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts.tolist(), told.free, strict=True
+        ):
+            self._reroot(row, index, slot, shift, free.tolist())
+
+    def _reroot(self, row: int, index: int, slot: int, shift: float, free: list[int]) -> None:
+        state = self.states[row]
+        check((index >= 0) != (slot >= 0), f"a new root with pool index {index} and slot {slot}")
+        check(shift <= 0, f"a new root of score {shift}")
+        root = self.ran_in.get(index, -1) if index >= 0 else slot
+        check(root < 0 or root in state.cells, f"a new root in slot {root}, which holds nothing")
+        for place, node in enumerate(self.pool):
+            if node is None or node.row != row:
+                continue
+            check(node.score < FORCED, "a new root while committed tokens are still to be run")
+            seen = state.cells[node.parent].ancestors if node.parent >= 0 else set()
+            if root in seen or place == index:
+                node.score = min(node.score - shift, 0.0)
+                node.base = None if node.base is None else min(node.base - shift, 0.0)
+            else:
+                self.pool[place] = None
+        for one in free:
+            check(one not in self.free[row], f"slot {one} is free twice")
+            state.cells.pop(one, None)
+            check(one != root, "the new root's slot is called free")
+        for node in self.pool:
+            if node is not None and node.row == row and node.parent >= 0:
+                seen = state.cells[node.parent].ancestors if node.parent in state.cells else {-1}
+                check(seen <= state.cells.keys(), "a node that may be run sees a slot that is free")
+        self.free[row] += free
+
+    def ranked(self, rows: list[int]) -> dict[int, list[tuple[tuple[int, ...], float]]]:
+        """By row of the runner, paths and scores of what may be run, best first."""
+        found: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+        for row in rows:
+            nodes = [
+                (-node.score, index, node)
+                for index, node in enumerate(self.pool)
+                if node is not None and node.row == row and node.score >= self.burst.floor
+            ]
+            paths = [((*self._tokens_above(node), node.token), node.score) for _, _, node in sorted(nodes)]
+            found[self.burst.rows[row].row] = paths
+        return found
+
+    def _tokens_above(self, node: _Candidate) -> tuple[int, ...]:
+        state = self.states[node.row]
+        cells = [state.cells[slot] for slot in state.cells[node.parent].ancestors] if node.parent >= 0 else []
+        tokens = [cell.token for cell in sorted(cells, key=lambda cell: cell.position)]
+        return self.runner._path(state) + tuple(tokens)
 
     def _choose(self) -> list[int]:
         ranked = [

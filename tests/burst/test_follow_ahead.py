@@ -35,25 +35,13 @@ def test_a_commit_is_answered_while_the_burst_runs() -> None:
     request.check()
 
 
-def test_a_burst_that_knows_nothing_of_a_commit_does_not_go_on() -> None:
-    rig, request = grown()
-    rig.commit(1, continuation(request.tokens, 2), credit=60)
-    bursts = len(rig.runner.bursts)
-    parts = len(rig.runner.parts)
-    rig.turn()
-    assert rig.runner.pending is not None
-    rig.runner.auto_ready = rig.runner.pending.ready = True
-    while len(rig.runner.bursts) == bursts:
-        rig.turn()
-        assert len(rig.runner.parts) == parts
-
-
 def test_what_a_burst_brings_below_dead_nodes_is_dropped_and_its_slots_are_free() -> None:
     rig, request = grown()
     rig.commit(1, continuation(request.tokens, 2), credit=60)
     rig.turn()
     rig.runner.auto_ready = True
     rig.settle()
+    rig.growth._forest.slots.check_integrity()
     request.check()
     assert len(set(rig.runner.ran)) == len(rig.runner.ran), "what the burst ran of the new tree is not run again"
     rig.close(1)
@@ -94,6 +82,7 @@ def test_commits_at_any_moment_leave_a_sound_forest(seed: int) -> None:
     if rig.runner.pending is not None:
         rig.runner.pending.ready = True
     rig.settle()
+    rig.growth._forest.slots.check_integrity()
     rig.close(1)
     rig.close(2)
     rig.settle()

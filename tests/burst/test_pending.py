@@ -28,7 +28,7 @@ def pending(event: Event | None, expected: float) -> tuple[Pending, list[float]]
         note_launch=lambda seconds: None,
         note_seconds=lambda pending, seconds: noted.append(seconds),
         run_until=lambda interrupted: None,
-        go_on=lambda pending, num_steps: Pending(runner, pending.burst, pending.bucket, 0, 2, num_steps),
+        go_on=lambda pending, num_steps, reroots: Pending(runner, pending.burst, pending.bucket, 0, 2, num_steps),
     )
     burst: Any = None
     made = Pending(runner, burst, Bucket(8, 1), 0)

@@ -271,6 +271,32 @@ def test_a_burst_that_goes_on_is_one_of_all_its_steps(model: DraftModel, steps: 
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
 
 
+@pytest.mark.parametrize("which", ["run", "unrun"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_burst_that_goes_on_past_a_commit_runs_what_survives_it(model: DraftModel, which: str, seed: int) -> None:
+    """The best below the new root first, also in slots of nodes that died; what follows finds all of it as it was."""
+    if which == "unrun" and model.feature_size:
+        pytest.skip("a new root that was not run lands the burst, for its true feature")
+    host = Host(make_runner("cuda", model, max_steps=8), model)
+    for row in range(2):
+        host.open(row, prompt(7 + row, row + seed), SamplingParams(temperature=0.4 * row, seed=row))
+    for _ in range(2):
+        host.step(2, 8, floor=-20.0)
+        request = host.requests[0]
+        length = len(request.tokens)
+        known = [node for node in request.nodes.values() if node.parent is request.root]
+        if which == "unrun":
+            known = [node for node in request.waiting if node.parent is request.root] or request.waiting
+        chosen = max(known, key=lambda node: node.score)
+        ready, first, second = host.past_commit(0, list(chosen.tokens[length:]), (1, 3), 8, floor=-20.0)
+        count = min(8, len(ready))
+        assert first and count and {node.tokens for node in second[:count]} == {node.tokens for node in ready[:count]}
+        assert any(node.row == 1 for node in second)
+    checked = host.num_checked
+    host.step(2, 8)
+    assert host.num_checked > checked
+
+
 def test_what_cannot_go_on_says_so(make: Make, model: DraftModel) -> None:
     host = make(model)
     host.open(0, prompt(7))

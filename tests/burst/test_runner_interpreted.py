@@ -34,3 +34,17 @@ def test_kernels_work_together(model: DraftModel) -> None:
         host.commit(0, [*deepest.tokens[9:], 4])
         host.step(3, 6)
     assert host.num_checked == 40
+
+
+def test_kernels_go_on_past_a_commit(model: DraftModel) -> None:
+    import interpreter  # noqa: F401  # loops to computed bounds
+
+    host = Host(make_runner("cuda", model), model)
+    with triton_on_cpu():
+        request = host.open(0, prompt(9))
+        host.open(2, prompt(14, 1), SamplingParams(temperature=0.8, seed=5))
+        host.step(2, 4, floor=-20.0)
+        known = [node for node in request.nodes.values() if node.parent is request.root]
+        chosen = max(known, key=lambda node: node.score)
+        ready, first, second = host.past_commit(0, [chosen.tokens[-1]], (1, 2), 8, floor=-20.0)
+    assert len(first) == 8 and {node.tokens for node in second[:8]} == {node.tokens for node in ready[:8]}

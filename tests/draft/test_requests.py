@@ -192,7 +192,7 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
             mirror.insert(grow)
         mirror.check_integrity()
         assert mirror.num_unresolved == 0
-        row, new = 0, []
+        row, new = mirror.root, []
         for token in text[len(tokens) : len(tokens) + 8]:
             new.append(token)
             below = mirror.child(row, token)

@@ -142,6 +142,30 @@ def test_a_burst_goes_on_while_nothing_waits_for_its_end(folder: Path, kind: str
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
 
 
+@pytest.mark.parametrize("use_graphs", [True, False])
+@pytest.mark.parametrize(("kind", "which"), [("plain", "run"), ("plain", "unrun"), ("features", "run")])
+def test_a_burst_goes_on_past_a_commit(folder: Path, kind: str, which: str, use_graphs: bool) -> None:
+    """The best below the new root first, also in slots of nodes that died; candidates are those of the model."""
+    runner = make_runner(draft(folder, kind, torch.float32, "cuda"), use_graphs)
+    host = Host(runner, draft(folder, kind, torch.float32, "cpu"), TOLERANCE[torch.float32])
+    for row in range(3):
+        host.open(row, prompt(9 + row), SamplingParams(temperature=0.4 * row, seed=row))
+    for _ in range(3):
+        host.step(2, 8, floor=-20.0)
+        request = host.requests[1]
+        length = len(request.tokens)
+        known = [node for node in request.nodes.values() if node.parent is request.root]
+        if which == "unrun":
+            known = [node for node in request.waiting if node.parent is request.root] or request.waiting
+        chosen = max(known, key=lambda node: node.score)
+        ready, first, second = host.past_commit(1, list(chosen.tokens[length:]), (1, 3), 8, floor=-20.0)
+        assert first and len(ready) > 8
+        # Path scores of the two devices differ in their last bits.
+        worst = ready[7].score - 10 * TOLERANCE[torch.float32]
+        assert len(second) >= 8 and all(node.score >= worst for node in second[:8])
+    assert host.num_checked > 60
+
+
 def test_built_from_options(folder: Path) -> None:
     options = DraftOptions(max_requests=4, max_total_tokens=2048, speculative_eagle_topk=4)
     runner = build_runner(draft(folder, "plain", torch.bfloat16, "cuda"), options)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import frontier
-from kernels.frontier_state import NUM_FIELDS, BurstRows, Pool, RegionPlan, StepTokens
+from kernels.frontier_state import NUM_FIELDS, SCORE, SLOT, TOLD_WORDS, BurstRows, Pool, RegionPlan, StepTokens
 
 BRANCHING = 3
 MAX_STEPS = 6
@@ -143,6 +143,42 @@ class Burst:
         self.place(functions)
         device = self.header.device
         self.append(tokens.to(device), scores.to(device), functions)
+
+    def told(self, roots: dict[int, tuple[int, int, float]], more: dict[int, list[int]]) -> Tensor:
+        """What rows are told: by row the new root's pool index, tree slot and path score; by row more tree slots."""
+        told = torch.full((len(self.rows.table_rows), TOLD_WORDS + self.region), 88, dtype=torch.int32)
+        told[:, :TOLD_WORDS] = torch.tensor([-1, -1, 0, 0], dtype=torch.int32)
+        for row, (index, slot, score) in roots.items():
+            bits = int(torch.tensor([score]).view(torch.int32))
+            told[row, :3] = torch.tensor([index, slot, bits], dtype=torch.int32)
+        for row, slots in more.items():
+            told[row, 3] = len(slots)
+            told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = torch.tensor(slots, dtype=torch.int32)
+        return told.to(self.header.device)
+
+    def reroot(self, told: Tensor, functions: ModuleType = frontier) -> None:
+        functions.reroot_pool(self.header, self.pool, self.rows, self.plan, told, self.width * BRANCHING)
+
+    def random_told(self, source: random.Random) -> Tensor:
+        """New roots that were run, by this burst or before, or not, and slots that nothing held, for some rows."""
+        limit = self.pool.max_seeds + int(self.header[0]) * self.width * BRANCHING
+        entries = self.pool.entries[:, :limit].cpu()
+        scores = entries[SCORE].contiguous().view(torch.float32)
+        roots: dict[int, tuple[int, int, float]] = {}
+        more: dict[int, list[int]] = {}
+        for row in range(len(self.rows.table_rows)):
+            own = (entries[0] == row).nonzero()[:, 0].tolist()
+            own = [index for index in own if scores[index] > float("-inf") or entries[SLOT, index] >= 0]
+            if any(scores[index] > 1e29 for index in own):
+                continue
+            if own and source.random() < 0.5:
+                roots[row] = (source.choice(own), -1, -source.uniform(0.0, 3.0))
+            elif source.random() < 0.5:
+                roots[row] = (-1, source.randrange(self.region), -source.uniform(0.0, 3.0))
+            given = self.rows.free[row, : int(self.rows.num_free[row])].tolist()
+            spare = [slot for slot in range(self.region // 2, self.region) if slot not in given]
+            more[row] = source.sample(spare, min(source.randrange(5), len(spare)))
+        return self.told(roots, more)
 
     def candidates(self, generator: torch.Generator, low: float = -3.0, high: float = 0.0) -> tuple[Tensor, Tensor]:
         """What a model might propose; some nodes have fewer."""

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import interpreter  # noqa: F401  # loops to computed bounds
 import pytest
@@ -10,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.frontier import append_candidates, place_entries
-from kernels.frontier_state import POSITION, SCORE, SLOT, TOKEN
+from kernels.frontier_state import BASE, POSITION, SCORE, SLOT, TOKEN
 from kernels.launch import triton_on_cpu
 from kernels.reference import frontier as reference
 
@@ -28,8 +33,12 @@ def run_both(ours: Burst, theirs: Burst, num_steps: int, seed: int = 0) -> None:
     ours.begin()
     theirs.begin(reference)
     check_same(ours, theirs)
-    generator = torch.Generator().manual_seed(seed)
+    generator, source = torch.Generator().manual_seed(seed), random.Random(seed)
     for _ in range(num_steps):
+        told = theirs.random_told(source)
+        ours.reroot(told.to(ours.header.device))
+        theirs.reroot(told, reference)
+        check_same(ours, theirs)
         candidates = ours.candidates(generator)
         ours.run_step(*candidates)
         theirs.run_step(*candidates, reference)
@@ -147,6 +156,68 @@ def test_a_row_without_free_slots_makes_room_for_others(device: str) -> None:
     assert ran == [[0, -1, -1, -1], [6, -1, -1, -1]]
 
 
+def test_a_new_root_keeps_what_hangs_below_it(device: str) -> None:
+    """The others leave the pool, of that row alone; scores count from the new root, and slots that died are filled."""
+    seeds = [
+        Entry(row=0, token=1, score=-1.5, position=9, parent=4),  # below slot 3, which is the new root
+        Entry(row=0, token=2, score=-1.0, position=8, parent=3),
+        Entry(row=0, token=3, score=-0.5, position=8, parent=2),
+        Entry(row=1, token=4, score=-2.0, position=7, parent=3),
+        Entry(row=0, token=5, score=-0.9999, position=9, parent=3),
+    ]
+    burst = make_burst(seeds, free=[[], [20]], width=4, floor=-1.6, device=device)
+    burst.clear_masks()
+    for row, slot, seen in ((0, 2, {1, 2}), (0, 3, {1, 3}), (0, 4, {1, 3, 4}), (1, 3, {3})):
+        burst.store(row, slot, seen)
+    burst.rows.live.fill_(-1)
+    burst.begin()
+    burst.reroot(burst.told({0: (-1, 3, -1.0)}, {0: [2, 9]}))
+    scores = burst.pool.entries[SCORE].view(torch.float32)[:5]
+    assert scores.tolist() == pytest.approx([-0.5, 0.0, float("-inf"), -2.0, 0.0])
+    assert burst.pool.entries[BASE].view(torch.float32)[[0, 1, 3, 4]].tolist() == pytest.approx([-0.5, 0.0, -2.0, 0.0])
+    burst.choose()
+    burst.place()
+    assert burst.step.picked.tolist() == [1, 4, -1, -1] and burst.step.slots.tolist() == [2, 9, -1, -1]
+    assert burst.seen(0) == {1, 2, 3}
+    burst.reroot(burst.told({}, {0: [7]}))
+    assert burst.rows.num_free.tolist() == [3, 1] and burst.rows.next_free.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+def test_a_new_root_may_be_an_entry_of_the_pool(device: str, was_run: bool) -> None:
+    """The device knows whether it was run, and where; if not, it is what is left."""
+    seeds = [Entry(0, token, score, 8, parent=1) for token, score in ((1, -0.5), (2, -1.0))]
+    burst = make_burst(seeds, free=[[6, 7, 8, 9]], width=2, device=device)
+    burst.clear_masks()
+    burst.begin()
+    if was_run:
+        tokens = torch.tensor([[21, 22, -1], [30, 31, 32]], dtype=torch.int32, device=device)
+        burst.run_step(tokens, torch.tensor([[-0.1, -1.0, -2.0], [-0.25, -0.5, -3.0]], device=device))
+        assert burst.pool.entries[SLOT, :2].tolist() == [6, 7]
+    burst.reroot(burst.told({0: (1, -1, -1.0)}, {}))
+    burst.choose()
+    first = burst.pool.max_seeds + BRANCHING
+    assert burst.step.order.tolist() == ([first, first + 1] if was_run else [1, -1])
+    scores = burst.pool.entries[SCORE].view(torch.float32)
+    assert scores[burst.step.order[0]] == (-0.25 if was_run else 0.0)
+
+
+def test_slots_that_were_given_later_lie_behind_those_before(device: str) -> None:
+    crowd = [Entry(row=0, token=i, score=-0.1 * (i + 1), position=3) for i in range(6)]
+    burst = make_burst(crowd, free=[list(range(30))], width=2, device=device)
+    burst.clear_masks()
+    burst.rows.next_free[0] = 29
+    burst.begin()
+    burst.reroot(burst.told({}, {0: [3, 4, 5, 6]}))
+    assert burst.rows.num_free.tolist() == [34]
+    found = []
+    for _ in range(3):
+        burst.choose()
+        burst.place()
+        found += burst.step.slots.tolist()
+    assert found == [29, 3, 4, 5, 6, -1]
+
+
 def test_candidates_join_the_pool(device: str) -> None:
     burst = make_burst([Entry(row=0, token=5, score=-0.5, position=6, parent=0)], free=[[4, 5, 6]], width=2,
                        device=device)  # fmt: skip
@@ -161,6 +232,7 @@ def test_candidates_join_the_pool(device: str) -> None:
     assert entries[SCORE].contiguous().view(torch.float32).tolist() == pytest.approx([-0.6, -1.5, *[never] * 4])
     assert entries[TOKEN, :2].tolist() == [21, 22] and entries[POSITION, :2].tolist() == [7, 7]
     assert entries[SLOT].tolist() == [-1] * 6
+    assert burst.pool.entries[SLOT, 0] == 4
     result = burst.results[0]
     assert result[:4].tolist() == [0, -1, 4, -1]
     assert result[4:10].tolist() == [21, 22, -1, -1, -1, -1]
@@ -208,7 +280,19 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         deep = torch.zeros(99, burst.results.shape[1], dtype=torch.int32, device=device)
         append_candidates(burst.header, burst.pool, burst.step, tokens, tokens.float(), deep)
+    with pytest.raises(ValueError, match="what rows are told"):
+        burst.reroot(burst.told({}, {})[:, 1:])
     step = type(burst.step).new(2, 1, 7, torch.device(device))
     with pytest.raises(ValueError, match="regions"):
         place_entries(burst.pool, burst.rows, step, burst.plan)
     assert {field.name for field in fields(burst.step)} >= {"picked", "slots"}
+
+
+def test_every_kernel_of_a_step_compiles_for_a_gpu() -> None:
+    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folder = Path(__file__).parent
+    words["PYTHONPATH"] = os.pathsep.join([str(folder.parents[1]), str(folder)])
+    told = subprocess.run(
+        [sys.executable, folder / "compile_frontier.py"], env=words, capture_output=True, text=True, timeout=100
+    )
+    assert told.stdout.split() == ["_append", "_begin", "_choose", "_place", "_reroot"], told.stderr[-3000:]
