@@ -45,7 +45,7 @@ class Forest:
         """What a round takes of each tree, given the indices of all that it takes, ascending and with their parents."""
         if not len(chosen):
             return [Nodes() for _ in self._bounds[1:]]
-        depths = self._depths[chosen]
+        depths = self._depths[chosen].astype(np.int64)
         cuts = chosen.searchsorted(self._bounds)
         places = chosen.searchsorted(chosen - self._up[chosen]) - cuts[:-1].repeat(np.diff(cuts))
         places[depths == 1] = -1

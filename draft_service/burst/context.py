@@ -122,7 +122,7 @@ class DraftContext:
 
     def found_run(self) -> None:
         """A burst ran the root before it was one."""
-        self.root_run, self.root_settled, self.fresh = True, not self.lag, False
+        self.root_run, self.root_settled, self.fresh, self.is_due = True, not self.lag, False, False
 
     def take_settled(self, *, own: bool) -> list[int]:
         """Take leading tokens off `between` whose KV may move to the context, and return their tree slots.

@@ -15,6 +15,8 @@ from draft_service.burst.slots import TreeSlots
 
 _NO_FLOOR = -1e9
 """Above DEAD, so that no dead entry is worth anything."""
+_ROUNDING = 1e-3
+"""More than path scores in float32 are wrong by."""
 _FEW_DEAD = 512
 """Dead entries that cost less than dropping them."""
 
@@ -120,7 +122,8 @@ class DraftForest:
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
         tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
         # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
-        keep = edges >= self.floor
+        # The device, which shifts scores in float32, may run a child of a new root whose edge is just below.
+        keep = edges >= self.floor - _ROUNDING
         places = harvest.places(first + len(tokens))
         nobody = harvest.seeds < 0
         if np.count_nonzero(nobody):

@@ -78,6 +78,8 @@ class ContextKeeper:
         between = context.between
         if len(between) >= self._worth_moving:
             return True
+        if self._own_features:
+            return False
         return len(between) >= _MOST_OWN and sum(not one.settled for one in between) >= _MOST_OWN
 
     def settle(self, context: DraftContext) -> None:

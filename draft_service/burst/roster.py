@@ -185,7 +185,6 @@ class Roster:
         for context in self._late.values():
             if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
                 context.found_run()
-                context.is_due = False
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""

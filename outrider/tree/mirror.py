@@ -157,6 +157,8 @@ class TreeMirror:
             self._unread.append(grow)
             self.num_unread += count
         self._claimed = max(self._claimed, grow.first_id + count - 1)
+        if not self._unread:
+            self.received_through = self._claimed
         self.acked_len = max(self.acked_len, min(grow.acked_len, len(self.tokens)))
         return 0 if self.num_nodes and self.num_unread < self._capacity else self.settle()
 

@@ -105,3 +105,16 @@ def test_every_child_of_a_committed_token_is_observed_once_also_when_it_comes_la
     tokens.append(2)
     mirror.commit()
     assert observed() == []
+
+
+def test_a_message_without_nodes_tells_what_was_received_while_others_are_there() -> None:
+    """Else the draft would not learn that nodes were lost before a commit needs them."""
+    tokens = [1, 2, 3]
+    mirror = TreeMirror(tokens, vocab_size=100, max_nodes=50)
+    none = np.empty(0)
+    scores, sources = np.full(2, -0.1, np.float32), np.zeros(2, np.uint8)
+    mirror.take(Grow(1, 1, 3, 3, 1, np.array([0, 1], np.uint32), np.array([4, 5], np.int32), scores, sources))
+    assert (mirror.num_nodes, mirror.received_through) == (2, 2)
+    empty = (none.astype(np.uint32), none.astype(np.int32), none.astype(np.float32), none.astype(np.uint8))
+    mirror.take(Grow(1, 1, 3, 3, 9, *empty))
+    assert mirror.received_through == 8
