@@ -32,6 +32,8 @@ from verify_service.session import DraftDialer
 from verify_service.wire_engine import Ready
 
 SERVICE = "outrider.v1.VerifyService"
+LAST_WORDS_SECONDS = 2.0
+"""How long answers of an engine that failed may take to reach their clients with its status. They end by themselves."""
 
 
 class _Ways(NamedTuple):
@@ -99,7 +101,7 @@ async def _serve_engine(
     write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
     await until_stopped(stop, engine)
     servicer.draining = True
-    await server.stop(options.drain_seconds if engine.alive else 0)
+    await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
     for session in sessions:
         session.cancel()
     await asyncio.gather(*sessions, return_exceptions=True)
