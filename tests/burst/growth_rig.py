@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scripted_runner import Guesses, ScriptedRunner, features_message
+from scripted_rows import Guesses, features_message
+from scripted_runner import ScriptedRunner
 
 from draft_service.burst.growth import BurstGrowth
 from draft_service.burst.plan import BurstShape
