@@ -72,6 +72,12 @@ def _add_training(group: Any) -> None:
         "--batch-tokens", type=whole_number(64, 10**7), help="Tokens of a step, on each GPU. Default: 16384."
     )
     group.add_argument("--unroll", type=whole_number(1, 32), help="Steps on own features. Default: 8.")
+    group.add_argument(
+        "--hit-weight",
+        type=float,
+        help="EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
+        "0 to 1. Default: 0.",
+    )
     group.add_argument("--decay", type=float, help="Weight of such a step against the one before. Default: 1.")
     group.add_argument("--learning-rate", type=float, help="Peak learning rate. Default: 0.001.")
     group.add_argument("--optimizer", choices=("adamw", "muon"), help="What moves new matrices. Default: muon.")
@@ -86,16 +92,20 @@ def _add_training(group: Any) -> None:
 
 def _add_drafter(group: Any) -> None:
     group.add_argument(
+        "--init-from",
+        help="EAGLE3: begin as this head of the same target, a folder or hub id, with its sizes and vocabulary.",
+    )
+    group.add_argument(
         "--draft-vocab-size",
         type=whole_number(1, 10**6),
-        default=8192,
-        help="EAGLE3: tokens that it may guess. Default: 8192.",
+        default=0,
+        help="EAGLE3: tokens that it may guess. Default: 8192, or as --init-from.",
     )
     group.add_argument(
         "--intermediate-size",
         type=whole_number(0, 10**6),
         default=0,
-        help="EAGLE3: width of its MLP. Default: the target's.",
+        help="EAGLE3: width of its MLP. Default: the target's, or as --init-from.",
     )
     group.add_argument("--feature-layers", help="EAGLE3: layers whose input it reads, as in 2,15,27 (30's default).")
     group.add_argument(
@@ -123,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts=arguments.prompts,
         eval_prompts=arguments.eval_prompts,
         text=arguments.text,
+        init_from=resolve_model(arguments.init_from, needs_tokenizer=False) if arguments.init_from else None,
         draft_vocab_size=arguments.draft_vocab_size,
         feature_layers=_layers(arguments.feature_layers),
         intermediate_size=arguments.intermediate_size,

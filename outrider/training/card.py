@@ -86,6 +86,8 @@ def _training(record: dict[str, Any]) -> list[list[str]]:
         ["minutes in all", f"{sum(seconds.values()) / 60:.1f}"],
         ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
     ]
+    if record["options"].get("init_from"):
+        rows.insert(1, ["begun as", record["options"]["init_from"]])
     if record["algorithm"] == "STANDALONE":
         rows = [row for row in rows if row[0] != "steps on own features"]
     if record["algorithm"] == "EAGLE3":
@@ -114,8 +116,10 @@ def _rates(trainer: dict[str, Any]) -> str:
 def _licence(record: dict[str, Any]) -> str:
     count = record["questions_given"]
     asked = f", and to {count} questions that it was given, whose licence is their own" if count else ""
+    begun = record["options"].get("init_from")
+    before = f" It began as {begun}, whose own text and licence are told beside it." if begun else ""
     return (
         f"The text that it learned from was written by {record['target']} itself, in answer to questions that it "
-        f"invented{asked}. No other text was used. The weights derive from the target's, and begin from some of them, "
-        "so the target's licence holds for them, with what it says of a model's output and of derived works."
+        f"invented{asked}. No other text was used.{before} The weights derive from the target's, and begin from some "
+        "of them, so the target's licence holds for them, with what it says of a model's output and of derived works."
     )

@@ -61,12 +61,15 @@ class Eagle3Head(nn.Module):
     feature_scale: Tensor
     """[layers * hidden], what features are divided by before `fc`. Channels of a residual stream differ a
     hundredfold, and an optimiser that moves all weights alike wants inputs of one size. Part of `fc` when exported."""
+    learned: bool
+    """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
     def __init__(self, shape: HeadShape, target_ids: Tensor) -> None:
         """`target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
         super().__init__()
         config = shape.target
         self.shape = shape
+        self.learned = False
         self.fc = matrix(len(shape.feature_layers) * config.hidden_size, config.hidden_size)
         self.midlayer = _MidLayer(config, shape.mlp_size)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -91,7 +94,10 @@ class Eagle3Head(nn.Module):
     @torch.no_grad()
     def calibrate(self, features: Tensor) -> None:
         """Set the scale of each channel to its root mean square over features [N, layers * hidden]."""
-        self.feature_scale.copy_(channel_sizes(features))
+        sizes = channel_sizes(features)
+        if self.learned:
+            self.fc.weight.mul_(sizes / self.feature_scale)
+        self.feature_scale.copy_(sizes)
 
     def project(self, features: Tensor) -> Tensor:
         """The target's features [..., layers * hidden] as a step takes them, [..., hidden]."""

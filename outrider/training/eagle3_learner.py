@@ -42,7 +42,7 @@ class Eagle3Learner:
         self._target = target
         self._num_steps = options.unroll
         wrap = compiler(on_gpu and options.compile and self.packed if compiled is None else compiled)
-        self._teaching = Teaching(wrap)
+        self._teaching = Teaching(wrap, options.hit_weight)
         self._unroll = PackedUnroll(head, target.rotary, wrap)
         self._finish = wrap(head.norm)
 

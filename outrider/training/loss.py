@@ -1,4 +1,4 @@
-"""Cross-entropy against the target's own distribution, without keeping a matrix of logits for the backward pass."""
+"""Cross-entropy against the target's own distribution, and the hit loss; no logits are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from outrider.errors import ConfigError
 from outrider.models.base import CausalLM
+from outrider.sampling.edge_scale import HEAD_SCALE
 
 # Logits that are in memory at a time.
 CHUNK_LOGITS = 2**27
+# At temperature 1 the best candidate of a served head is a draw from softmax(SHARPNESS * logits).
+SHARPNESS = HEAD_SCALE.log_q / HEAD_SCALE.noise
+# The least chance of a hit that a logarithm is taken of.
+MIN_HIT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,17 @@ def soft_cross_entropy(rows: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Te
 
 
 class Teaching:
-    """What is wanted, and the loss against it; `wrap` is applied to what passes over logits: a compiler, or nothing."""
+    """What is wanted, and the loss against it; `wrap` is applied to what passes over logits: a compiler, or nothing.
 
-    def __init__(self, wrap: Callable[[Any], Any]) -> None:
+    With a `hit_weight` above 0 the loss is (1 - hit_weight) * cross-entropy + hit_weight * hit loss (`_hit_slopes`).
+    """
+
+    def __init__(self, wrap: Callable[[Any], Any], hit_weight: float = 0.0) -> None:
+        """Raises ConfigError for a weight that is no share."""
+        if not 0.0 <= hit_weight <= 1.0:
+            raise ConfigError(f"hit_weight {hit_weight}: choose a share of the loss from 0 to 1")
         self._chances = wrap(_chances)
-        self._slopes = wrap(_slopes)
+        self._slopes = wrap(_mixed(hit_weight) if hit_weight else _slopes)
 
     @torch.no_grad()
     def wanted(
@@ -101,6 +113,36 @@ def _slopes(logits: Tensor, chances: Tensor, best: Tensor, count: Tensor) -> tup
     loss = (mass * log_sum).squeeze(1) - (wanted * scores).sum(1)
     grad = ((scores - log_sum).exp() * mass - wanted) / count
     return loss, scores.argmax(1) == best, grad.to(logits.dtype)
+
+
+def _hit_slopes(logits: Tensor, chances: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one chunk: each row's hit loss, and the gradient of sum / count in float32.
+
+    With shared noise the choices of a target p and a draft q are equal with a chance from hit / (2 - hit) to hit, where
+    hit = sum(min(p, q)) is 1 less their total variation. The loss is -mass * log(hit / mass): p misses what is outside
+    the draft vocabulary, so hit is at most its mass, and rows weigh as in the cross-entropy. The gradient is in
+    proportion to q: tokens that q has too little of rise, the others fall, and no logit of the far tail matters.
+    """
+    wanted = chances.float()
+    drafted = (logits.float() * SHARPNESS).softmax(1)
+    mass = wanted.sum(1, keepdim=True)
+    hit = torch.minimum(drafted, wanted).sum(1, keepdim=True).clamp(min=MIN_HIT)
+    loss = mass * (mass.clamp(min=MIN_HIT).log() - hit.log())
+    lacking = (drafted < wanted).float()
+    share = (drafted * lacking).sum(1, keepdim=True)
+    return loss.squeeze(1), drafted * (share - lacking) * (mass / hit) * (SHARPNESS / count)
+
+
+def _mixed(hit_weight: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """`_slopes` of both losses together."""
+
+    def slopes(logits: Tensor, chances: Tensor, best: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, hits, grad = _slopes(logits.float(), chances, best, count)
+        hit_loss, hit_grad = _hit_slopes(logits, chances, count)
+        loss = loss.lerp(hit_loss, hit_weight)
+        return loss, hits, grad.lerp(hit_grad, hit_weight).to(logits.dtype)
+
+    return slopes
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

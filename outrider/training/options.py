@@ -30,6 +30,8 @@ class TrainerOptions:
     """Steps that the drafter runs on its own features (training-time test)."""
     decay: float = 1.0
     """Weight of an unrolled step against the one before it."""
+    hit_weight: float = 0.0
+    """Of EAGLE-3 heads: share of the hit loss (`loss.Teaching`) beside the cross-entropy, 0 to 1."""
     clip: float = 1.0
     average: float = 0.0
     """How much of the running average of the weights each step keeps, as 0.999; the average is what is exported. 0 is

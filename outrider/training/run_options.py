@@ -23,6 +23,7 @@ DRAFTER_OPTIONS = {
     "feature_weight": "feature-weight",
     "layers": "layers",
     "hidden": "hidden",
+    "init_from": "init-from",
 }
 # Weight of the features' distance in the loss, by the kind of head: EAGLE's own paper learns from both.
 FEATURE_WEIGHTS = {"EAGLE": 0.5}
@@ -38,12 +39,14 @@ class RunOptions:
     eval_prompts: Path | None = None
     text: Path | None = None
     """A folder in which an earlier run has left its text; none is made then."""
-    draft_vocab_size: int = 8192
-    """Of EAGLE-3 heads; the other kinds have the target's vocabulary."""
+    init_from: Path | None = None
+    """The folder of an EAGLE-3 head of this target that the training begins as."""
+    draft_vocab_size: int = 0
+    """Of EAGLE-3 heads; the other kinds have the target's vocabulary. 0 is that of `init_from`, or 8192."""
     feature_layers: tuple[int, ...] = ()
-    """Of EAGLE-3 heads; empty takes the default ones."""
+    """Of EAGLE-3 heads; empty takes those of `init_from`, or the default ones."""
     intermediate_size: int = 0
-    """Of an EAGLE-3 head's MLP; 0 is the target's."""
+    """Of an EAGLE-3 head's MLP; 0 is that of `init_from`, or the target's."""
     own_feature_weight: float | None = None
     """Of the distance to the target's features in the loss of EAGLE and NEXTN; None takes the kind's own."""
     layers: int = 4
@@ -70,7 +73,7 @@ def check_resumed(work: Path, options: RunOptions) -> None:
     Raises:
         ConfigError: it is another one.
     """
-    wanted = json.loads(json.dumps({name: getattr(options, name) for name in DRAFTER_OPTIONS}))
+    wanted = json.loads(json.dumps({name: getattr(options, name) for name in DRAFTER_OPTIONS}, default=str))
     path = work / DRAFTER_FILE
     if (work / STATE_FILE).exists() and path.exists():
         found = json.loads(path.read_text("utf-8"))

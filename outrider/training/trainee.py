@@ -13,6 +13,7 @@ from outrider.training.eagle3 import Eagle3Head, HeadShape, default_feature_laye
 from outrider.training.eagle3_learner import Eagle3Learner
 from outrider.training.export import Drafter
 from outrider.training.feature_learner import FeatureLearner
+from outrider.training.initial_head import InitialHead
 from outrider.training.learner import Learner
 from outrider.training.mtp import MtpHead
 from outrider.training.run_options import RunOptions
@@ -52,6 +53,15 @@ def make_trainee(target: Target, texts: Texts, options: RunOptions) -> Trainee:
 
 
 def _eagle3(target: Target, texts: Texts, options: RunOptions) -> Trainee:
+    if options.init_from is not None:
+        head = InitialHead(options.init_from, target.config).head(target)
+    else:
+        head = _new_head(target, texts, options)
+    known = coverage(texts, head.target_ids.cpu().numpy(), target.config.vocab_size)
+    return Trainee(head, Eagle3Learner(target, head, options.trainer), {"vocabulary_coverage": known})
+
+
+def _new_head(target: Target, texts: Texts, options: RunOptions) -> Eagle3Head:
     config = target.config
     layers = options.feature_layers
     if not layers:
@@ -62,5 +72,4 @@ def _eagle3(target: Target, texts: Texts, options: RunOptions) -> Trainee:
     shape = HeadShape(config, options.draft_vocab_size, layers, options.intermediate_size)
     head = Eagle3Head(shape, torch.from_numpy(chosen)).to(target.device)
     target.start(head)
-    known = coverage(texts, chosen, config.vocab_size)
-    return Trainee(head, Eagle3Learner(target, head, options.trainer), {"vocabulary_coverage": known})
+    return head

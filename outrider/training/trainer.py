@@ -215,7 +215,8 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         weights, record = load_state(path, self._optimizers)
         given = {**asdict(self._options), "processes": self._peers.count}
-        options = {**record["options"], "processes": record["processes"]}
+        # Options that are younger than the state had no other value then.
+        options = {**asdict(TrainerOptions()), **record["options"], "processes": record["processes"]}
         changed = [name for name in given if name not in FREE and options.get(name) != given[name]]
         if changed:
             raise ConfigError(

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from outrider.errors import ConfigError
 from outrider.training import loss as loss_module
-from outrider.training.loss import Wanted, soft_cross_entropy, wanted_at
+from outrider.training.loss import MIN_HIT, SHARPNESS, Teaching, Wanted, soft_cross_entropy, wanted_at
 from outrider.training.target import Target
 
 
@@ -40,3 +43,64 @@ def test_what_is_wanted_is_the_targets_distribution_cut_to_the_draft_vocabulary(
     for row, best in enumerate(logits.argmax(1).tolist()):
         assert wanted.best[row] == (kept.tolist().index(best) if best in kept.tolist() else -1)
     assert wanted.best[0] == -1
+
+
+@pytest.mark.parametrize("chunk_logits", [10**9, 45])
+@pytest.mark.parametrize("hit_weight", [0.3, 1.0])
+def test_the_hit_loss_and_its_gradients_equal_autograd(
+    hit_weight: float, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
+    torch.manual_seed(0)
+    rows, weight = torch.randn(10, 6, requires_grad=True), torch.randn(15, 6, requires_grad=True)
+    chances = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
+    # A row that does not count.
+    chances[3] = 0
+    count = torch.tensor(9.0)
+    wanted = Wanted(chances, torch.full((10,), -1))
+    loss, _ = Teaching(lambda piece: piece, hit_weight).loss(rows, weight, wanted, count)
+    (3 * loss).backward()
+    assert rows.grad is not None and weight.grad is not None
+    got = rows.grad.clone(), weight.grad.clone()
+    rows.grad = weight.grad = None
+    logits, mass = rows @ weight.t(), chances.sum(1)
+    plain = -(chances * logits.log_softmax(1)).sum(1)
+    hit = torch.minimum((SHARPNESS * logits).softmax(1), chances).sum(1)
+    missed = torch.where(mass > 0, -mass * (hit / mass).log().nan_to_num(), 0)
+    expected = ((1 - hit_weight) * plain + hit_weight * missed).sum() / count
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(got, (rows.grad.nan_to_num(), weight.grad.nan_to_num()))
+    assert not rows.grad[3].nan_to_num().any()
+
+
+def hit_loss(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Of one row of logits."""
+    wanted = Wanted(chances[None], torch.tensor([-1]))
+    return Teaching(lambda piece: piece, 1.0).loss(logits[None], torch.eye(logits.numel()), wanted)[0]
+
+
+def test_choices_under_shared_noise_agree_as_often_as_the_hit_loss_says() -> None:
+    torch.manual_seed(1)
+    noise = -torch.empty(50000, 12).exponential_().log()
+    for spread in (0.3, 1.0, 3.0):
+        truth = (2 * torch.randn(12)).log_softmax(0)
+        logits = (truth + spread * torch.randn(12)) / SHARPNESS
+        hit = float((-hit_loss(logits, truth.exp())).exp())
+        same = (truth + noise).argmax(1) == (SHARPNESS * logits + noise).argmax(1)
+        assert hit / (2 - hit) - 0.01 < float(same.float().mean()) < hit + 0.01
+
+
+def test_a_draft_that_knows_the_target_misses_nothing_but_what_it_has_no_word_for() -> None:
+    truth = torch.randn(12).log_softmax(0)
+    torch.testing.assert_close(hit_loss(truth / SHARPNESS, 0.7 * truth.exp()), torch.tensor(0.0))
+    # Whatever it says: rows weigh what is within its vocabulary.
+    assert float(hit_loss(torch.zeros(12), torch.zeros(12))) == 0.0
+    far = torch.zeros(12)
+    far[0] = 1e4
+    assert float(hit_loss(-far, far.bool().float())) == pytest.approx(-math.log(MIN_HIT))
+
+
+def test_a_hit_weight_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"hit_weight 1\.5: choose a share of the loss from 0 to 1"):
+        Teaching(lambda piece: piece, 1.5)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from training_world import make_head, make_trainer, random_texts
 
 from outrider.errors import ConfigError
@@ -54,6 +57,26 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
     path.write_bytes(b"PK\x03\x04 a zip of pickles")
     with pytest.raises(ConfigError, match="is no state of a training"):
         make_trainer(target, make_head(target), texts, options, path)
+
+
+def test_a_state_from_before_an_option_was_there_is_taken_up(target: Target, tmp_path: Path) -> None:
+    texts, path = some_texts(target), tmp_path / "state.safetensors"
+    make_trainer(target, make_head(target), texts, OPTIONS, path).run(stop_after=4)
+    with safe_open(path, "pt") as file:
+        record = json.loads(file.metadata()["training"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    del record["options"]["hit_weight"]
+    save_file(tensors, path, {"training": json.dumps(record)})
+    make_trainer(target, make_head(target), texts, OPTIONS, path)
+    with pytest.raises(ConfigError, match=r"another hit_weight \(0\.0, not 0\.5\)"):
+        make_trainer(target, make_head(target), texts, replace(OPTIONS, hit_weight=0.5), path)
+
+
+def test_hits_alone_teach_a_head(target: Target) -> None:
+    texts = random_texts(target, 2, 6, 30)
+    options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2, hit_weight=1.0)
+    points = make_trainer(target, make_head(target), texts, options).run().points
+    assert points[-1].loss < points[0].loss - 0.1 and points[-1].rates[-1] > points[0].rates[-1] + 0.1
 
 
 def test_what_is_exported_is_the_average_of_the_steps(target: Target, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
@@ -177,3 +178,21 @@ def test_vocabulary_holds_the_most_frequent_tokens_of_answers() -> None:
     assert choose_vocabulary(texts, 12, 6).tolist() == [0, 1, 2, 4, 7, 9]
     with pytest.raises(ConfigError, match="13 of the target's 12"):
         choose_vocabulary(texts, 12, 13)
+
+
+def test_a_run_goes_on_from_an_earlier_runs_head(
+    earlier: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path), "--smoke", "--device", "cpu"]
+    words += ["--text", str(earlier), "--eval-prompts", str(earlier / "asked.jsonl"), "--steps", "2"]
+    assert main([*words, "--init-from", str(earlier), "--hit-weight", "0.5"]) == 0
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["options"]["draft_vocab_size"] == 150 and record["options"]["feature_layers"] == [1, 2, 3]
+    assert record["options"]["trainer"]["hit_weight"] == 0.5
+    card = (tmp_path / "README.md").read_text()
+    assert f"| begun as | {earlier.name} |" in card and f"It began as {earlier.name}, whose own text" in card
+    own, first = (load_file(folder / "model.safetensors") for folder in (tmp_path, earlier))
+    assert torch.equal(own["d2t"], first["d2t"]) and not torch.equal(own["fc.weight"], first["fc.weight"])
+    torch.testing.assert_close(own["fc.weight"], first["fc.weight"], rtol=0.2, atol=0.1)
+    capsys.readouterr()
+    assert main([*words, "--init-from", str(tmp_path / "nothing")]) == 2

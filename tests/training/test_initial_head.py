@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import OPTIONS
+from safetensors.torch import load_file, save_file
+from training_world import make_head, make_trainer, random_texts
+
+from outrider.errors import ConfigError
+from outrider.training.dense import target_states
+from outrider.training.eagle3 import Eagle3Head
+from outrider.training.export import export_drafter
+from outrider.training.initial_head import InitialHead, settle
+from outrider.training.run_options import RunOptions, check_resumed
+from outrider.training.target import Target
+from outrider.training.trainee import make_trainee
+from outrider.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(target: Target) -> Eagle3Head:
+    """A head with a vocabulary and an MLP of its own, after a few steps."""
+    torch.manual_seed(0)
+    head = make_head(target)
+    make_trainer(target, head, random_texts(target, 12, 6, 30), OPTIONS.trainer).run()
+    return head
+
+
+@pytest.fixture
+def folder(target: Target, trained: Eagle3Head, tmp_path: Path) -> Path:
+    """Where that head was written, in float32."""
+    export_drafter(trained, target.folder, tmp_path / "head", torch.float32)
+    return tmp_path / "head"
+
+
+@torch.no_grad()
+def guesses(target: Target, head: Eagle3Head) -> torch.Tensor:
+    """Log-probabilities [T, vocabulary] of two steps, -inf for what it has no word for."""
+    ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()[None]
+    features, _ = target_states(target.model, ids, head.shape.feature_layers)
+    _, feature = head.unroll(features, target.embed(ids), target.rotary, 2)
+    logits = head.lm_head(head.norm(feature[0]))
+    found = torch.full((logits.shape[0], target.config.vocab_size), float("-inf"))
+    found[:, head.target_ids] = logits.log_softmax(1)
+    return found
+
+
+def test_a_training_begins_as_the_head_in_the_folder(target: Target, trained: Eagle3Head, folder: Path) -> None:
+    texts = random_texts(target, 12, 6, 30, seed=4)
+    options = settle(RunOptions(init_from=folder, trainer=replace(OPTIONS.trainer, steps=40)), target.config)
+    assert (options.draft_vocab_size, options.feature_layers) == (200, (1, 2, 3))
+    trainee = make_trainee(target, texts, options)
+    head = trainee.module
+    assert isinstance(head, Eagle3Head)
+    torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
+    trainer = Trainer(trainee.learner, texts, options.trainer)
+    # Calibration gives channels other scales, and leaves what the head computes as it is.
+    trainee.learner.prepare(next(trainer.stream()))
+    assert not torch.allclose(head.feature_scale, trained.feature_scale, rtol=1e-2)
+    torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
+    points = trainer.run().points
+    assert points[-1].loss < points[0].loss
+
+
+def test_rows_of_a_head_in_another_order_are_sorted(target: Target, trained: Eagle3Head, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    order = torch.randperm(200)
+    ids = (tensors["d2t"] + torch.arange(200))[order]
+    tensors |= {"d2t": ids - torch.arange(200), "lm_head.weight": tensors["lm_head.weight"][order]}
+    save_file({f"model.{name}" if name == "norm.weight" else name: tensor for name, tensor in tensors.items()}, path)
+    head = InitialHead(folder, target.config).head(target)
+    assert torch.equal(head.t2d, trained.t2d)
+    torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 128, "head_dim": 32, "target_hidden_size": 128}, "target_hidden_size is 128, and must be 64"),
+        ({"hidden_size": 128}, "hidden_size is 128, and must be 64"),
+        ({"vocab_size": 300}, "vocab_size is 300, and must be 259"),
+        ({"num_key_value_heads": 4}, "num_kv_heads is 4, and must be 2"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps is 0.1, and must be 1e-06"),
+        ({"rope_theta": 5.0, "rope_parameters": None}, "rope is .*, and must be"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, and must be 1"),
+        ({"norm_output": True}, "norm_output is True, and must be False"),
+        ({"draft_vocab_size": 199}, r"config.json calls for integers \[199\]"),
+        ({"intermediate_size": 95}, r"has shape \[64, 96\], the draft's config.json calls for \[64, 95\]"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_with_the_field_and_both_values(
+    target: Target, folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        InitialHead(folder, target.config).head(target)
+
+
+def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {**tensors, name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_tensor("embed_tokens.weight", torch.zeros(259, 64)), "embed_tokens.weight is not the target's embedding"),
+        (with_tensor("embed_tokens.weight", torch.zeros(9, 64)), r"is \[9, 64\], and must be \[259, 64\]"),
+        (with_tensor("midlayer.self_attn.q_proj.bias", torch.zeros(64)), "qkv_bias is True, and must be False"),
+        (lambda found: {n: t for n, t in found.items() if n != "d2t"}, "draft_vocab_size is 200, and must be 259"),
+        (lambda found: {"lm_head.weight": found["lm_head.weight"]}, "algorithm is STANDALONE, and must be EAGLE3"),
+    ],
+)
+def test_a_head_of_other_tensors_is_refused(
+    target: Target,
+    folder: Path,
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    message: str,
+) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(ConfigError, match=message):
+        InitialHead(folder, target.config).head(target)
+
+
+def test_the_targets_own_embedding_in_the_folder_is_no_fault(target: Target, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "embed_tokens.weight": target.embed(torch.arange(259)).contiguous()}, path)
+    assert InitialHead(folder, target.config).head(target).learned
+
+
+def test_options_that_the_head_decides_may_not_differ(target: Target, folder: Path) -> None:
+    for changes, message in (
+        ({"draft_vocab_size": 150}, "--draft-vocab-size 150: the head of --init-from has 200"),
+        ({"intermediate_size": 80}, "--intermediate-size 80: the head of --init-from has 96"),
+        ({"feature_layers": (1, 2, 2)}, r"--feature-layers \(1, 2, 2\): the head of --init-from has \(1, 2, 3\)"),
+        ({"algorithm": "EAGLE"}, "--init-from .*: is for --algorithm EAGLE3 alone, not EAGLE"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settle(replace(RunOptions(init_from=folder), **changes), target.config)
+    learning = RunOptions(algorithm="NEXTN", trainer=replace(OPTIONS.trainer, hit_weight=0.5))
+    with pytest.raises(ConfigError, match=r"--hit-weight 0\.5: is for --algorithm EAGLE3 alone, not NEXTN"):
+        settle(learning, target.config)
+    assert settle(RunOptions(), target.config).draft_vocab_size == 8192
+
+
+def test_a_training_that_began_as_another_head_is_not_taken_up(folder: Path, tmp_path: Path) -> None:
+    check_resumed(tmp_path, RunOptions(init_from=folder))
+    (tmp_path / "state.safetensors").touch()
+    check_resumed(tmp_path, RunOptions(init_from=folder))
+    with pytest.raises(ConfigError, match="another --init-from"):
+        check_resumed(tmp_path, RunOptions())
