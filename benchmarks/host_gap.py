@@ -176,7 +176,6 @@ class Draft:
         """Time spent here, which a draft in a process of its own would spend there."""
         self.watch = Watch()
         self._hear = self.watch.of(self._receive)
-        engine.drafts.settle = self.watch.of(engine.drafts.settle)  # type: ignore[method-assign]
         self._engine = engine
         self._authors: dict[int, TreeAuthor] = {}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 _LEARN = 0.05
 _HYSTERESIS = 1.02
+_SLOPES_EVERY = 16
+"""Observations; slopes only say where to stop looking for nodes that pay, and take as long as choosing those."""
+_NO_COUNTS = range(0)
 
 
 def _as_it_is(num_tokens: int) -> int:
@@ -35,6 +39,10 @@ class CostModel:
         self._seconds = np.minimum.accumulate(np.array(seconds, np.float64)[::-1])[::-1].copy()
         self._padded: NDArray[np.int64] = np.empty(0, np.int64)
         self._curve: NDArray[np.float64] = np.empty(0)
+        self._seconds_of: list[float] = []
+        self._slopes: list[float] = []
+        self._counts: dict[int, range] = {}
+        self._num_observed = 0
 
     @classmethod
     def measured(
@@ -52,8 +60,14 @@ class CostModel:
         return int(self._padded[tokens]) if tokens < len(self._padded) else max(self._width_of(tokens), tokens)
 
     def counts(self, width: int) -> range:
-        """Token counts, as far as `curve` has been asked for, that are padded to `width`."""
-        return range(int(self._padded.searchsorted(width)), int(self._padded.searchsorted(width, side="right")))
+        """Token counts, as far as t of them has been asked for, that are padded to `width`."""
+        return self._counts.get(width, _NO_COUNTS)
+
+    def after(self, tokens: int, count: int) -> tuple[list[float], list[float]]:
+        """t of `tokens`, `tokens` + 1, ..., and what a token more costs at least from there on, `count` of each."""
+        if tokens + count > len(self._seconds_of):
+            self.prepare(2 * (tokens + count))
+        return self._seconds_of[tokens : tokens + count], self._slopes[tokens : tokens + count]
 
     def curve(self, tokens: int, count: int) -> NDArray[np.float64]:
         """t of `tokens`, `tokens` + 1, ... [count]; not to be changed."""
@@ -72,17 +86,30 @@ class CostModel:
         near = np.exp(-np.abs(np.log2(self._widths / width)))
         self._seconds *= ratio ** (_LEARN * (0.5 + 0.5 * near))
         self._seconds = np.maximum.accumulate(self._seconds)
-        self._curve = self._between(self._padded)
+        self._num_observed += 1
+        self._refresh(with_slopes=not self._num_observed % _SLOPES_EVERY)
 
     def prepare(self, most_tokens: int) -> None:
         """Work out t up to so many tokens, so that `curve` need not."""
         if most_tokens > len(self._padded):
             self._padded = np.array([max(self._width_of(tokens), tokens) for tokens in range(most_tokens)])
-            self._curve = self._between(self._padded)
+            bounds = [*np.flatnonzero(np.diff(self._padded, prepend=-1)).tolist(), most_tokens]
+            self._counts = {int(self._padded[first]): range(first, end) for first, end in pairwise(bounds)}
+            self._refresh(with_slopes=True)
 
     def table(self) -> dict[int, float]:
         """Width to seconds, as known now."""
         return {int(width): float(value) for width, value in zip(self._widths, self._seconds, strict=True)}
+
+    def _refresh(self, with_slopes: bool) -> None:
+        self._curve = self._between(self._padded)
+        self._seconds_of = self._curve.tolist()
+        if with_slopes and len(self._curve):
+            count = np.arange(len(self._curve))
+            more = count - count[:, None]
+            slopes = (self._curve - self._curve[:, None]) / np.where(more > 0, more, np.nan)
+            slopes[-1] = 0.0
+            self._slopes = np.nanmin(slopes, axis=1).tolist()
 
     def _between(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
@@ -94,8 +121,8 @@ class CostModel:
 class Choice(NamedTuple):
     """Nodes that a round takes, and what it is worth with them."""
 
-    taken: NDArray[np.int64]
-    """Indices, ascending."""
+    num_nodes: int
+    """The best ones."""
     expected: float
     """Tokens that it is expected to commit, over all requests."""
     seconds: float
@@ -117,49 +144,48 @@ class Budget:
         self,
         num_tokens: int,
         num_roots: int,
-        log_probs: NDArray[np.float64],
+        chances: Iterable[float],
         most: int | None = None,
         beside: float = 0.0,
     ) -> Choice:
-        """Which nodes a round takes.
+        """How many nodes a round takes.
 
         `num_tokens` tokens are computed anyway, `num_roots` of them are roots that commit one token each for certain.
-        `log_probs` [N] are path scores of all requests' nodes: one that is taken comes with its parents, because a
-        path's score never rises from parent to child, parents come first and ties go to the lower index. At most
-        `most` nodes are taken, and none with -inf. `beside`: seconds that the round takes for other things.
+        `chances`: how likely the path to the best node of all requests is committed, to the next one, and so on, never
+        rising; no more of them are asked for than could pay. At most `most` nodes are taken, and none without a
+        chance. `beside`: seconds that the round takes for other things.
+
+        Jumping between widths for a gain inside the noise of t would only stir the estimates: the best number of the
+        last round's width stays if that is about as good.
         """
         limit = self.max_nodes if most is None else max(min(most, self.max_nodes), 0)
-        order = (-log_probs).argsort(kind="stable")[:limit]
-        probs = np.exp(log_probs[order])
-        expected = np.empty(len(order) + 1)
-        expected[0] = 0.0
-        probs.cumsum(out=expected[1:])
-        expected += num_roots
-        seconds = self.cost.curve(num_tokens, len(expected))
-        if beside:
-            seconds = seconds + beside
-        rate = expected / seconds
-        best = len(order) if self._fixed else self._steady(num_tokens, rate)
-        while best and not probs[best - 1]:
-            best -= 1
-        width = self.cost.width(num_tokens + best) if best else 0
-        return Choice(np.sort(order[:best]), float(expected[best]), float(seconds[best]), width)
+        seconds, slopes = self.cost.after(num_tokens, limit + 1)
+        same = self.cost.counts(self._last_width)
+        first, end = max(same.start - num_tokens, 1), same.stop - num_tokens
+        count, expected = 0, float(num_roots)
+        # Rate, nodes and expected tokens.
+        best = kept = (expected / (seconds[0] + beside), 0, expected)
+        for chance in islice(chances, limit):
+            if not chance:
+                break
+            count += 1
+            expected += chance
+            rate = expected / (seconds[count] + beside)
+            if rate > best[0]:
+                best = (rate, count, expected)
+            if first <= count < end:
+                if rate > kept[0] or not kept[1]:
+                    kept = (rate, count, expected)
+            elif count >= end and chance <= best[0] * slopes[count] and not self._fixed:
+                break
+        if self._fixed:
+            best = (0.0, count, expected)
+        elif kept[1] and kept[0] * _HYSTERESIS >= best[0]:
+            best = kept
+        _, num_nodes, expected = best
+        width = self.cost.width(num_tokens + num_nodes) if num_nodes else 0
+        return Choice(num_nodes, expected, seconds[num_nodes] + beside, width)
 
     def took(self, choice: Choice) -> None:
         """A round was run with this choice; the next one departs from its width only for more than noise."""
         self._last_width = choice.width
-
-    def _steady(self, num_tokens: int, rate: NDArray[np.float64]) -> int:
-        """The number of nodes with the best rate, or the best one of the last round's width if that is about as good.
-
-        Jumping between widths for a gain inside the noise of t would only stir the estimates.
-        """
-        best = int(rate.argmax())
-        if self._last_width and self.cost.width(num_tokens + best) != self._last_width:
-            same = self.cost.counts(self._last_width)
-            first, end = max(same.start - num_tokens, 1), same.stop - num_tokens
-            if first < min(end, len(rate)):
-                kept = first + int(rate[first:end].argmax())
-                if rate[kept] * _HYSTERESIS >= rate[best]:
-                    best = kept
-        return best

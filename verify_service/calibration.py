@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.tree.mirror import Observation
 
-_EDGES = np.array([-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05])
+_EDGES = (-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05)
 _NUM_BINS = len(_EDGES) + 1
 _PRIOR = 6.0
 """Observations that the draft's own estimate counts for."""
@@ -30,13 +31,11 @@ class Calibrator:
         self._promised = np.zeros((num_sources, _NUM_BINS))
         self._hits = np.zeros((num_sources, _NUM_BINS))
         self._seen = np.zeros((num_sources, _NUM_BINS))
-        self._shift = np.zeros((num_sources, _NUM_BINS))
+        self._shifts = [[0.0] * _NUM_BINS] * num_sources
 
-    def __call__(self, scores: NDArray[np.floating], sources: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Edge scores [N] of sources [N] to calibrated edge log-probabilities [N], at most 0."""
-        shifted: NDArray[np.float64] = self._shift[sources, _EDGES.searchsorted(scores)]
-        shifted += scores
-        return np.minimum(shifted, _CEILING, out=shifted)
+    def __call__(self, score: float, source: int) -> float:
+        """The edge score of a source as a calibrated edge log-probability, at most 0."""
+        return min(score + self._shifts[source][bisect_left(_EDGES, score)], _CEILING)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Learn from children of committed tokens."""
@@ -57,4 +56,6 @@ class Calibrator:
             table[sources] *= fade
         mean = np.where(self._seen[sources] > 0, self._promised[sources] / np.maximum(self._seen[sources], 1e-9), 1.0)
         prior = _PRIOR * np.maximum(mean, 1e-4)
-        self._shift[sources] = np.log((self._hits[sources] + prior) / (self._promised[sources] + prior))
+        shifts = np.log((self._hits[sources] + prior) / (self._promised[sources] + prior))
+        for source, shift in zip(sources.tolist(), shifts.tolist(), strict=True):
+            self._shifts[source] = shift

@@ -118,15 +118,15 @@ class CudaExecutor:
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry]) -> CudaRound:
         """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if self._decodes(entry)]
-        prefill = [entry for entry in entries if not self._decodes(entry)]
+        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
+        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
         if self._staging is not None:
             self._staging.join()
         if decode:
             bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
             self._uses[bucket] += 1
-            self._input.fill(decode, self.rows)
+            self._input.fill(decode, self.rows, bucket)
             self._sampler.set_masks(mask_runs(decode))
             self.graphs.run(bucket)
             done = self._mark()
@@ -290,8 +290,9 @@ class CudaExecutor:
         context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
         num_pages = -(-(context + width) // self.page_size)
         self.rows.page_tables[self.rows.spare, :num_pages] = torch.arange(num_pages, dtype=torch.int32)
-        self._input.fill_chain(min(width, self.buckets.tokens[-1]), context)
-        bucket = self.buckets.fit(min(width, self.buckets.tokens[-1]), 1)
+        width = min(width, self.buckets.tokens[-1])
+        bucket = self.buckets.fit(width, 1)
+        self._input.fill_chain(width, context, bucket)
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -305,6 +306,8 @@ class CudaExecutor:
 def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
     """Grammar masks of a round of these entries, with the places of their roots among its tokens."""
     runs: list[tuple[int, Sequence[Mask]]] = []
+    if not any(entry.masks for entry in entries):
+        return runs
     start = 0
     for entry in entries:
         if entry.masks:

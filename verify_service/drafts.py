@@ -78,8 +78,6 @@ class Drafts:
         self._turns = turns
         self._lockstep = lockstep
         self._expectations = Expectations(lockstep=lockstep, turns=turns)
-        self._unsettled: dict[Link, None] = {}
-        """Trees that have more in messages than is laid out, in the order in which they got it."""
         self._next_number = 1
 
     def link(self, request: Request) -> Link | None:
@@ -89,7 +87,7 @@ class Drafts:
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
         if request.speculate:
-            mirror = TreeMirror(request.tokens, self._vocab_size, self._max_nodes)
+            mirror = TreeMirror(request.tokens, self._vocab_size, 2 * self._max_nodes)
             credit = self._max_nodes // CREDIT_ROUNDS
             self._links[request] = Link(request, mirror, credit=credit, clock=self._clock)
             self._assign(self._links[request])
@@ -172,7 +170,6 @@ class Drafts:
         link = self._links.pop(request, None)
         if link is not None:
             self._detach(link, tell=True)
-            self._unsettled.pop(link, None)
 
     def connected(self, port: DraftPort, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
@@ -202,23 +199,6 @@ class Drafts:
                     self._decline(peer, message)
                 case _:
                     self.dropped["unexpected"] += 1
-
-    def settle(self) -> bool:
-        """Lay out what one tree has got and does without until there is time; whether there was one."""
-        while self._unsettled:
-            link = next(iter(self._unsettled))
-            del self._unsettled[link]
-            if link.mirror.num_unread:
-                link.mirror.settle()
-                return True
-        return False
-
-    def settle_all(self) -> bool:
-        """The same for all trees."""
-        found = False
-        while self.settle():
-            found = True
-        return found
 
     def flush(self) -> None:
         """Hand all queued messages to their sessions."""
@@ -339,16 +319,10 @@ class Drafts:
         if link is None:
             self.dropped["closed"] += len(grow.token_ids)
             return
-        link.mirror.take(grow)
+        link.mirror.insert(grow)
         if link.mirror.estranged:
             self._open_again(link)
             return
-        if link.mirror.num_unread:
-            # What a wait has brought counts at once.
-            if link.awaited or link.answered_at is not None:
-                link.mirror.settle()
-            else:
-                self._unsettled[link] = None
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.mirror.acked_len == link.request.committed_len:
             self._expectations.answered(link, peer, arrived_at)

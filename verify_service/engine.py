@@ -212,7 +212,7 @@ class Engine:
         round without hold would have taken.
         """
         offer = self.scheduler.choose(entries)
-        held, ready = 0.0, len(offer.choice.taken)
+        held, ready = 0.0, offer.choice.num_nodes
         self._gaps.mark("choose")
         if offer.awaited:
             start = time.monotonic()
@@ -225,7 +225,7 @@ class Engine:
                 entries = [entry for entry in entries if not entry.request.finished]
                 offer = self.scheduler.choose(entries)
                 held = time.monotonic() - start
-            if self.limits.spin and not len(offer.choice.taken):
+            if self.limits.spin and not offer.choice.num_nodes:
                 self._aftermath.tell_few_drafts()
             self._gaps.mark("hold")
         self.scheduler.take(offer)
@@ -247,7 +247,7 @@ class Engine:
         while not self._hear(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
-            if not self.drafts.settle() and now >= rehearse_at:
+            if now >= rehearse_at:
                 self.scheduler.rehearse(entries)
                 rehearse_at = now + 2 * _REHEARSAL_SECONDS
             now = time.monotonic()
@@ -256,14 +256,12 @@ class Engine:
 
     def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
         """Run a round and commit what it brings; what others are to know of it waits for `Aftermath.settle`."""
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
-        prefills = any(entry.prefills for entry in entries)
-        sleep_share = 0.0 if self.limits.spin else _SLEEP_SHARE
         start = time.monotonic()
         pending = self._executor.launch(entries)
         self.drafts.launched(start)
         phases = self._gaps.end()
+        num_tokens = sum(entry.num_tokens for entry in entries)
+        prefills = any(entry.prefills for entry in entries)
         self._aftermath.settle()
         if self.limits.spin:
             # The rest of what `_attend` does waits until all that came was taken, which may be after this round.
@@ -275,7 +273,7 @@ class Engine:
         # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
         if not self.limits.spin or self._garbage.overdue:
             self._garbage.sweep()
-        self._watch(pending, entries, start + sleep_share * self.budget.cost.seconds(num_decoded))
+        self._watch(pending, entries, start + self._sleep_seconds(entries))
         results = pending.wait()
         end = time.monotonic()
         self._gaps.begin(end)
@@ -292,6 +290,13 @@ class Engine:
         self._ended_at = self._worked_at = end
         self._gaps.mark("commit")
 
+    def _sleep_seconds(self, entries: Sequence[Entry]) -> float:
+        """How long to sleep after the launch of a round, before its end is looked for without sleeping."""
+        if self.limits.spin:
+            return 0.0
+        num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
+        return _SLEEP_SHARE * self.budget.cost.seconds(num_decoded)
+
     def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:
         """Deal with what comes in, piece by piece, until the round has ended."""
         rehearse_at = sleep_until
@@ -305,7 +310,7 @@ class Engine:
             if self._arrived or self._hear(None):
                 self._arrived.popleft()()
                 attended = False
-            elif self.drafts.settle() or (sleep_until > now and self._hear(sleep_until - now)):
+            elif sleep_until > now and self._hear(sleep_until - now):
                 continue
             elif not attended:
                 self._attend()
@@ -352,7 +357,7 @@ class Engine:
         heard = self._hear(None if self._arrived else timeout)
         while self._arrived:
             self._arrived.popleft()()
-        return self.drafts.settle_all() or heard
+        return heard
 
     def _attend(self) -> None:
         """Look after drafts and the queue, once all that came in was taken."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verify_service.forest import Forest
 from verify_service.health import PROMISE_NODES
 from verify_service.link import Link, Peer
 
@@ -40,7 +42,7 @@ class Expectations:
         """The link's mirror was re-rooted. What followed the commit before is over; its draft is not told yet."""
         self._launched_at = math.inf
         if link.missed and link.peer is not None:
-            link.peer.health.misses.passed(link.held, link.mirror.num_nodes > 0)
+            link.peer.health.misses.passed(link.held, link.mirror.has_nodes)
         link.num_passed += link.waits_in_vain
         link.held = False
         tempts = self._turns and not link.merit.in_doubt
@@ -52,9 +54,9 @@ class Expectations:
         link.num_answers = link.num_late = 0
         link.asked_at = None
         always = self._lockstep or self._turns
-        link.awaited = link.peer is not None and (always or not link.mirror.num_nodes)
+        link.awaited = link.peer is not None and (always or not link.mirror.has_nodes)
         link.missed = link.awaited and not always
-        link.after_hit = self._turns and link.mirror.num_nodes > 0
+        link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 
     def told(self, link: Link, at: float) -> None:
@@ -137,5 +139,5 @@ def _end_wait(link: Link, gain: float, seconds: float | None) -> None:
 
 def _promise(link: Link) -> NDArray[np.float64]:
     """Tokens that the best 1, 2, ... nodes of a tree are expected to have accepted, shape [PROMISE_NODES]."""
-    best = np.exp(np.sort(link.mirror.log_probs)[::-1][:PROMISE_NODES])
-    return np.pad(best, (0, PROMISE_NODES - len(best))).cumsum()
+    best = list(islice(Forest([link.mirror], [PROMISE_NODES]).best(), PROMISE_NODES))
+    return np.array(best + [0.0] * (PROMISE_NODES - len(best))).cumsum()

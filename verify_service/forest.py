@@ -1,60 +1,73 @@
-"""The trees of a round side by side, so that choosing among all their nodes takes as many operations as for one."""
+"""The trees of a round side by side: the best nodes of all of them, one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from math import exp
 
 from outrider.tree.mirror import TreeMirror
 from verify_service.round import Nodes
 
 
-class Forest:
-    """Nodes of many trees, tree after tree and parents first in each.
+_NONE = Nodes()
 
-    `log_probs`, float64 [N], are their path scores; a node deeper than its tree's limit has -inf. It never rises from
-    parent to child, so the best nodes always come with their parents, ties going to the lower index.
+
+class Forest:
+    """Takes the likeliest node of all trees, then the next one, and so on: never a node before its parent.
+
+    Only what is taken is looked at, its next sibling and its first child: children lie likeliest first.
     """
 
     def __init__(self, mirrors: Sequence[TreeMirror], depth_limits: Sequence[int]) -> None:
         """`depth_limits[i]`: how deep below its root nodes of mirror i may be taken."""
-        scores: list[NDArray[np.float64]] = []
-        nodes: list[NDArray[np.int64]] = []
-        counts: list[int] = []
-        for mirror in mirrors:
-            first, end = mirror.root + 1, mirror.end
-            scores.append(mirror.path_scores[first:end])
-            nodes.append(mirror.nodes[:, first:end])
-            counts.append(end - first)
-        self._bounds = list(accumulate(counts, initial=0))
-        self.log_probs: NDArray[np.float64] = np.empty(0)
-        if not mirrors:
-            return
-        self._tokens, self._up, depths = np.concatenate(nodes, axis=1)
-        root_depths = [mirror.root_depth for mirror in mirrors]
-        per_tree = np.array([[mirror.root_score for mirror in mirrors], root_depths, depth_limits])
-        root_score, root_depth, limit = per_tree.repeat(counts, axis=1)
-        self._depths = depths - root_depth
-        self.log_probs = np.concatenate(scores) - root_score
-        self.log_probs[self._depths > limit] = -np.inf
+        self._mirrors = mirrors
+        self._deepest = [mirror.root_depth + limit for mirror, limit in zip(mirrors, depth_limits, strict=True)]
+        self._found: list[tuple[int, int]] = []
 
-    def take(self, chosen: NDArray[np.int64]) -> list[Nodes]:
-        """What a round takes of each tree, given the indices of all that it takes, ascending and with their parents."""
-        if not len(chosen):
-            return [Nodes() for _ in self._bounds[1:]]
-        depths = self._depths[chosen].astype(np.int64)
-        cuts = chosen.searchsorted(self._bounds)
-        places = chosen.searchsorted(chosen - self._up[chosen]) - cuts[:-1].repeat(np.diff(cuts))
-        places[depths == 1] = -1
-        tokens, parents, levels = self._tokens[chosen].tolist(), places.tolist(), depths.tolist()
-        ends = cuts.tolist()
-        return [Nodes(tokens[a:b], parents[a:b], levels[a:b]) for a, b in pairwise(ends)]
+    def best(self) -> Iterator[float]:
+        """Find node after node; how likely its path is committed, never more than before. Ties go to the older one."""
+        self._found = found = []
+        of_trees = [(mirror.below, mirror.root_cost, mirror.depths) for mirror in self._mirrors]
+        heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []
+        for tree, mirror in enumerate(self._mirrors):
+            if mirror.has_nodes and mirror.root_depth < self._deepest[tree]:
+                siblings = mirror.below[mirror.root]
+                cost, slot = siblings[0]
+                heap.append((cost - mirror.root_cost, tree, slot, siblings, 1))
+        heapify(heap)
+        while heap:
+            cost, tree, slot, siblings, following = heap[0]
+            below, root_cost, depths = of_trees[tree]
+            if following < len(siblings):
+                other, sibling = siblings[following]
+                heapreplace(heap, (other - root_cost, tree, sibling, siblings, following + 1))
+            else:
+                heappop(heap)
+            children = below[slot]
+            if children and depths[slot] < self._deepest[tree]:
+                other, child = children[0]
+                heappush(heap, (other - root_cost, tree, child, children, 1))
+            found.append((tree, slot))
+            yield exp(-cost)
 
-    def rows(self, index: int, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places, among the nodes of tree `index`, of those that were chosen of it; `chosen` as `take` has it."""
-        first, end = self._bounds[index], self._bounds[index + 1]
-        low, high = chosen.searchsorted([first, end])
-        return chosen[low:high] - first
+    def take(self, count: int) -> list[Nodes]:
+        """The first `count` nodes that `best` found, tree by tree."""
+        taken: list[dict[int, int]] = [{} for _ in self._mirrors]
+        for tree, slot in self._found[:count]:
+            places = taken[tree]
+            places[slot] = len(places)
+        return [
+            _nodes(mirror, places) if places else _NONE for mirror, places in zip(self._mirrors, taken, strict=True)
+        ]
+
+
+def _nodes(mirror: TreeMirror, places: dict[int, int]) -> Nodes:
+    """What a round takes of a tree: slots to their places in it."""
+    tokens, parents, depths, root_depth = mirror.token_ids, mirror.parents, mirror.depths, mirror.root_depth
+    return Nodes(
+        [tokens[slot] for slot in places],
+        [places.get(parents[slot], -1) for slot in places],
+        [depths[slot] - root_depth for slot in places],
+        list(places),
+    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from queue import SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
 from outrider.grammar.compiler import CompiledGrammar, compile_grammar
@@ -33,8 +31,6 @@ _AHEAD_NODES = 32
 """Nodes of a request's tree whose masks are computed while a round runs, the best first."""
 _BETWEEN_SECONDS = 0.001
 """What masks of nodes may take between two rounds; a node whose mask is not there by then is left to a later round."""
-
-_ANY_DEPTH = 1 << 30
 
 
 class _Order(NamedTuple):
@@ -126,24 +122,23 @@ class Grammars:
         if self._thread is not None:
             self._orders.put(None)
 
-    def allowed(self, entries: Sequence[Entry], forest: Forest, taken: NDArray[np.int64]) -> NDArray[np.int64]:
+    def allowed(self, entries: Sequence[Entry], taken: Sequence[Nodes]) -> Sequence[Nodes]:
         """Of the nodes that a round takes, those that the requests' grammars allow and whose masks are there.
 
-        `entries` are those of the forest's trees, in its order. Masks that are missing are computed, as long as there
-        is time for it; nodes that are forbidden are counted.
+        `taken` are those of each entry. Masks that are missing are computed, as long as there is time for it; nodes
+        that are forbidden are counted.
         """
         if all(entry.request.grammar is None for entry in entries):
             return taken
-        keep: list[bool] = []
+        allowed: list[Nodes] = []
         deadline = None if self._patient else perf_counter() + _BETWEEN_SECONDS
-        for entry, nodes in zip(entries, forest.take(taken), strict=True):
+        for entry, nodes in zip(entries, taken, strict=True):
             state = entry.request.grammar
-            if state is None:
-                keep += [True] * len(nodes)
-                continue
-            follow(state, entry.request)
-            keep += [node is not None for node in self._states(state, nodes, deadline)]
-        return taken[np.array(keep, np.bool_)]
+            if state is not None:
+                follow(state, entry.request)
+                nodes = nodes.only([node is not None for node in self._states(state, nodes, deadline)])
+            allowed.append(nodes)
+        return allowed
 
     def mask(self, entries: list[Entry]) -> list[Entry]:
         """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
@@ -184,12 +179,12 @@ class Grammars:
         self._num_looks += 1
         request = bound[self._num_looks % len(bound)]
         state, link = request.grammar, self._drafts.link(request)
-        if state is None or link is None or not link.mirror.num_nodes or request.finished:
+        if state is None or link is None or not link.mirror.has_nodes or request.finished:
             return False
-        forest = Forest([link.mirror], [_ANY_DEPTH])
-        best = np.sort((-forest.log_probs).argsort(kind="stable")[:_AHEAD_NODES])
+        forest = Forest([link.mirror], [_AHEAD_NODES])
+        count = sum(1 for _ in islice(forest.best(), _AHEAD_NODES))
         follow(state, request)
-        return self._prepare_one(state, forest.take(best)[0])
+        return self._prepare_one(state, forest.take(count)[0])
 
     def _prepare_one(self, state: GrammarState, nodes: Nodes) -> bool:
         if state.root.mask is None:

@@ -60,7 +60,7 @@ class HoldPolicy:
         if not real:
             return 0.0
         gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
-        promised = np.minimum(len(choice.taken) + len(real) * _COUNTS, self._budget.max_nodes)
+        promised = np.minimum(choice.num_nodes + len(real) * _COUNTS, self._budget.max_nodes)
         then = self._budget.cost.curve(num_tokens, int(promised[-1]) + 1)[promised] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.

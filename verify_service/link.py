@@ -152,9 +152,9 @@ class Link:
     @property
     def expects(self) -> bool:
         """Whether the draft may bring nodes soon that a round would want."""
-        if self.paused or self.waits_in_vain or self.merit.in_doubt:
+        if not self.awaited and self.answered_at is None:
             return False
-        return self.awaited or self.answered_at is not None
+        return not (self.paused or self.waits_in_vain or self.merit.in_doubt)
 
     @property
     def waits_in_vain(self) -> bool:

@@ -24,9 +24,22 @@ class Nodes:
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     depths: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    """Where the tree's mirror has them, until it takes another message."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def only(self, keep: Sequence[bool]) -> Nodes:
+        """Those that are to be kept; a node whose parent is not must not be, either."""
+        kept = [index for index, is_kept in enumerate(keep) if is_kept]
+        if len(kept) == len(self):
+            return self
+        places = {old: new for new, old in enumerate(kept)}
+        parents = [places[parent] if (parent := self.parents[old]) >= 0 else -1 for old in kept]
+        columns = ([column[old] for old in kept] for column in (self.token_ids, self.depths, self.slots))
+        token_ids, depths, slots = columns
+        return Nodes(token_ids, parents, depths, slots)
 
 
 @dataclass(eq=False, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,29 @@ class Bucket(NamedTuple):
         return self.tokens if self.only else self.tokens - self.rows // 2
 
 
+@dataclass(eq=False, slots=True)
+class _Lists:
+    """The fields of a round in the making."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=lambda: [0])
+    cached_lens: list[int] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+
+    def end_row(self, row: int, table_row: int, cached_len: int, root: int) -> None:
+        """Tokens that came since the last call are those of this row."""
+        end = len(self.token_ids)
+        self.rows += [row] * (end - self.first[-1])
+        self.first.append(end)
+        self.cached_lens.append(cached_len)
+        self.roots.append(root)
+        self.table_rows.append(table_row)
+
+
 class RoundInput:
     """The int32 fields of `TreeTokens`, and entries of page tables that the round adds, in one piece of memory.
 
@@ -48,8 +72,7 @@ class RoundInput:
 
     def __init__(self, max_tokens: int, max_rows: int, spare_row: int, device: torch.device) -> None:
         self._spare_row = spare_row
-        self._max_updates = max_rows + max_tokens
-        sizes = (max_tokens,) * 4 + (max_rows + 1,) + (max_rows,) * 3 + (3 * self._max_updates,)
+        sizes = (max_tokens,) * 4 + (max_rows + 1,) + (max_rows,) * 3 + (3 * (max_rows + max_tokens),)
         bounds = np.cumsum([0, *sizes]).tolist()
         self._pinned = torch.zeros(bounds[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(bounds[-1], dtype=torch.int32, device=device)
@@ -57,86 +80,71 @@ class RoundInput:
         spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
         self._host: dict[str, NDArray[np.int32]] = {name: flat[span] for name, span in spans.items()}
         self._fields = {name: self._device[span] for name, span in spans.items()}
-        self._num_updates = self._max_updates
+        self._updates = self._host["updates"].reshape(-1, 3)
+        self._num_updates = max_rows + max_tokens
+        self._largest = Bucket(max_tokens, max_rows)
         self.clear()
 
     def clear(self) -> None:
-        """Describe a round without tokens."""
-        self._write([], [], [], [], [0], [], [], [])
+        """Describe a round without tokens, whatever bucket it is run in."""
+        self._write(_Lists(), self._largest)
         self._write_updates([])
 
-    def fill(self, entries: Sequence[Entry], rows: RequestRows) -> None:
-        """Describe a round of these entries."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        parents: list[int] = []
-        token_rows: list[int] = []
-        first, cached_len, root, table_rows = [0], [], [], []
+    def fill(self, entries: Sequence[Entry], rows: RequestRows, bucket: Bucket) -> None:
+        """Describe a round of these entries; fields are written as far as the bucket reads them."""
+        lists = _Lists()
         updates: list[tuple[int, int, int]] = []
         for row, entry in enumerate(entries):
             request, extend, nodes = entry.request, entry.num_extend, entry.nodes
-            start, cached = len(token_ids), request.cached_len
-            last = start + extend - 1
-            table_rows.append(rows.row(request))
-            updates += rows.new_pages(request)
-            token_ids += request.tokens[cached : cached + extend]
-            positions += range(cached, cached + extend)
-            parents.append(-1)
-            parents += range(start, last)
-            if len(nodes):
-                token_ids += nodes.token_ids
-                positions += [cached + extend - 1 + depth for depth in nodes.depths]
-                parents += [last if parent < 0 else last + 1 + parent for parent in nodes.parents]
-            token_rows += [row] * (len(token_ids) - start)
-            first.append(len(token_ids))
-            cached_len.append(cached)
-            root.append(last if entry.samples else -1)
-        self._write(token_ids, positions, parents, token_rows, first, cached_len, root, table_rows)
+            cached = request.cached_len
+            last = len(lists.token_ids) + extend - 1
+            table_row = rows.row(request)
+            if new := rows.new_pages(request):
+                updates += new
+            if extend == 1:
+                lists.token_ids.append(request.tokens[cached])
+                lists.positions.append(cached)
+                lists.parents.append(-1)
+            else:
+                lists.token_ids += request.tokens[cached : cached + extend]
+                lists.positions += range(cached, cached + extend)
+                lists.parents += (-1, *range(last + 1 - extend, last))
+            if nodes.token_ids:
+                base = cached + extend - 1
+                lists.token_ids += nodes.token_ids
+                lists.positions += [base + depth for depth in nodes.depths]
+                # A parent of -1 is the root.
+                lists.parents += [last + 1 + parent for parent in nodes.parents]
+            lists.end_row(row, table_row, cached, last if entry.samples else -1)
+        self._write(lists, bucket)
         self._write_updates(updates)
 
-    def fill_chain(self, num_tokens: int, cached_len: int) -> None:
+    def fill_chain(self, num_tokens: int, cached_len: int, bucket: Bucket) -> None:
         """Describe a round of one request, in the row that belongs to nobody, for measurements."""
         count = range(num_tokens)
-        chain = [index - 1 for index in count]
-        positions = [cached_len + index for index in count]
-        ends, spare = [0, num_tokens], [self._spare_row]
-        self._write([1] * num_tokens, positions, chain, [0] * num_tokens, ends, [cached_len], [0], spare)
+        lists = _Lists([1] * num_tokens, [cached_len + i for i in count], [i - 1 for i in count])
+        lists.end_row(0, self._spare_row, cached_len, 0)
+        self._write(lists, bucket)
         self._write_updates([])
 
-    def _write(
-        self,
-        token_ids: list[int],
-        positions: list[int],
-        parents: list[int],
-        rows: list[int],
-        first: list[int],
-        cached_len: list[int],
-        root: list[int],
-        table_rows: list[int],
-    ) -> None:
-        host, count, num_rows = self._host, len(token_ids), len(root)
-        for name, values, pad in (
-            ("token_ids", token_ids, 0),
-            ("positions", positions, 0),
-            ("parents", parents, -1),
-            ("rows", rows, -1),
-        ):
-            host[name][:count] = values
-            host[name][count:] = pad
-        host["first"][: num_rows + 1] = first
-        host["first"][num_rows + 1 :] = count
-        host["cached_len"][:num_rows] = cached_len
-        host["cached_len"][num_rows:] = 0
-        host["root"][:num_rows] = root
-        host["root"][num_rows:] = -1
-        host["table_rows"][:num_rows] = table_rows
-        host["table_rows"][num_rows:] = self._spare_row
+    def _write(self, lists: _Lists, bucket: Bucket) -> None:
+        """Padded to the bucket: few calls, for each takes as long as a request."""
+        host, num_tokens, num_rows = self._host, bucket.tokens, bucket.rows
+        count, rows = num_tokens - len(lists.token_ids), num_rows - len(lists.roots)
+        host["token_ids"][:num_tokens] = lists.token_ids + [0] * count
+        host["positions"][:num_tokens] = lists.positions + [0] * count
+        host["parents"][:num_tokens] = lists.parents + [-1] * count
+        host["rows"][:num_tokens] = lists.rows + [-1] * count
+        host["first"][: num_rows + 1] = lists.first + lists.first[-1:] * rows
+        host["cached_len"][:num_rows] = lists.cached_lens + [0] * rows
+        host["root"][:num_rows] = lists.roots + [-1] * rows
+        host["table_rows"][:num_rows] = lists.table_rows + [self._spare_row] * rows
 
     def _write_updates(self, updates: Sequence[tuple[int, int, int]]) -> None:
-        flat = self._host["updates"].reshape(-1, 3)
         if updates:
-            flat[: len(updates)] = updates
-        flat[len(updates) : self._num_updates, 0] = -1
+            self._updates[: len(updates)] = updates
+        if len(updates) < self._num_updates:
+            self._updates[len(updates) : self._num_updates, 0] = -1
         self._num_updates = len(updates)
 
     def to_device(self) -> None:

@@ -15,7 +15,7 @@ from verify_service.link import Link
 from verify_service.memory import Memory
 from verify_service.queue import FairQueue
 from verify_service.request import Request
-from verify_service.round import Entry
+from verify_service.round import Entry, Nodes
 from verify_service.tracing import mark
 
 _FAR = 1 << 62
@@ -157,43 +157,44 @@ class Scheduler:
                 continue
             if link.expects:
                 awaited.append(link)
-            if link.mirror.num_nodes:
+            if link.mirror.has_nodes:
                 growing.append(entry)
                 mirrors.append(link.mirror)
                 depths.append(min(room, self._limits.max_depth))
         forest = Forest(mirrors, depths)
         most = self._limits.max_round_tokens - num_tokens
         beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
-        choice = self._budget.choose(num_tokens, num_roots, forest.log_probs, most, beside)
+        choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
         return Offer(growing, forest, choice, awaited, num_tokens, beside)
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
         """Choose nodes for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
         offer = self.choose(entries)
-        offer.forest.take(offer.choice.taken)
+        offer.forest.take(offer.choice.num_nodes)
 
     def take(self, offer: Offer) -> None:
         """Give a round the nodes that were chosen, but for those that a grammar forbids."""
         self._budget.took(offer.choice)
-        if self._grammars is not None and len(offer.choice.taken):
-            taken = self._grammars.allowed(offer.entries, offer.forest, offer.choice.taken)
-            offer = offer._replace(choice=offer.choice._replace(taken=taken))
-        for entry, nodes in zip(offer.entries, offer.forest.take(offer.choice.taken), strict=True):
+        if not offer.choice.num_nodes:
+            return
+        taken: Sequence[Nodes] = offer.forest.take(offer.choice.num_nodes)
+        if self._grammars is not None:
+            taken = self._grammars.allowed(offer.entries, taken)
+        for entry, nodes in zip(offer.entries, taken, strict=True):
             # Nodes are worth no preemption: without pages the round goes without them.
             if nodes.token_ids and self._memory.reserve(
                 entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
             ):
                 entry.nodes = nodes
                 if entry.request.trace:
-                    self._mark(offer, entry)
+                    self._mark(entry)
 
-    def _mark(self, offer: Offer, entry: Entry) -> None:
+    def _mark(self, entry: Entry) -> None:
         """Note where the nodes of a traced request come from, before its tree is re-rooted."""
         link = self._drafts.link(entry.request)
         if link is not None:
-            rows = offer.forest.rows(offer.entries.index(entry), offer.choice.taken)
             sources = link.peer.terms.sources if link.peer is not None else ()
-            entry.marks = mark(link.mirror, rows + link.mirror.root + 1, sources)
+            entry.marks = mark(link.mirror, entry.nodes.slots, sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
         """Tokens of a request with more than its root to compute that the next round takes."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.tokens import RoundTree
 from outrider.tree.mirror import TreeMirror
 
@@ -20,14 +17,14 @@ class Marks(NamedTuple):
     drafter_names: Sequence[str]
 
 
-def mark(mirror: TreeMirror, rows: NDArray[np.int64], sources: Sequence[str]) -> Marks:
-    """Marks of the nodes in these rows of a mirror. `sources` are the draft's names of its drafters."""
-    found = mirror.sources[rows].tolist()
+def mark(mirror: TreeMirror, slots: Sequence[int], sources: Sequence[str]) -> Marks:
+    """Marks of the nodes in these slots of a mirror. `sources` are the draft's names of its drafters."""
+    found = [mirror.sources[slot] for slot in slots]
     used = sorted(set(found))
     # A draft may have said fewer names than it uses; what it says is not believed elsewhere either.
     names = [sources[source] if source < len(sources) else f"source {source}" for source in used]
     places = {source: place for place, source in enumerate(used)}
-    return Marks([places[source] for source in found], mirror.scores[rows].tolist(), names)
+    return Marks([places[source] for source in found], [mirror.scores[slot] for slot in slots], names)
 
 
 def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence[int]) -> list[int]:

@@ -97,17 +97,22 @@ class Verify:
         if mirror.num_unresolved:
             return {}
         paths: dict[int, tuple[int, ...]] = {mirror.root: ()}
-        for row in range(mirror.root + 1, mirror.end):
-            paths[row] = (*paths[row - int(mirror.nodes[1, row])], int(mirror.nodes[0, row]))
-            held[paths[row]] = float(mirror.scores[row])
+        for slot in mirror.descend():
+            paths[slot] = (*paths[mirror.parents[slot]], mirror.token_ids[slot])
+            held[paths[slot]] = mirror.scores[slot]
         return held
+
+    def held_sources(self) -> list[int]:
+        """Who found the nodes that the mirror holds, in the order of `held`."""
+        return [self.mirror.sources[slot] for slot in self.mirror.descend()]
 
     def check(self, sources: tuple[int, ...] = (0,)) -> None:
         """Nodes of these sources are what the model says after their path."""
         self.mirror.check_integrity()
-        by_path = dict(zip(self.held(), range(self.mirror.root + 1, self.mirror.end), strict=False))
-        for path, score in self.held().items():
-            if self.mirror.sources[by_path[path]] in sources:
+        held = self.held()
+        # Without a resolved root nothing is held.
+        for (path, score), source in zip(held.items(), self.held_sources() if held else (), strict=True):
+            if source in sources:
                 guesses = dict(scripted((*self.tokens, *path[:-1])))
                 assert guesses[path[-1]] == score, (path, score)
 

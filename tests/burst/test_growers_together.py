@@ -33,8 +33,7 @@ def test_sources_follow_each_other_and_both_contribute() -> None:
     request = rig.open(1, REPEATING)
     finish(rig)
     request.check(sources=(0,))
-    sources = set(request.mirror.sources[request.mirror.root + 1 : request.mirror.end])
-    assert sources >= {0, 1}
+    assert set(request.held_sources()) >= {0, 1}
     assert (5,) in request.held()
     assert (5, 6, 7) in request.held()
 
@@ -61,8 +60,7 @@ def test_the_n_grams_go_on_below_what_the_model_found() -> None:
     rig, prompt = together(branching=1), prompt_with_a_guess()
     request = rig.open(1, prompt, credit=128)
     finish(rig)
-    mirror = request.mirror
-    found = dict(zip(request.held(), mirror.sources[mirror.root + 1 : mirror.end], strict=True))
+    found = dict(zip(request.held(), request.held_sources(), strict=True))
     assert found[prompt[0],] == 0
     assert found[prompt[0], 33] == 1
 
@@ -85,8 +83,7 @@ def test_without_rows_the_n_grams_serve_alone() -> None:
     request = rig.open(2, REPEATING)
     finish(rig)
     assert request.declined is None
-    mirror = request.mirror
-    assert set(mirror.sources[mirror.root + 1 : mirror.end]) == {1}
+    assert set(request.held_sources()) == {1}
     rig.commit(2, [5])
     finish(rig)
     assert request.held()
@@ -112,8 +109,7 @@ def test_what_n_grams_find_is_told_before_a_device_is_waited_for() -> None:
         rig.requests.work(float("inf"))
     rig.turn()
     assert len(rig.runner.bursts) == 1
-    mirror = request.mirror
-    assert set(mirror.sources[mirror.root + 1 : mirror.end]) == {1}
+    assert set(request.held_sources()) == {1}
 
 
 def test_a_burst_that_fails_leaves_the_n_grams() -> None:

@@ -68,8 +68,8 @@ class Service:
         for grow in self.peer.grows():
             self.mirror.insert(grow)
         mirror, paths = self.mirror, {self.mirror.root: list[int]()}
-        for row in range(mirror.root + 1, mirror.end):
-            paths[row] = [*paths[row - int(mirror.nodes[1, row])], int(mirror.nodes[0, row])]
+        for slot in mirror.descend():
+            paths[slot] = [*paths[mirror.parents[slot]], mirror.token_ids[slot]]
         texts = {row: text_of(path) + ("." if path and path[-1] == END else "") for row, path in paths.items()}
         return {text for row, text in texts.items() if row != mirror.root}
 
@@ -95,7 +95,7 @@ def test_a_token_without_an_alternative_is_sent_though_no_drafter_guessed_it(fol
     service.held()
     service.commit([TOKENS.index("yes"), TOKENS.index(",")])
     assert service.held() == {" ", " y", " ye"}
-    assert set(service.mirror.scores[service.mirror.root + 1 : service.mirror.end]) == {0.0}
+    assert {service.mirror.scores[slot] for slot in service.mirror.descend()} == {0.0}
 
 
 @pytest.mark.parametrize("grammar", [Grammar(GrammarKind.REGEX, "(a"), Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}')])

@@ -175,7 +175,7 @@ def test_more_children_of_a_node_in_flight_are_grown_beside_it() -> None:
     grown(requests)
     for grow in peer.grows():
         mirror.insert(grow)
-    assert {mirror.nodes[0, row] for row in mirror.children(mirror.root)} == {8, 9}
+    assert {mirror.token_ids[child] for _, child in mirror.below[mirror.root]} == {8, 9}
 
 
 def test_a_miss_starts_an_epoch_at_the_new_root() -> None:

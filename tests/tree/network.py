@@ -119,14 +119,14 @@ class Pair:
         """Every node that verify holds is the one that the draft sent, and both live copies agree."""
         mirror = self.mirror
         mirror.check_integrity()
-        for row in range(mirror.root + 1, mirror.end):
-            node_id = mirror.ids[row]
-            parent_id, token, score = self.sent.nodes[self.life, mirror.epoch, node_id]
-            assert mirror.ids[row - mirror.nodes[1, row]] == parent_id
-            assert int(mirror.nodes[0, row]) == token
-            assert mirror.scores[row] == score
+        live = list(mirror.descend())
+        for slot in live:
+            parent_id, token, score = self.sent.nodes[self.life, mirror.epoch, mirror.ids[slot]]
+            assert mirror.ids[mirror.parents[slot]] == parent_id
+            assert mirror.token_ids[slot] == token
+            assert mirror.scores[slot] == score
         if mirror.epoch:
             assert mirror.root_len <= len(self.tokens)
-        assert mirror.end - mirror.root <= 4 * CREDIT + 1
+        assert len(live) <= 4 * CREDIT
         if self.author is not None:
             assert self.author.num_live <= CREDIT

@@ -10,11 +10,11 @@ from outrider.tree.messages import Grow
 
 
 class Row(NamedTuple):
-    """What the mirror says of a row."""
+    """What the mirror says of a node."""
 
     node_id: int
     token: int
-    parent_row: int
+    parent_id: int
     depth: int
     log_prob: float
     score: float
@@ -29,19 +29,16 @@ class PlainMirror:
         self.root = 0
         self.root_len = 1
         self.received_through = 0
-        self.waiting: list[Grow] = []
         self.dropped: Counter[str] = Counter()
         self._vocab_size, self._max_nodes = vocab_size, max_nodes
         # Of each node its parent, token, score and source, in the order in which they came.
         self._nodes: dict[int, tuple[int, int, float, int]] = {0: (-1, tokens[0], 0.0, 0)}
 
-    def settle(self) -> None:
-        """Take what waits, node by node."""
-        for grow in self.waiting:
-            for index in range(len(grow.token_ids)):
-                self._add(grow, index)
-            self.received_through = max(self.received_through, grow.first_id + len(grow.token_ids) - 1)
-        self.waiting.clear()
+    def insert(self, grow: Grow) -> None:
+        """Take a message, node by node."""
+        for index in range(len(grow.token_ids)):
+            self._add(grow, index)
+        self.received_through = max(self.received_through, grow.first_id + len(grow.token_ids) - 1)
         self.walk()
 
     def walk(self) -> None:
@@ -55,18 +52,16 @@ class PlainMirror:
             self._nodes = {node: self._nodes[node] for node in self._nodes if self._is_live(node)}
 
     def rows(self) -> list[Row]:
-        """The root and all below it, each before what is below it, siblings as they came."""
+        """All below the root, each before what is below it, siblings as they came."""
         rows: list[Row] = []
-        self._lay_out(self.root, 0, 0, 0.0, rows)
+        self._lay_out(self.root, 1, 0.0, rows)
         return rows
 
-    def _lay_out(self, node: int, parent_row: int, depth: int, log_prob: float, rows: list[Row]) -> None:
-        row = len(rows)
-        _, token, score, source = self._nodes[node]
-        rows.append(Row(node, token, parent_row, depth, log_prob, score, source))
-        for child, (parent, _, edge, _) in self._nodes.items():
+    def _lay_out(self, node: int, depth: int, log_prob: float, rows: list[Row]) -> None:
+        for child, (parent, token, edge, source) in self._nodes.items():
             if parent == node:
-                self._lay_out(child, row, depth + 1, log_prob + edge, rows)
+                rows.append(Row(child, token, parent, depth, log_prob + edge, edge, source))
+                self._lay_out(child, depth + 1, log_prob + edge, rows)
 
     def _child(self, parent: int, token: int) -> int | None:
         found = [node for node, (above, held, _, _) in self._nodes.items() if (above, held) == (parent, token)]

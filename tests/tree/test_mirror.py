@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.tree.messages import Grow
 from outrider.tree.mirror import TreeMirror
+from verify_service.forest import Forest
 
 VOCAB = 4
 
@@ -35,13 +38,14 @@ class PlainTree:
 
 def paths_of(mirror: TreeMirror) -> dict[tuple[int, ...], float]:
     """Path and path score of every node that the mirror offers."""
-    paths: dict[int, tuple[int, ...]] = {mirror.root: ()}
-    found = {}
-    for row in range(mirror.root + 1, mirror.root + 1 + mirror.num_nodes):
-        paths[row] = (*paths[row - int(mirror.nodes[1, row])], int(mirror.nodes[0, row]))
-        assert mirror.nodes[2, row] - mirror.nodes[2, mirror.root] == len(paths[row])
-        found[paths[row]] = float(mirror.log_probs[row - mirror.root - 1])
-    return found
+    forest = Forest([mirror], [1000])
+    chances = list(forest.best())
+    (nodes,) = forest.take(len(chances))
+    paths: list[tuple[int, ...]] = []
+    for token, parent, depth in zip(nodes.token_ids, nodes.parents, nodes.depths, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert depth == len(paths[-1])
+    return {path: math.log(chance) for path, chance in zip(paths, chances, strict=True)}
 
 
 steps = st.one_of(
@@ -96,7 +100,7 @@ def test_every_child_of_a_committed_token_is_observed_once_also_when_it_comes_la
     assert observed() == []
     tokens.append(3)
     mirror.commit()
-    assert observed() == [(-0.5, False)] * 2 and mirror.num_nodes == 0
+    assert observed() == [(-0.5, False)] * 2 and not mirror.has_nodes
     tokens.append(1)
     mirror.commit()
     grow(3, 3)
@@ -113,8 +117,8 @@ def test_a_message_without_nodes_tells_what_was_received_while_others_are_there(
     mirror = TreeMirror(tokens, vocab_size=100, max_nodes=50)
     none = np.empty(0)
     scores, sources = np.full(2, -0.1, np.float32), np.zeros(2, np.uint8)
-    mirror.take(Grow(1, 1, 3, 3, 1, np.array([0, 1], np.uint32), np.array([4, 5], np.int32), scores, sources))
-    assert (mirror.num_nodes, mirror.received_through) == (2, 2)
+    mirror.insert(Grow(1, 1, 3, 3, 1, np.array([0, 1], np.uint32), np.array([4, 5], np.int32), scores, sources))
+    assert (len(list(mirror.descend())), mirror.received_through) == (2, 2)
     empty = (none.astype(np.uint32), none.astype(np.int32), none.astype(np.float32), none.astype(np.uint8))
-    mirror.take(Grow(1, 1, 3, 3, 9, *empty))
+    mirror.insert(Grow(1, 1, 3, 3, 9, *empty))
     assert mirror.received_through == 8

@@ -1,4 +1,4 @@
-"""Verify's tree, laid out step by step, against one that is laid out from scratch."""
+"""Verify's tree, node by node, against one that is kept in the plainest way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import math
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_mirror import PlainMirror
+from plain_mirror import PlainMirror, Row
 
 from outrider.tree.messages import Grow
 from outrider.tree.mirror import TreeMirror
+from verify_service.forest import Forest
 
 VOCAB = 6
 MAX_NODES = 24
+DEEPEST = 4
 
 tokens = st.integers(0, 32).map(lambda pick: {31: -1, 32: VOCAB}.get(pick, pick % VOCAB))
 scores = st.integers(0, 63).map(lambda pick: {61: math.nan, 62: -math.inf, 63: 0.5}.get(pick, -pick / 16))
@@ -21,10 +23,10 @@ drafted = st.tuples(st.integers(0, 10**6), tokens, scores, st.integers(0, 255))
 """What picks the parent, token, score, source: illegal now and then."""
 
 steps = st.one_of(
-    st.tuples(st.just("grow"), st.lists(drafted, min_size=1, max_size=12), st.integers(0, 2), st.booleans()),
-    st.tuples(st.just("again"), st.integers(0, 10**6), st.just(0), st.booleans()),
-    st.tuples(st.just("late"), st.integers(0, 10**6), st.just(0), st.booleans()),
-    st.tuples(st.just("commit"), st.lists(st.integers(0, 10**6), min_size=1, max_size=3), st.just(0), st.just(True)),
+    st.tuples(st.just("grow"), st.lists(drafted, min_size=1, max_size=12), st.integers(0, 2)),
+    st.tuples(st.just("again"), st.integers(0, 10**6), st.just(0)),
+    st.tuples(st.just("late"), st.integers(0, 10**6), st.just(0)),
+    st.tuples(st.just("commit"), st.lists(st.integers(0, 10**6), min_size=1, max_size=3), st.just(0)),
 )
 
 
@@ -52,12 +54,9 @@ class Pair:
             np.array(sources, np.uint8),
         )
 
-    def take(self, grow: Grow, settle: bool) -> None:
-        self.plain.waiting.append(grow)
-        if settle:
-            self.mirror.insert(grow)
-        else:
-            self.mirror.take(grow)
+    def insert(self, grow: Grow) -> None:
+        self.plain.insert(grow)
+        self.mirror.insert(grow)
 
     def commit(self, picks: list[int]) -> None:
         """Commit tokens, along the tree where a pick says so."""
@@ -68,61 +67,65 @@ class Pair:
             if pick % 2:
                 self.mirror.commit()
                 self.plain.walk()
-                self.follow()
         self.mirror.commit()
         self.plain.walk()
-
-    def follow(self) -> None:
-        """What waits is taken by the model when it is taken by the mirror."""
-        if not self.mirror.num_unread:
-            self.plain.settle()
 
     def check(self) -> None:
         mirror, plain = self.mirror, self.plain
         mirror.check_integrity()
-        assert not mirror.num_unread or mirror.num_nodes, "nodes wait though there are no others"
-        rows = plain.rows()
-        live = slice(mirror.root, mirror.end)
-        assert mirror.ids[live].tolist() == [row.node_id for row in rows]
-        held, ups, depths = mirror.nodes[:, live]
-        assert held.tolist() == [row.token for row in rows]
-        assert ups[1:].tolist() == [place - row.parent_row for place, row in enumerate(rows)][1:]
-        assert (depths - mirror.root_depth).tolist() == [row.depth for row in rows]
-        found = mirror.path_scores[live] - mirror.root_score
-        assert np.allclose(found, [row.log_prob for row in rows], atol=1e-9)
-        assert mirror.scores[live].tolist()[1:] == [row.score for row in rows][1:]
-        assert mirror.sources[live].tolist()[1:] == [row.source for row in rows][1:]
+        rows = {row.node_id: row for row in plain.rows()}
+        live = list(mirror.descend())
+        assert sorted(mirror.ids[slot] for slot in live) == sorted(rows)
+        for slot in live:
+            row = rows[mirror.ids[slot]]
+            depth = mirror.depths[slot] - mirror.root_depth
+            assert (mirror.token_ids[slot], mirror.ids[mirror.parents[slot]], depth) == (
+                row.token,
+                row.parent_id,
+                row.depth,
+            )
+            assert (mirror.scores[slot], mirror.sources[slot]) == (row.score, row.source)
+            assert mirror.child(mirror.parents[slot], row.token) == slot
         resolved = plain.root_len == len(self.tokens)
-        assert mirror.num_nodes == (len(rows) - 1 if resolved else 0) and mirror.root_len == plain.root_len
-        for place, row in enumerate(rows[1:], start=1):
-            assert mirror.child(mirror.root + row.parent_row, row.token) == mirror.root + place
+        assert mirror.has_nodes == (resolved and bool(rows)) and mirror.root_len == plain.root_len
         assert mirror.dropped == plain.dropped and mirror.received_through == plain.received_through
         assert mirror.resolved_root == (plain.root if resolved and mirror.epoch else None)
+        if resolved:
+            self.check_best(rows)
+
+    def check_best(self, rows: dict[int, Row]) -> None:
+        """A round that takes any number of nodes takes the likeliest, parents first."""
+        forest = Forest([self.mirror], [DEEPEST])
+        chances = list(forest.best())
+        log_probs = sorted((row.log_prob for row in rows.values() if row.depth <= DEEPEST), reverse=True)
+        assert np.allclose(np.log(chances), log_probs, atol=1e-9)
+        for count in {0, len(chances) // 2, len(chances)}:
+            (nodes,) = forest.take(count)
+            taken = [rows[self.mirror.ids[slot]] for slot in nodes.slots]
+            assert [(row.token, row.depth) for row in taken] == list(zip(nodes.token_ids, nodes.depths, strict=True))
+            for place, (row, parent) in enumerate(zip(taken, nodes.parents, strict=True)):
+                assert parent < place and row.parent_id == (taken[parent].node_id if parent >= 0 else self.plain.root)
 
 
 @settings(max_examples=300)
 @given(st.lists(steps, max_size=30))
-def test_whatever_comes_the_tree_is_the_one_that_is_laid_out_from_scratch(trace: list[tuple]) -> None:
+def test_whatever_comes_the_tree_is_the_plain_one(trace: list[tuple]) -> None:
     pair = Pair()
-    for kind, what, skipped, settle in trace:
+    for kind, what, skipped in trace:
         if kind == "commit":
             pair.commit(what)
         elif kind == "grow":
             grow = pair.draft(what, skipped)
             pair.sent.append(grow)
             if what[0][0] % 7 != 3:
-                pair.take(grow, settle)
+                pair.insert(grow)
             else:
                 pair.held_back.append(grow)
         elif kind == "again" and pair.sent:
-            pair.take(pair.sent[what % len(pair.sent)], settle)
+            pair.insert(pair.sent[what % len(pair.sent)])
         elif kind == "late" and pair.held_back:
-            pair.take(pair.held_back.pop(what % len(pair.held_back)), settle)
-        pair.follow()
+            pair.insert(pair.held_back.pop(what % len(pair.held_back)))
         pair.check()
-    pair.mirror.settle()
-    pair.plain.settle()
-    pair.check()
 
 
 def test_ids_at_the_end_of_their_range_take_no_more_memory_than_others() -> None:
@@ -130,7 +133,7 @@ def test_ids_at_the_end_of_their_range_take_no_more_memory_than_others() -> None
     first = 2**32 - 2
     columns = (np.array([0, first], np.uint32), np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.uint8))
     assert mirror.insert(Grow(1, 1, 1, 1, first, *columns)) == 2
-    assert mirror.ids.tolist() == [0, first, first + 1]
+    assert mirror.ids == [0, first, first + 1]
     assert mirror.received_through == 2**32 - 1
 
 
@@ -144,4 +147,4 @@ def test_what_is_dead_is_forgotten() -> None:
         committed.append(1)
         mirror.commit()
         mirror.check_integrity()
-        assert len(mirror.ids) <= 2 * 3 + 64
+        assert len(mirror.ids) <= MAX_NODES + 1

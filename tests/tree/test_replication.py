@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,13 +49,13 @@ def guess_rightly(pair: Pair, depth: int) -> None:
 
 def follow(pair: Pair, pick: int, depth: int, bonus: int) -> None:
     """Commit a path that the mirror holds, and a bonus token."""
-    mirror, path, row = pair.mirror, [], pair.mirror.root
+    mirror, path, slot = pair.mirror, [], pair.mirror.root
     for _ in range(depth):
-        below = list(mirror.children(row))
+        below = [child for _, child in mirror.below[slot]]
         if not below or mirror.num_unresolved:
             break
-        row = below[pick % len(below)]
-        path.append(int(mirror.nodes[0, row]))
+        slot = below[pick % len(below)]
+        path.append(mirror.token_ids[slot])
     pair.commit([*path, bonus])
 
 
@@ -227,10 +229,10 @@ def test_a_hostile_draft_is_dropped_and_counted_and_what_enters_is_legal(trace: 
             pair.commit(step)
         mirror = pair.mirror
         mirror.check_integrity()
-        live = slice(mirror.root + 1, mirror.end)
-        assert mirror.end - mirror.root <= 4 * CREDIT + 1
-        assert ((mirror.nodes[0, live] >= 0) & (mirror.nodes[0, live] < VOCAB)).all()
-        assert np.isfinite(mirror.path_scores[live]).all()
+        live = list(mirror.descend())
+        assert len(live) <= 4 * CREDIT
+        assert all(0 <= mirror.token_ids[slot] < VOCAB for slot in live)
+        assert all(math.isfinite(cost) for slot in live for cost, _ in mirror.below[slot])
 
 
 def test_ids_that_no_commit_could_carry_back_are_malformed() -> None:

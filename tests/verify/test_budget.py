@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,51 +16,45 @@ def flat_then_steep() -> CostModel:
 
 def test_a_sure_tree_fills_the_cheap_width_and_not_more() -> None:
     budget = Budget(flat_then_steep(), 63)
-    assert len(budget.choose(1, 1, np.log(np.full(40, 0.6))).taken) == 7
+    assert budget.choose(1, 1, [0.6] * 40).num_nodes == 7
 
 
 def test_hopeless_nodes_are_not_taken_where_a_token_costs() -> None:
     cost = CostModel([0.02 * width for width in WIDTHS])
-    assert len(Budget(cost, 63).choose(1, 1, np.log(np.full(40, 0.3))).taken) == 0
+    assert Budget(cost, 63).choose(1, 1, [0.3] * 40).num_nodes == 0
 
 
-def test_a_batch_shares_the_budget_by_probability() -> None:
-    budget = Budget(flat_then_steep(), 63)
-    good, poor = np.log(np.full(10, 0.9)), np.log(np.full(10, 0.05))
-    taken = budget.choose(2, 2, np.concatenate([poor, good])).taken
-    assert len(taken) == 6 and (taken >= 10).all()
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[list[int], np.ndarray]:
-    """Parents (-1 for the root) and path scores that never rise from parent to child."""
-    parents, scores = [], []
-    for index in range(draw(st.integers(0, 20))):
-        parent = draw(st.integers(-1, index - 1))
-        edge = draw(st.sampled_from([0.0, -0.1, -0.7, -3.0]))
-        parents.append(parent)
-        scores.append(edge + (scores[parent] if parent >= 0 else 0.0))
-    return parents, np.array(scores, np.float64)
+chances = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.2, 0.05, 1e-3, 0.0]), max_size=40).map(
+    lambda drawn: sorted(drawn, reverse=True)
+)
 
 
 @given(
-    st.lists(trees(), min_size=1, max_size=4),
+    chances,
+    st.integers(1, 5),
     st.integers(0, 30),
     st.integers(0, 30),
     st.lists(st.floats(1e-3, 1.0), min_size=10, max_size=10),
+    st.sampled_from([0.0, 0.5]),
+    st.booleans(),
 )
-def test_what_is_taken_is_within_bounds_and_connected(
-    forest: list[tuple[list[int], np.ndarray]], max_nodes: int, most: int, seconds: list[float]
+def test_as_many_are_taken_as_have_the_best_rate(
+    chances: list[float], roots: int, max_nodes: int, most: int, seconds: list[float], beside: float, is_padded: bool
 ) -> None:
-    budget = Budget(CostModel(seconds), max_nodes)
-    scores = np.concatenate([scores for _, scores in forest])
-    taken = budget.choose(len(forest), len(forest), scores, most).taken.tolist()
-    assert len(taken) <= min(max_nodes, most) and taken == sorted(set(taken))
-    start = 0
-    for parents, _ in forest:
-        kept = {index - start for index in taken if start <= index < start + len(parents)}
-        assert all(parents[index] < 0 or parents[index] in kept for index in kept)
-        start += len(parents)
+    cost = CostModel(seconds, width_of=padded) if is_padded else CostModel(seconds)
+    choice = Budget(cost, max_nodes).choose(roots, roots, iter(chances), most, beside)
+    possible = [chance for chance in chances[: min(max_nodes, most)] if chance]
+    rates = [
+        (roots + sum(possible[:count])) / (cost.seconds(roots + count) + beside) for count in range(len(possible) + 1)
+    ]
+    assert rates[choice.num_nodes] == pytest.approx(max(rates))
+    assert choice.expected / choice.seconds == pytest.approx(max(rates))
+
+
+def test_no_more_nodes_are_looked_for_than_could_pay() -> None:
+    asked = iter([0.9] * 8 + [0.001] * 1000)
+    assert Budget(flat_then_steep(), 63).choose(1, 1, asked).num_nodes == 7
+    assert len(list(asked)) > 990
 
 
 def padded(tokens: int) -> int:
@@ -68,33 +63,32 @@ def padded(tokens: int) -> int:
 
 def test_a_round_is_filled_to_the_width_that_it_is_padded_to() -> None:
     cost = CostModel([0.1, 0.12, 0.2], (16, 32, 64), padded)
-    assert len(Budget(cost, 63).choose(3, 3, np.log(np.full(40, 0.001))).taken) == 13
-    assert len(Budget(cost, 63).choose(3, 3, np.log(np.full(40, 0.9))).taken) == 29
+    assert Budget(cost, 63).choose(3, 3, [0.001] * 40).num_nodes == 13
+    assert Budget(cost, 63).choose(3, 3, [0.9] * 40).num_nodes == 29
 
 
 def test_a_width_is_kept_for_a_gain_inside_the_noise_and_no_longer() -> None:
     cost = CostModel([0.01, 0.0102, 0.02], (16, 32, 64), padded)
     budget = Budget(cost, 63)
-    tree = np.log(np.concatenate([np.full(12, 0.5), np.full(2, 0.1)]))
-    assert len(Budget(cost, 63).choose(4, 1, tree).taken) == 14
+    tree = [0.5] * 12 + [0.1] * 2
+    assert Budget(cost, 63).choose(4, 1, tree).num_nodes == 14
     budget.took(choice := budget.choose(1, 1, tree[:12]))
-    assert len(choice.taken) == 12
-    assert len(budget.choose(4, 1, tree).taken) == 12, "two nodes more are worth a wider round, but not by much"
-    assert len(budget.choose(4, 1, np.log(np.full(40, 0.5))).taken) == 28
+    assert choice.num_nodes == 12
+    assert budget.choose(4, 1, tree).num_nodes == 12, "two nodes more are worth a wider round, but not by much"
+    assert budget.choose(4, 1, [0.5] * 40).num_nodes == 28
 
 
 def test_prefill_beside_makes_nodes_cheap() -> None:
     cost = CostModel([0.001 * width for width in WIDTHS])
-    tree = np.log(np.full(10, 0.3))
-    assert len(Budget(cost, 63).choose(1, 1, tree).taken) == 0
-    assert len(Budget(cost, 63).choose(1, 1, tree, beside=1.0).taken) == 10
+    tree = [0.3] * 10
+    assert Budget(cost, 63).choose(1, 1, tree).num_nodes == 0
+    assert Budget(cost, 63).choose(1, 1, tree, beside=1.0).num_nodes == 10
 
 
-def test_a_node_that_may_not_be_taken_never_is() -> None:
+def test_a_node_without_a_chance_is_never_taken() -> None:
     budget = Budget(flat_then_steep(), 63)
-    assert len(budget.choose(1, 1, np.log(np.full(7, 0.9))).taken) == 7
-    tree = np.array([-0.1, -np.inf, -0.1, -np.inf, -np.inf, -np.inf, -np.inf])
-    assert budget.choose(1, 1, tree).taken.tolist() == [0, 2]
+    assert budget.choose(1, 1, [0.9] * 7).num_nodes == 7
+    assert budget.choose(1, 1, [0.9, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0]).num_nodes == 2
 
 
 def test_cost_follows_a_machine_that_slows_down() -> None:

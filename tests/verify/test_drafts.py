@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.budget import WIDTHS, Budget, CostModel
 from verify_service.drafts import Drafts
+from verify_service.forest import Forest
 from verify_service.health import PeerHealth
 from verify_service.hold import HoldPolicy
 from verify_service.link import Link
@@ -44,49 +44,6 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     assert isinstance(commit, Commit) and commit.length_before == 3 and commit.token_ids.tolist() == [4, 9]
     assert (commit.epoch, commit.received_through, commit.resolved_root) == (1, 2, None)
     assert isinstance(pause, Pause) and isinstance(resume, Resume) and isinstance(close, Close)
-
-
-def test_nodes_wait_for_time_where_there_are_others_and_only_there(drafts: Drafts, clock: Clock) -> None:
-    port, one = Recorder(), request([1, 2, 3])
-    drafts.connected(port)
-    drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
-    drafts.receive(port, [tree(link.number, 1, 3, [4, 5])], clock.now)
-    mirror = link.mirror
-    assert (mirror.num_nodes, mirror.num_unread) == (2, 0)
-    one.tokens.append(4)
-    follow(drafts, one)
-    assert mirror.num_nodes == 1
-    further = replace(tree(link.number, 1, 3, [6, 7]), first_id=3, parents=np.array([2, 3], np.uint32), acked_len=4)
-    drafts.receive(port, [further], clock.now)
-    # The answer counts at once, and what was not looked at yet was not received.
-    assert (mirror.num_nodes, mirror.num_unread, mirror.acked_len, mirror.received_through) == (1, 2, 4, 2)
-    assert drafts.settle() and not drafts.settle()
-    assert (mirror.num_nodes, mirror.num_unread, mirror.received_through) == (3, 0, 4)
-    # What waits is found when a commit leads there, or leaves no other nodes.
-    drafts.receive(port, [replace(further, first_id=5, parents=np.array([4, 5], np.uint32))], clock.now)
-    assert mirror.num_unread == 2
-    one.tokens += [5, 6, 7, 6]
-    follow(drafts, one, 4)
-    assert (mirror.num_nodes, mirror.num_unread, mirror.resolved_root) == (1, 0, 5)
-    assert not drafts.settle()
-
-
-def test_what_waits_is_forgotten_with_its_session(drafts: Drafts, clock: Clock) -> None:
-    port, one = Recorder(), request([1, 2, 3])
-    drafts.connected(port)
-    drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
-    first = tree(link.number, 1, 3, [4, 5])
-    drafts.receive(port, [first], clock.now)
-    one.tokens.append(4)
-    follow(drafts, one)
-    drafts.receive(port, [replace(first, first_id=3, parents=np.array([2, 3], np.uint32))], clock.now)
-    assert link.mirror.num_unread == 2
-    drafts.disconnected(port)
-    assert not drafts.settle() and not link.mirror.num_nodes
 
 
 def test_requests_spread_over_drafts_and_move_when_one_is_lost(drafts: Drafts) -> None:
@@ -152,8 +109,8 @@ def test_one_drafts_bad_guesses_do_not_discount_another_ones(drafts: Drafts, clo
         follow(drafts, one)
     for port, link, one in zip(ports, links, requests, strict=True):
         drafts.receive(port, [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
-    bad, fresh = (link.mirror.log_probs[0] for link in links)
-    assert bad < -2 and fresh > -0.1
+    bad, fresh = (next(Forest([link.mirror], [1]).best()) for link in links)
+    assert bad < 0.14 and fresh > 0.9
 
 
 def test_a_final_decline_means_plain_decoding(drafts: Drafts, clock: Clock) -> None:
@@ -186,10 +143,14 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert port.num_resets == 1
 
 
+def num_nodes(link: Link) -> int:
+    return len(list(link.mirror.descend()))
+
+
 def hold_seconds(link: Link, seconds: float = 0.03) -> float:
     """How long a round of this request alone waits, if rounds of any width take `seconds`."""
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
-    choice = budget.choose(1, 1, link.mirror.log_probs)
+    choice = budget.choose(1, 1, Forest([link.mirror], [99]).best())
     return HoldPolicy(budget, max_seconds=0.02).seconds([link], 1, choice)
 
 
@@ -218,7 +179,7 @@ def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts
     assert hold_seconds(link) == 0
     drafts.connected(port)
     drafts.receive(port, [tree(link.number, 1, 2, [3, 4, 5])], clock.now)
-    assert link.mirror.num_nodes == 3 and not link.awaited
+    assert num_nodes(link) == 3 and not link.awaited
     assert hold_seconds(link) == 0
 
 
@@ -314,8 +275,8 @@ def test_a_draft_that_speaks_of_another_epoch_is_told_of_its_request_anew_but_no
     drafts.receive(port, [tree(link.number, 40, 2, [3])], clock.now)
     assert link.peer is None and isinstance(port.take(drafts)[-1], Close)
     drafts.receive(port, [tree(first, 1, 2, [3]), tree(first + 1, 1, 2, [3])], clock.now)
-    assert not link.mirror.num_nodes, "what was said of an earlier life is not believed"
+    assert not link.mirror.has_nodes, "what was said of an earlier life is not believed"
     clock.now += 2.0
     drafts.attend()
     drafts.receive(port, [tree(link.number, 1, 2, [3, 4])], clock.now)
-    assert link.mirror.num_nodes == 2
+    assert num_nodes(link) == 2

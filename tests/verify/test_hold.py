@@ -16,6 +16,7 @@ from outrider.tree.messages import Grow, VerifyMessage
 from verify_service.budget import WIDTHS, Budget, CostModel
 from verify_service.drafts import Drafts
 from verify_service.engine import Engine
+from verify_service.forest import Forest
 from verify_service.hold import HoldPolicy
 from verify_service.inbox import Action, ThreadInbox
 from verify_service.limits import EngineLimits
@@ -49,7 +50,7 @@ class Peer:
     def miss(self) -> None:
         """A round accepts the whole chain that there is, and then nothing of the tree is left."""
         mirror = self.link.mirror
-        chain = mirror.nodes[0, mirror.root + 1 : mirror.end].tolist() if mirror.num_nodes else []
+        chain = [mirror.token_ids[slot] for slot in mirror.descend()] if mirror.has_nodes else []
         self.request.tokens += [*chain, 40]
         follow(self.drafts, self.request, len(chain) + 1)
 
@@ -71,7 +72,7 @@ class Peer:
     def wait(self, lockstep: bool = False, others: int = 0) -> float:
         """How long a round of this request, and of `others` that have no draft, would wait."""
         budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
-        choice = budget.choose(1 + others, 1 + others, self.link.mirror.log_probs)
+        choice = budget.choose(1 + others, 1 + others, Forest([self.link.mirror], [99]).best())
         awaited = [self.link] if self.link.expects else []
         return HoldPolicy(budget, 0.02, lockstep).seconds(awaited, 1 + others, choice)
 
@@ -280,7 +281,7 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
         clock.now = until
 
     for _ in range(200):
-        if link.expects and policy.seconds([link], 1, budget.choose(1, 1, link.mirror.log_probs)):
+        if link.expects and policy.seconds([link], 1, budget.choose(1, 1, Forest([link.mirror], [99]).best())):
             held += longest
             drafts.waits_for([link])
             advance(clock.now + longest)

@@ -18,6 +18,7 @@ from outrider.tree.author import Outcome, TreeAuthor
 from outrider.tree.messages import Commit, DraftMessage, Open, VerifyMessage
 from verify_service.budget import Budget, CostModel
 from verify_service.drafts import Drafts
+from verify_service.forest import Forest
 from verify_service.hold import HoldPolicy
 
 VOCAB = 50
@@ -87,15 +88,14 @@ class TurnTaking:
         self._drafts.launched(self.clock.now)
         self._tell()
         self._budget.took(choice)
-        rows = {link.mirror.root + 1 + index for index in choice.taken.tolist()}
-        taken = {link.mirror.root: link.mirror.root}
-        tokens, row = [], link.mirror.root
+        taken = set(self._forest.take(choice.num_nodes)[0].slots)
+        tokens, slot = [], link.mirror.root
         while True:
             tokens.append(self._truth(self.request.committed_len + len(tokens)))
-            below = link.mirror.child(row, tokens[-1]) if taken else None
-            if below is None or below not in rows:
+            below = link.mirror.child(slot, tokens[-1])
+            if below is None or below not in taken:
                 break
-            row = below
+            slot = below
         self._advance(choice.seconds, SLOW, until_said=False)
         self.request.tokens.extend(tokens)
         self._drafts.committed(self.request)
@@ -105,7 +105,8 @@ class TurnTaking:
     def _choice(self):
         link = self._drafts.link(self.request)
         assert link is not None
-        return self._budget.choose(1, 1, link.mirror.log_probs)
+        self._forest = Forest([link.mirror], [99])
+        return self._budget.choose(1, 1, self._forest.best())
 
     def _seconds(self) -> float:
         link = self._drafts.link(self.request)
