@@ -27,6 +27,8 @@ from engine_timing import copy_rate, matmul_rate, median_ms
 from report import Row, cpu_name, write_report
 
 from outrider.attention.base import AttentionBackend
+from outrider.attention.flashinfer_backend import FlashInferAttention
+from outrider.attention.flashinfer_calls import CallShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.models.base import CausalLM
@@ -265,7 +267,11 @@ class Benchmark:
         return f"{drafter} engine b{num_rows} m{num_tokens} ctx{context / 1024:g}k"
 
     def _attention(self) -> AttentionBackend:
-        return TritonAttention()
+        options, config = self.options, self.model.config
+        if options.attention_backend == "triton":
+            return TritonAttention()
+        shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, options.page_size, self.model.dtype)
+        return FlashInferAttention(shape, self.model.device, trees=options.attention_backend == "flashinfer")
 
     def _kv_bytes(self) -> int:
         config = self.model.config
@@ -332,6 +338,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=sorted(SHORT), default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument(
+        "--attention-backend", choices=["triton", "flashinfer", "mixed"], default="triton", help="of rounds and prefill"
+    )
     parser.add_argument("--deterministic", action="store_true", help="rounds as --deterministic runs them")
     parser.add_argument("--disable-cuda-graph", action="store_true", help="rounds kernel by kernel")
     parser.add_argument(

@@ -128,6 +128,9 @@ class FakeDevice:
         if self.idle_since is not None and self.ended_at is not None and self.ended_at < self._launched_at:
             self.idle_since += seconds
 
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor."""
+
     def forget(self, request: Request) -> None:
         """See Executor."""
 

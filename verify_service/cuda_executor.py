@@ -31,7 +31,7 @@ from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
 from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
-from verify_service.request_rows import RequestRows
+from verify_service.request_rows import NoRows, RequestRows
 from verify_service.round import Entry, Pending, Result
 from verify_service.round_buffers import NUM_COMMITTED, Bucket, RoundInput, RoundOutput
 
@@ -85,6 +85,8 @@ class CudaExecutor:
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
         self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device)
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
+        self._rehearsal = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
+        self._no_rows = NoRows(self.rows.spare)
         self._output = RoundOutput(rows, device)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
         chunk = limits.chunk_size if limits.deterministic else None
@@ -139,6 +141,13 @@ class CudaExecutor:
             done = self._mark() if scores or done is None else done
         complete = self._mark() if self._features is not None and decode and prefill else done
         return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor: all but the copy and the graph."""
+        decode = [entry for entry in entries if entry.samples]
+        if decode:
+            bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+            self._rehearsal.fill(decode, self._no_rows, bucket)
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""

@@ -27,6 +27,7 @@ from verify_service.link import DraftPort, Link
 from verify_service.memory import Memory
 from verify_service.observer import Observer
 from verify_service.outcome import Commit, RoundDone
+from verify_service.rehearsal import Rehearsal
 from verify_service.request import Request
 from verify_service.round import Entry, Executor, Pending, Result
 from verify_service.scheduler import Offer, Scheduler
@@ -43,10 +44,6 @@ _CALM_SECONDS = 0.25
 
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
-
-_REHEARSAL_SECONDS, _REHEARSAL_PAUSE = 2.5e-4, 8
-"""How often the choice of nodes is rehearsed (after 5 ms without it its code took 5 times as long), and how many times
-as long as that takes lies between: a round that ends meanwhile is seen late."""
 
 _MOST_LEFT = 2
 """Actions a request, and for two at least, that may wait over a round's start; with more, slow hosts fall behind."""
@@ -84,6 +81,7 @@ class Engine:
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
         self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
+        self._rehearsal = Rehearsal(self.scheduler, executor)
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
         self._stopping = False
@@ -242,14 +240,13 @@ class Engine:
             self.features.work()
             return
         # An engine that slept here would launch the round with cold code, and wake some 50 us late.
-        now = rehearse_at = time.monotonic()
+        now = time.monotonic()
         end = now + seconds
+        self._rehearsal.begin(now)
         while not self._hear(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
-            if now >= rehearse_at:
-                self.scheduler.rehearse(entries)
-                rehearse_at = now + 2 * _REHEARSAL_SECONDS
+            self._rehearsal.rehearse(entries)
             now = time.monotonic()
         while self._arrived and any(link.expects for link in awaited):
             self._arrived.popleft()()
@@ -299,7 +296,7 @@ class Engine:
 
     def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:
         """Deal with what comes in, piece by piece, until the round has ended."""
-        rehearse_at = sleep_until
+        self._rehearsal.begin(sleep_until)
         attended = False
         # Also of a round that is over by now.
         self._hear(None)
@@ -316,11 +313,8 @@ class Engine:
                 self._attend()
                 attended = True
                 self._garbage.sweep()
-            elif self.grammars.work(entries):
-                continue
-            elif now >= rehearse_at:
-                self.scheduler.rehearse(entries)
-                rehearse_at = now + max(_REHEARSAL_SECONDS, _REHEARSAL_PAUSE * (time.monotonic() - now))
+            elif not self.grammars.work(entries):
+                self._rehearsal.rehearse(entries)
 
     def _commit(self, entry: Entry, result: Result) -> Commit | None:
         """Commit what may be committed of a result; None if the request was cancelled while the round ran."""

@@ -9,7 +9,6 @@ from math import exp
 from outrider.tree.mirror import TreeMirror
 from verify_service.round import Nodes
 
-
 _NONE = Nodes()
 
 

@@ -41,15 +41,27 @@ class HoldPolicy:
         `awaited` are links of the round that await an answer, or more of it. The round computes `num_tokens` tokens
         before any nodes, and as it stands would be `choice`, with `beside` seconds for other things.
         """
-        awaited = [link for link in awaited if link.peer is not None and link.peer.health.good]
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
+        good = {peer for peer in {link.peer for link in awaited} if peer is not None and peer.health.good}
+        awaited = [link for link in awaited if link.peer in good]
         if self._lockstep:
             return self._max_seconds if any(link.awaited for link in awaited) else 0.0
+        if not awaited or self._is_hopeless(awaited, choice):
+            return 0.0
         return max(
             self._pays([link.first_wait() for link in awaited], num_tokens, choice, beside),
             self._pays([link.whole_wait() for link in awaited], num_tokens, choice, beside),
         )
+
+    def _is_hopeless(self, awaited: Sequence[Link], choice: Choice) -> bool:
+        """Whether no wait can pay, told at a glance: if all that is awaited came with the first of it, at no cost.
+
+        In rounds of many requests some nearly always await something, and the device has nothing to do meanwhile.
+        """
+        rate = MIN_GAIN * self._rate(choice, 0.0)
+        most = (choice.expected + sum(link.most_gain for link in awaited)) / rate - choice.seconds
+        return all(most <= link.least_seconds for link in awaited)
 
     def _pays(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
         """How long to wait for all of these, if that pays.
@@ -64,18 +76,17 @@ class HoldPolicy:
         then = self._budget.cost.curve(num_tokens, int(promised[-1]) + 1)[promised] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
-        rate = MIN_GAIN * self._rate(choice, real)
+        rate = MIN_GAIN * self._rate(choice, sum(wait.found * wait.gain for wait in real))
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0
         longest = self._max_seconds if self._turns else max(wait.late for wait in real)
         return min(pays, longest, self._max_seconds)
 
-    def _rate(self, choice: Choice, waits: Sequence[Wait]) -> float:
+    def _rate(self, choice: Choice, found: float) -> float:
         """Tokens a second without a wait.
 
-        A draft with a device of its own answers while rounds run. What it brings is there for the round after, as far
-        as it was so lately, which makes a wait as long as a round worth less than the round.
+        A draft with a device of its own answers while rounds run. What it brings, `found` tokens, is there for the
+        round after, as far as it was so lately, which makes a wait as long as a round worth less than the round.
         """
-        found = sum(wait.found * wait.gain for wait in waits)
         return (choice.expected + found / 2) / choice.seconds

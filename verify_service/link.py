@@ -171,6 +171,23 @@ class Link:
         gain = self.hit_gain if self.after_hit else self.gain
         return Wait(gain, *answers.answer.left(waited), answers.shares, answers.found)
 
+    @property
+    def most_gain(self) -> float:
+        """Accepted tokens that no wait for the draft is likely to exceed."""
+        if self.peer is None:
+            return 0.0
+        first = (self.hit_gain if self.after_hit else self.gain) if self.awaited else 0.0
+        return max(first, 0.0) + max(self.answers(self.peer).more_gain, 0.0)
+
+    @property
+    def least_seconds(self) -> float:
+        """What is left of the shortest wait for the draft that is likely to bring anything."""
+        if self.peer is None:
+            return 0.0
+        answers = self.answers(self.peer)
+        times, since = (answers.answer, self.asked_at) if self.awaited else (answers.more, self.answered_at)
+        return times.left(0.0 if since is None else self.clock() - since)[0]
+
     def whole_wait(self) -> Wait | None:
         """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
         if self.peer is None or self.answers(self.peer).more_gain < LEAST_MORE:

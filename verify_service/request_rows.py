@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,31 @@ from outrider.attention.paged import update_page_tables
 from outrider.device import put
 from outrider.sampling.device import DeviceSampler
 from verify_service.request import Request
+
+
+class Rows(Protocol):
+    """What a round asks of rows."""
+
+    def row(self, request: Request) -> int:
+        """The request's row."""
+
+    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+        """(row, place, page) of pages that the device does not know; from now on it does."""
+
+
+class NoRows:
+    """Rows of a round that is only rehearsed: nobody gets one, and no page is told of."""
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
+
+    def row(self, request: Request) -> int:
+        """See Rows."""
+        return self._spare
+
+    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+        """See Rows."""
+        return ()
 
 
 class RequestRows:

@@ -133,6 +133,12 @@ class Executor(Protocol):
         the engine takes messages in, which may end requests of the round.
         """
 
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """Go through what `launch` does on the host, without effect, also while a round runs; or do nothing.
+
+        Where the engine never sleeps: code that has lain idle for a round is slow at first.
+        """
+
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages, perhaps while a round with it is under way.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.attention.lengths import HostLengths
 from outrider.attention.paged import TreeTokens
 from outrider.device import stamp
-from verify_service.request_rows import RequestRows
+from verify_service.request_rows import Rows
 from verify_service.round import Entry
 
 MAX_DEPTH = 31
@@ -90,7 +90,7 @@ class RoundInput:
         self._write(_Lists(), self._largest)
         self._write_updates([])
 
-    def fill(self, entries: Sequence[Entry], rows: RequestRows, bucket: Bucket) -> None:
+    def fill(self, entries: Sequence[Entry], rows: Rows, bucket: Bucket) -> None:
         """Describe a round of these entries; fields are written as far as the bucket reads them."""
         lists = _Lists()
         updates: list[tuple[int, int, int]] = []

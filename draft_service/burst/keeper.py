@@ -106,7 +106,12 @@ class ContextKeeper:
         covered = min(feature_end - context.end, between)
         if feature_end <= context.root:
             covered = min(covered, context.num_movable)
-        return covered if covered > self.max_forced else 0
+        if covered <= self.max_forced:
+            return 0
+        # Those that have the KV that they should have are moved: one launch for dozens of them.
+        own, tokens = self._own_features, context.between[:covered]
+        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not (one.settled or own)]
+        return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
 
     def extend(self, contexts: Iterable[DraftContext], limit: int) -> Extended:
         """Compute up to `limit` of those tokens in all, those of the first requests first, at once."""

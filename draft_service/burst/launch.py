@@ -194,7 +194,8 @@ class Planner:
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
-        return steps if plan.is_full and (plan.num_lent > plan.num_nodes + running or plan.moved) else 0
+        is_able = plan.num_lent > plan.num_nodes + running or plan.moved or len(self._spent(plan))
+        return steps if plan.is_full and is_able else 0
 
     def follows(self, plan: Plan, context: DraftContext) -> bool:
         """Whether a burst under way can go on below a request's new root: it has all that is needed for that."""
@@ -207,12 +208,17 @@ class Planner:
         return context.root_run or (not context.lag and plan.harvest.index_of(int(forest.roots[row])) >= 0)
 
     def reroots(self, plan: Plan) -> Reroots | None:
-        """What the device is to be told of new roots when the burst goes on; None for nothing."""
-        if not plan.moved:
+        """What the device is to be told of new roots when the burst goes on; None for nothing.
+
+        Trees that may grow and have no slot left are told their old roots again, for the slots that come with them.
+        """
+        forest, spent = self._forest, self._spent(plan)
+        if not plan.moved and not len(spent):
             return None
-        forest, rows = self._forest, np.array(sorted(plan.moved), np.int32)
+        if plan.moved:
+            plan.spreads_from = plan.queued_steps
+        rows = np.union1d(np.array(list(plan.moved), np.int32), spent)
         plan.moved.clear()
-        plan.spreads_from = plan.queued_steps
         roots = forest.roots[rows]
         slots = forest.entries.slots[roots]
         indices = [plan.harvest.index_of(root) if slot < 0 else -1 for root, slot in zip(roots, slots, strict=True)]
@@ -222,6 +228,21 @@ class Planner:
         shifts = forest.shifts[rows].astype(np.float32)
         forest.shifts[rows] = 0.0
         return Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
+
+    def _spent(self, plan: Plan) -> Int32s:
+        """Rows that may run more nodes, and have slots for them, but were lent none that is not filled.
+
+        What a burst runs below nodes that have died by then takes slots from what is left of a tree.
+        """
+        forest, rows = self._forest, plan.burst.rows.rows
+        able = (forest.quotas > forest.num_run)[rows] & (forest.slots.num_free[rows] > 0)
+        able &= forest.entries.slots[forest.roots[rows]] >= 0
+        if not able.any():
+            return rows[:0]
+        rows = rows[able & ~forest.slots.is_lent(rows)]
+        # Committed tokens that are still to be run hang below no root.
+        waiting = {one.context.row for one in plan.forced}
+        return rows[[row not in waiting for row in rows.tolist()]] if waiting else rows
 
     def take(self, plan: Plan, result: BurstResult) -> None:
         """Take a part of a burst's result into the forest."""

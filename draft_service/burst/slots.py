@@ -75,6 +75,11 @@ class TreeSlots:
         self._lent[row, slots] = True
         return slots
 
+    def is_lent(self, rows: Int32s) -> NDArray[np.bool_]:
+        """[N] which of these rows have slots that are lent and were not filled, as far as that is known."""
+        lent: NDArray[np.bool_] = np.count_nonzero(self._lent[rows], axis=1) > 0
+        return lent
+
     def fill(self, rows: Int32s, slots: Int32s, alive: NDArray[np.bool_]) -> None:
         """A burst filled these slots. Those with nodes that are not `alive` any more are free."""
         self._lent[rows, slots] = False

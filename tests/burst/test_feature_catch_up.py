@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from growth_rig import GREEDY, Rig, continuation
+from growth_rig import GOES_ON, GREEDY, Rig, continuation
 from hypothesis import given
 from hypothesis import strategies as st
 from test_growth_with_model import Service
@@ -64,6 +64,26 @@ def test_all_that_are_behind_are_level_before_the_next_burst() -> None:
     assert sum(count for _, count in rig.runner.extended) <= rig.growth._options.prompt_chunk
     rig.settle()
     assert all(request.held() for request in rig.open_requests.values())
+
+
+def test_tokens_that_bursts_have_run_with_true_features_are_moved_and_not_computed_apart() -> None:
+    rig = Rig(DraftOptions(max_positions=300), feature_size=1, **GOES_ON)
+    for number in range(1, 5):
+        request = rig.open(number, [1, number, 3])
+        rig.features(number, 0, 2)
+    rig.settle()
+    extended = len(rig.runner.extended)
+    for _ in range(20):
+        for number, request in rig.open_requests.items():
+            rig.commit(number, continuation(request.tokens, 2))
+            rig.features(number, len(request.tokens) - 3, 2)
+        rig.settle()
+    assert rig.growth._keeper.max_forced < 20
+    assert len(rig.runner.extended) == extended
+    assert len(rig.runner.rows) == 4
+    for row, request in zip(rig.runner.rows.values(), rig.open_requests.values(), strict=True):
+        assert len(row.context) > 20
+        request.check()
 
 
 def test_between_two_bursts_no_more_is_run_than_a_chunk() -> None:

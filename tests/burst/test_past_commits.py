@@ -207,3 +207,15 @@ def test_a_burst_is_told_of_seeds_that_may_be_worth_it_later() -> None:
     assert (np.diff(scores) <= 0).all() and scores[-1] < forest.floor < scores[0]
     alive = forest.entries.ranks[: forest.entries.count] > DEAD
     assert alive.any()
+
+
+def test_a_tree_whose_slots_went_to_dead_nodes_gets_others_without_a_commit_of_its_own() -> None:
+    rig, (busy, idle) = grown((1, 2), turns=2)
+    forest, bursts = rig.growth._forest, len(rig.runner.bursts)
+    commit(rig, 2, continuation(idle.tokens, 1))
+    while forest.num_run[1] < forest.quotas[1] and len(rig.runner.bursts) == bursts:
+        commit(rig, 1, continuation(busy.tokens, 1))
+        rig.turn()
+    assert len(rig.runner.bursts) == bursts, "the tree waits for the next burst"
+    idle.check()
+    busy.check()

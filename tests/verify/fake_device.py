@@ -69,6 +69,9 @@ class FakeDevice:
             assert covered >= entry.request.cached_len + entry.num_tokens, "pages must cover the round"
         return FakeRound(self, entries)
 
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor."""
+
     def forget(self, request: Request) -> None:
         self.forgotten.append(request)
 

@@ -51,6 +51,9 @@ class Scripted:
         self._before()
         return Finished([Result([7]) if entry.samples else Result() for entry in entries])
 
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor."""
+
     def forget(self, request: Request) -> None:
         return
 
