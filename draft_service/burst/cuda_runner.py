@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -71,6 +72,9 @@ class CudaRunner(Runner):
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
             self._begins.capture(self.buckets.all(), False)
+            # What a width's steps have left in the pool names rows that there are not where another width reads it.
+            self._input.clear()
+            self._entries.view(torch.float32).fill_(-math.inf)
             self._reroots.capture(self.buckets.all(), False)
 
     def _warm_up(self) -> None:

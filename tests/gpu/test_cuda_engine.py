@@ -203,7 +203,7 @@ def test_a_service_is_built_from_options(folder: Path) -> None:
             None,
             r"the GPU has no memory for KV cache.*lower --max-total-tokens",
         ),
-        ({}, 8 << 20, r"the GPU has no memory for KV cache|--mem-fraction-static"),
+        ({"max_total_tokens": 1 << 18}, 8 << 20, r"the GPU has no memory for KV cache|--mem-fraction-static"),
     ],
 )
 def test_a_start_without_memory_says_what_to_change(
