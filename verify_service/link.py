@@ -127,6 +127,8 @@ class Link:
     draft's answer to it is not here yet."""
     after_hit: bool = False
     """Whether the last commit left nodes."""
+    level: bool = False
+    """Whether the draft has ever answered to what was then the last commit: before, it computes the prompt."""
     num_answers: int = 0
     """Messages that followed the last commit."""
     num_late: int = 0
@@ -208,7 +210,9 @@ class Link:
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_untold)
 
     def answers(self, peer: Peer) -> Answers:
-        """What the draft sent lately after commits like the last one."""
+        """What the draft sent lately after commits like the last one, or after requests were opened."""
+        if not self.level:
+            return peer.health.opens
         return peer.health.hits if self.after_hit else peer.health.misses
 
 
