@@ -104,18 +104,30 @@ class CostModel:
     def _refresh(self, with_slopes: bool) -> None:
         self._curve = self._between(self._padded)
         self._seconds_of = self._curve.tolist()
-        if with_slopes and len(self._curve):
-            count = np.arange(len(self._curve))
-            more = count - count[:, None]
-            slopes = (self._curve - self._curve[:, None]) / np.where(more > 0, more, np.nan)
-            slopes[-1] = 0.0
-            self._slopes = np.nanmin(slopes, axis=1).tolist()
+        if with_slopes:
+            self._slopes = _least_slopes(self._seconds_of)
 
     def _between(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
         beyond = np.maximum(widths - self._widths[-1], 0.0) * slope
         result: NDArray[np.float64] = np.interp(widths, self._widths, self._seconds) + beyond
         return result
+
+
+def _least_slopes(values: Sequence[float]) -> list[float]:
+    """Of each value the least that it rises by, per place, up to any later one; 0 of the last."""
+    slopes = [0.0] * len(values)
+    # The lower convex hull of what lies behind a place, the nearest corner last: the line to that one is the flattest.
+    hull: list[int] = []
+    for place in range(len(values) - 1, -1, -1):
+        while hull:
+            corner = hull[-1]
+            slopes[place] = (values[corner] - values[place]) / (corner - place)
+            if len(hull) == 1 or slopes[place] < slopes[corner]:
+                break
+            hull.pop()
+        hull.append(place)
+    return slopes
 
 
 class Choice(NamedTuple):
