@@ -60,10 +60,10 @@ class Drafts:
         lockstep: bool = False,
         turns: bool = False,
     ) -> None:
-        """`max_nodes`: of a tree. In `lockstep` the answer to every commit is awaited, whatever nodes are left.
+        """`max_nodes`: that a draft may hold for a request.
 
-        So it is with `turns`, where drafts share cores with rounds: they grow between rounds, and one that is not
-        waited for grows slowly.
+        In `lockstep` the answer to every commit is awaited, whatever nodes are left. So it is with `turns`, where
+        drafts share cores with rounds: they grow between rounds, and one that is not waited for grows slowly.
         """
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
@@ -87,6 +87,7 @@ class Drafts:
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
         if request.speculate:
+            # Half of them may be dead until they are in the way.
             mirror = TreeMirror(request.tokens, self._vocab_size, 2 * self._max_nodes)
             credit = self._max_nodes // CREDIT_ROUNDS
             self._links[request] = Link(request, mirror, credit=credit, clock=self._clock)

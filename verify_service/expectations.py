@@ -33,7 +33,7 @@ class Expectations:
         link.after_hit, link.promised = False, 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
-        link.level = self._lockstep or self._turns
+        link.caught_up = self._lockstep or self._turns
         link.num_answers = link.num_late = link.num_vain = link.num_passed = 0
 
     def given_up(self, link: Link) -> None:
@@ -57,13 +57,13 @@ class Expectations:
         link.asked_at = None
         always = self._lockstep or self._turns
         link.awaited = link.peer is not None and (always or not link.mirror.has_nodes)
-        link.missed = link.awaited and link.level and not always
+        link.missed = link.awaited and link.caught_up and not always
         link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 
     def told(self, link: Link, at: float) -> None:
         """The draft was told of the commit at this time."""
-        link.asked_at = at if link.level else link.opened_at
+        link.asked_at = at if link.caught_up else link.opened_at
 
     def waits_for(self, links: Iterable[Link]) -> None:
         """The next round is held for these."""
@@ -104,7 +104,7 @@ class Expectations:
                 else:
                     link.gain += _LEARN * (promise - link.promised)
                 link.promised = promise
-        link.level = True
+        link.caught_up = True
 
     def _first_came(self, link: Link, peer: Peer, arrived_at: float) -> None:
         link.awaited = False
@@ -114,7 +114,7 @@ class Expectations:
         link.promised = promise
         if link.asked_at is not None:
             seconds = max(arrived_at - link.asked_at, 0.0)
-            link.answers(peer).answer.note(seconds)
+            link.first_times(peer).note(seconds)
         # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
         link.answered_at = None if self._lockstep else arrived_at
 

@@ -137,8 +137,8 @@ class PeerHealth:
         """After commits that left no nodes."""
         self.hits = Answers(self._hoped)
         """After those that left some, where an answer to them is waited for."""
-        self.opens = Answers(self._hoped, self._hoped_found)
-        """After requests were opened, prompt and all."""
+        self.opens = AnswerTimes()
+        """Of the first answers to requests that were opened, prompt and all."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
 

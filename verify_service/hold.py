@@ -49,10 +49,12 @@ class HoldPolicy:
             return self._max_seconds if any(link.awaited for link in awaited) else 0.0
         if not awaited or self._is_hopeless(awaited, choice):
             return 0.0
-        return max(
-            self._pays([link.first_wait() for link in awaited], num_tokens, choice, beside),
-            self._pays([link.whole_wait() for link in awaited], num_tokens, choice, beside),
-        )
+        # A draft that computes a request's prompt must not keep the others from being waited for.
+        caught_up = [link for link in awaited if link.caught_up]
+        groups = [awaited] if len(caught_up) == len(awaited) else [awaited, caught_up]
+        waits = [[link.first_wait() for link in group] for group in groups]
+        waits += [[link.whole_wait() for link in group] for group in groups]
+        return max(self._pays(group, num_tokens, choice, beside) for group in waits)
 
     def _is_hopeless(self, awaited: Sequence[Link], choice: Choice) -> bool:
         """Whether no wait can pay, told at a glance: if all that is awaited came with the first of it, at no cost.
@@ -73,7 +75,8 @@ class HoldPolicy:
             return 0.0
         gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
         promised = np.minimum(choice.num_nodes + len(real) * _COUNTS, self._budget.max_nodes)
-        then = self._budget.cost.curve(num_tokens, int(promised[-1]) + 1)[promised] + beside
+        seconds, _ = self._budget.cost.after(num_tokens, int(promised[-1]) + 1)
+        then = np.array(seconds)[promised] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
         rate = MIN_GAIN * self._rate(choice, sum(wait.found * wait.gain for wait in real))

@@ -13,7 +13,7 @@ from outrider.tree.messages import VerifyMessage
 from outrider.tree.mirror import TreeMirror
 from verify_service.calibration import Calibrator
 from verify_service.feature_ring import Ring
-from verify_service.health import Answers, PeerHealth, Wait
+from verify_service.health import Answers, AnswerTimes, PeerHealth, Wait
 from verify_service.merit import Merit
 from verify_service.request import Request
 
@@ -127,7 +127,7 @@ class Link:
     draft's answer to it is not here yet."""
     after_hit: bool = False
     """Whether the last commit left nodes."""
-    level: bool = False
+    caught_up: bool = False
     """Whether the draft has ever answered to what was then the last commit: before, it computes the prompt."""
     num_answers: int = 0
     """Messages that followed the last commit."""
@@ -171,7 +171,7 @@ class Link:
         answers = self.answers(self.peer)
         waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
         gain = self.hit_gain if self.after_hit else self.gain
-        return Wait(gain, *answers.answer.left(waited), answers.shares, answers.found)
+        return Wait(gain, *self.first_times(self.peer).left(waited), answers.shares, answers.found)
 
     @property
     def most_gain(self) -> float:
@@ -186,8 +186,8 @@ class Link:
         """What is left of the shortest wait for the draft that is likely to bring anything."""
         if self.peer is None:
             return 0.0
-        answers = self.answers(self.peer)
-        times, since = (answers.answer, self.asked_at) if self.awaited else (answers.more, self.answered_at)
+        first, more = self.first_times(self.peer), self.answers(self.peer).more
+        times, since = (first, self.asked_at) if self.awaited else (more, self.answered_at)
         return times.left(0.0 if since is None else self.clock() - since)[0]
 
     def whole_wait(self) -> Wait | None:
@@ -209,10 +209,12 @@ class Link:
         """Positions whose features the draft should have: all that are stored, of tokens that it was told of."""
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_untold)
 
+    def first_times(self, peer: Peer) -> AnswerTimes:
+        """How long the answer takes that is awaited first."""
+        return self.answers(peer).answer if self.caught_up else peer.health.opens
+
     def answers(self, peer: Peer) -> Answers:
-        """What the draft sent lately after commits like the last one, or after requests were opened."""
-        if not self.level:
-            return peer.health.opens
+        """What the draft sent lately after commits like the last one."""
         return peer.health.hits if self.after_hit else peer.health.misses
 
 

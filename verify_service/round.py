@@ -37,9 +37,8 @@ class Nodes:
             return self
         places = {old: new for new, old in enumerate(kept)}
         parents = [places[parent] if (parent := self.parents[old]) >= 0 else -1 for old in kept]
-        columns = ([column[old] for old in kept] for column in (self.token_ids, self.depths, self.slots))
-        token_ids, depths, slots = columns
-        return Nodes(token_ids, parents, depths, slots)
+        token_ids, depths = [self.token_ids[old] for old in kept], [self.depths[old] for old in kept]
+        return Nodes(token_ids, parents, depths, [self.slots[old] for old in kept])
 
 
 @dataclass(eq=False, slots=True)

@@ -108,7 +108,7 @@ class ContextKeeper:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
-        # Those that have the KV that they should have are moved: one launch for dozens of them.
+        # Those behind the last one that lacks its KV are moved: one launch for dozens of them.
         own, tokens = self._own_features, context.between[:covered]
         lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not (one.settled or own)]
         return lacking[-1] + 1 if len(lacking) > self.max_forced else 0

@@ -16,7 +16,7 @@ import outrider
 from outrider.training.card import write_card
 from outrider.training.evaluation_stage import load_drafter, measure
 from outrider.training.export import export_drafter
-from outrider.training.initial_head import settle
+from outrider.training.initial_head import resolved
 from outrider.training.parallel import Peers
 from outrider.training.plots import write_plots
 from outrider.training.prompts import ChatForm
@@ -58,7 +58,7 @@ def train(
     work.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     target = Target(model_folder, device)
-    options = settle(options, target.config)
+    options = resolved(options, target.config)
     form = ChatForm(model_folder)
     clock.lap("load")
 

@@ -15,6 +15,9 @@ from outrider.tree.messages import Grow, Int32s
 _MAX_ID = 2**32 - 1
 """Node ids travel as uint32."""
 
+_MOST_COST = 50.0
+"""Of an edge: less likely than that is never. Beside one without bounds, the costs of nodes below it would be lost."""
+
 Calibrate = Callable[[float, int], float]
 """An edge score and its source to a calibrated edge log-probability, at most 0."""
 
@@ -87,7 +90,9 @@ class TreeMirror:
         self._turn = 0
         """Counts moves of the root."""
         self._alive = [0]
-        """The last turn in which a slot was found to hang below the root."""
+        """Of each slot the last turn in which it was found to hang below the root; inverted, if it was found not to."""
+        self._swept = -1
+        """The last turn in which dead nodes were dropped: none die but when the root moves."""
         self._steps: list[tuple[int, int]] = []
         self._observed: set[int] = set()
 
@@ -123,7 +128,9 @@ class TreeMirror:
         tokens, root = self.tokens, self.root
         while self.root_len < len(tokens):
             token = tokens[self.root_len]
-            self._steps.append((root, token))
+            # Nobody may ask for long, and this is called again and again while the token is unresolved.
+            if self.below[root] and self._steps[-1:] != [(root, token)]:
+                self._steps.append((root, token))
             below = self._children.get(root << 32 | token)
             if below is None:
                 break
@@ -174,7 +181,7 @@ class TreeMirror:
 
     def _enter(self, grow: Grow, count: int) -> int:
         """Add what is legal and new below the root; returns how many nodes that were."""
-        if len(self.ids) + count > self._num_slots:
+        if len(self.ids) + count > self._num_slots and self._swept != self._turn:
             self._drop_dead()
         slots, children, faults, alive, turn = self._slots, self._children, self.dropped, self._alive, self._turn
         first = slot = len(self.ids)
@@ -199,7 +206,7 @@ class TreeMirror:
         return slot - first
 
     def _add(self, slot: int, parent: int, node_id: int, token: int, score: float, source: int) -> None:
-        cost = self._costs[parent] - self.calibrate(score, source)
+        cost = self._costs[parent] + min(-self.calibrate(score, source), _MOST_COST)
         insort(self.below[parent], (cost, slot))
         self.below.append([])
         self._costs.append(cost)
@@ -212,16 +219,15 @@ class TreeMirror:
         self.sources.append(source)
 
     def _is_alive(self, slot: int) -> bool:
-        """Whether a node hangs below the root, or is it; the way up is remembered."""
-        way = []
-        while self._alive[slot] != self._turn:
-            if self.depths[slot] <= self.root_depth:
-                return False
+        """Whether a node hangs below the root, or is it; what the way up shows is remembered."""
+        alive, turn, way = self._alive, self._turn, []
+        while alive[slot] not in (turn, ~turn) and self.depths[slot] > self.root_depth:
             way.append(slot)
             slot = self.parents[slot]
-        for found in way:
-            self._alive[found] = self._turn
-        return True
+        found = turn if alive[slot] == turn else ~turn
+        for below in way:
+            alive[below] = found
+        return found == turn
 
     def _drop_dead(self) -> None:
         """Give the slots of dead nodes free. The others keep their order."""
@@ -238,6 +244,7 @@ class TreeMirror:
         self._children = {parent << 32 | token: slot for slot, (parent, token) in enumerate(edges, 1)}
         self._observed.intersection_update(self._slots)
         self._alive = [self._turn] * len(kept)
+        self._swept = self._turn
         self.root = 0
 
     def _estrange(self, reason: str, count: int) -> bool:

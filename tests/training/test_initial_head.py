@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.training.dense import target_states
 from outrider.training.eagle3 import Eagle3Head
 from outrider.training.export import export_drafter
-from outrider.training.initial_head import InitialHead, settle
+from outrider.training.initial_head import InitialHead, resolved
 from outrider.training.run_options import RunOptions, check_resumed
 from outrider.training.target import Target
 from outrider.training.trainee import make_trainee
@@ -53,7 +53,7 @@ def guesses(target: Target, head: Eagle3Head) -> torch.Tensor:
 
 def test_a_training_begins_as_the_head_in_the_folder(target: Target, trained: Eagle3Head, folder: Path) -> None:
     texts = random_texts(target, 12, 6, 30, seed=4)
-    options = settle(RunOptions(init_from=folder, trainer=replace(OPTIONS.trainer, steps=40)), target.config)
+    options = resolved(RunOptions(init_from=folder, trainer=replace(OPTIONS.trainer, steps=40)), target.config)
     assert (options.draft_vocab_size, options.feature_layers) == (200, (1, 2, 3))
     trainee = make_trainee(target, texts, options)
     head = trainee.module
@@ -144,11 +144,11 @@ def test_options_that_the_head_decides_may_not_differ(target: Target, folder: Pa
         ({"algorithm": "EAGLE"}, "--init-from .*: is for --algorithm EAGLE3 alone, not EAGLE"),
     ):
         with pytest.raises(ConfigError, match=message):
-            settle(replace(RunOptions(init_from=folder), **changes), target.config)
+            resolved(replace(RunOptions(init_from=folder), **changes), target.config)
     learning = RunOptions(algorithm="NEXTN", trainer=replace(OPTIONS.trainer, hit_weight=0.5))
     with pytest.raises(ConfigError, match=r"--hit-weight 0\.5: is for --algorithm EAGLE3 alone, not NEXTN"):
-        settle(learning, target.config)
-    assert settle(RunOptions(), target.config).draft_vocab_size == 8192
+        resolved(learning, target.config)
+    assert resolved(RunOptions(), target.config).draft_vocab_size == 8192
 
 
 def test_a_training_that_began_as_another_head_is_not_taken_up(folder: Path, tmp_path: Path) -> None:

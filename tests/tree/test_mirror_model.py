@@ -148,3 +148,70 @@ def test_what_is_dead_is_forgotten() -> None:
         mirror.commit()
         mirror.check_integrity()
         assert len(mirror.ids) <= MAX_NODES + 1
+
+
+def grow_of(first: int, parents: list[int], tokens: list[int]) -> Grow:
+    count = len(parents)
+    columns = (np.array(parents, np.uint32), np.array(tokens, np.int32), np.full(count, -1.0, np.float32))
+    return Grow(1, 1, 1, 1, first, *columns, np.zeros(count, np.uint8))
+
+
+def chain_and_leaf(length: int) -> TreeMirror:
+    """A chain below the root that dies, because a leaf beside it is committed."""
+    committed = [0]
+    mirror = TreeMirror(committed, VOCAB, 4 * length)
+    mirror.insert(grow_of(1, [*range(length), 0], [1] * length + [2]))
+    committed.append(2)
+    mirror.commit()
+    return mirror
+
+
+def test_what_hangs_below_dead_nodes_is_climbed_once() -> None:
+    """A draft that sends node after node below a long dead chain must not hold up the rounds of others."""
+    mirror, length = chain_and_leaf(500), 500
+
+    class Counting(list):
+        looks = 0
+
+        def __getitem__(self, place):  # type: ignore[no-untyped-def]
+            Counting.looks += 1
+            return super().__getitem__(place)
+
+    mirror.parents = Counting(mirror.parents)
+    for number in range(50):
+        mirror.insert(grow_of(length + 2 + 10 * number, [length] * 10, [3] * 10))
+    assert mirror.dropped["dead_parent"] == 500
+    assert Counting.looks < 2 * length
+
+
+def test_a_tree_that_is_full_of_live_nodes_is_not_swept_for_each_message() -> None:
+    mirror = TreeMirror([0], VOCAB, 20)
+    mirror.insert(grow_of(1, list(range(20)), [1] * 20))
+    swept = []
+    descend = mirror.descend
+    mirror.descend = lambda: swept.append(True) or descend()  # type: ignore[method-assign, func-returns-value]
+    for number in range(50):
+        mirror.insert(grow_of(21 + number, [0], [2]))
+    assert mirror.dropped["too_many"] == 50 and len(swept) <= 1
+    mirror.check_integrity()
+
+
+def test_an_answer_without_a_draft_leaves_nothing_in_its_tree() -> None:
+    committed = [0]
+    mirror = TreeMirror(committed, VOCAB, 20)
+    for _ in range(500):
+        committed.append(1)
+        mirror.commit()
+    assert not mirror._steps
+    assert mirror.take_observations() == []
+
+
+def test_a_node_that_is_as_good_as_impossible_leaves_those_below_it_their_chances() -> None:
+    committed = [0]
+    mirror = TreeMirror(committed, VOCAB, 20)
+    grow = grow_of(1, [0, 1, 2], [1, 2, 3])
+    grow.scores[0] = -1e38
+    mirror.insert(grow)
+    committed.append(1)
+    mirror.commit()
+    assert np.allclose(list(Forest([mirror], [9]).best()), np.exp([-1.0, -2.0]))

@@ -104,4 +104,4 @@ def test_more_tokens_never_cost_less(rounds: list[tuple[int, float]]) -> None:
     cost = flat_then_steep()
     for tokens, seconds in rounds:
         cost.observe(tokens, seconds)
-    assert (np.diff(cost.curve(1, 130)) >= 0).all()
+    assert (np.diff(cost.after(1, 130)[0]) >= 0).all()

@@ -290,6 +290,30 @@ def test_what_prompts_take_says_nothing_of_answers_to_commits_and_is_not_waited_
     assert all(waits[-10:])
 
 
+def test_a_request_that_opens_keeps_no_other_from_being_waited_for() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock)
+    port = Recorder()
+    drafts.connected(port)
+    budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+    policy = HoldPolicy(budget, 0.02)
+    links = []
+    for _ in range(2):
+        drafts.admit(asked := request([1, 2]))
+        links.append(drafts.link(asked))
+    health = next(iter(drafts.peers.values())).health
+    health.opens.typical, health.misses.answer.typical = 0.2, 0.001
+    missing, opening = links
+    missing.gain = 3.0
+    drafts.receive(port, [tree(missing.number, 1, 2, [3])], clock.now)
+    missing.request.tokens.append(40)
+    follow(drafts, missing.request)
+    choice = budget.choose(2, 2, [])
+    assert policy.seconds([missing], 2, choice)
+    assert policy.seconds([missing, opening], 2, choice)
+    assert not policy.seconds([opening], 2, choice)
+
+
 @pytest.mark.parametrize("delay", [0.03, 0.3])
 def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) -> None:
     clock, longest, seconds = Clock(), 0.02, 0.033
