@@ -27,9 +27,6 @@ from engine_timing import copy_rate, matmul_rate, median_ms
 from report import Row, cpu_name, write_report
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.flashinfer_backend import FlashInferAttention
-from outrider.attention.flashinfer_calls import CallShape
-from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
@@ -38,6 +35,7 @@ from outrider.models.loader import load_model
 from outrider.models.registry import model_class
 from outrider.sampling.params import SamplingParams
 from verify_service.cuda_executor import CudaExecutor, CudaLimits
+from verify_service.parts import attention_backend
 from verify_service.round_buffers import Bucket
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -267,11 +265,8 @@ class Benchmark:
         return f"{drafter} engine b{num_rows} m{num_tokens} ctx{context / 1024:g}k"
 
     def _attention(self) -> AttentionBackend:
-        options, config = self.options, self.model.config
-        if options.attention_backend == "triton":
-            return TritonAttention()
-        shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, options.page_size, self.model.dtype)
-        return FlashInferAttention(shape, self.model.device, trees=options.attention_backend == "flashinfer")
+        options = self.options
+        return attention_backend(options.attention_backend, self.model, options.page_size, options.deterministic)
 
     def _kv_bytes(self) -> int:
         config = self.model.config

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from report import Row, cpu_name, write_report
 
@@ -41,9 +41,6 @@ from verify_service.memory import Memory
 from verify_service.request import Request
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 VOCAB = 1000
 CHANCES = (0.9, 0.06, 0.04)
@@ -114,8 +111,8 @@ class FakeDevice:
             self.gaps.append(now - self.ended_at)
             self.busy.append(self.caught_up_at - self._launched_at - self.draft.seconds)
             self.num_nodes.append(sum(len(entry.nodes) for entry in entries))
-            self.messages.append(self.draft.watch.seconds)
-            self.draft.seconds = self.draft.watch.seconds = 0.0
+            self.messages.append(self.draft.receiving)
+            self.draft.seconds = self.draft.receiving = 0.0
         self.caught_up_at = None
         if len(self.gaps) >= self._num_rounds and self.engine is not None:
             self.engine.stop()
@@ -147,25 +144,6 @@ class Pace(NamedTuple):
     """In all of them."""
 
 
-class Watch:
-    """Adds up the time that functions take."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def of(self, function: Callable[P, T]) -> Callable[P, T]:
-        """The same function, timed but where it finds nothing to do."""
-
-        def timed(*values: P.args, **named: P.kwargs) -> T:
-            start = time.perf_counter()
-            result = function(*values, **named)
-            if result is not False:
-                self.seconds += time.perf_counter() - start
-            return result
-
-        return timed
-
-
 class Draft:
     """A draft service that answers at once, and fills its credit with the best nodes that there are."""
 
@@ -177,8 +155,8 @@ class Draft:
         self._pace = pace
         self.seconds = 0.0
         """Time spent here, which a draft in a process of its own would spend there."""
-        self.watch = Watch()
-        self._hear = self.watch.of(self._receive)
+        self.receiving = 0.0
+        """The engine's time for what is said to it."""
         self._engine = engine
         self._authors: dict[int, TreeAuthor] = {}
 
@@ -222,10 +200,12 @@ class Draft:
         return pack_drafts(grows)
 
     def _say(self, at: float, part: DraftPart) -> None:
-        self._wire.post_later(at, lambda: self._wire.post(partial(self._hear, part, at)))
+        self._wire.post_later(at, lambda: self._wire.post(partial(self._receive, part, at)))
 
     def _receive(self, part: DraftPart, arrived_at: float) -> None:
+        start = time.perf_counter()
         self._engine.drafts.receive(self, unpack_drafts([part]), arrived_at)
+        self.receiving += time.perf_counter() - start
 
 
 class Wire(ThreadInbox):

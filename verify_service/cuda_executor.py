@@ -120,13 +120,13 @@ class CudaExecutor:
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry]) -> CudaRound:
         """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
+        decode = [entry for entry in entries if self._decodes(entry)]
         prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
         if self._staging is not None:
             self._staging.join()
         if decode:
-            bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+            bucket = self._bucket(decode)
             self._uses[bucket] += 1
             self._input.fill(decode, self.rows, bucket)
             self._sampler.set_masks(mask_runs(decode))
@@ -144,10 +144,9 @@ class CudaExecutor:
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copy and the graph."""
-        decode = [entry for entry in entries if entry.samples]
+        decode = [entry for entry in entries if self._decodes(entry)]
         if decode:
-            bucket = self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
-            self._rehearsal.fill(decode, self._no_rows, bucket)
+            self._rehearsal.fill(decode, self._no_rows, self._bucket(decode))
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
@@ -251,6 +250,9 @@ class CudaExecutor:
         if entry.samples:
             return True
         return self.limits.deterministic and entry.request.past_prompt
+
+    def _bucket(self, decode: Sequence[Entry]) -> Bucket:
+        return self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
 
     def _mark(self) -> torch.cuda.Event | None:
         if not self._on_gpu:

@@ -24,6 +24,8 @@ class Expectations:
         """See `Drafts`."""
         self._lockstep = lockstep
         self._turns = turns
+        self._always = lockstep or turns
+        """Whether the answer to every commit is awaited."""
         self._launched_at = math.inf
 
     def opened(self, link: Link, at: float) -> None:
@@ -33,7 +35,7 @@ class Expectations:
         link.after_hit, link.promised = False, 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
-        link.caught_up = self._lockstep or self._turns
+        link.caught_up = self._always
         link.num_answers = link.num_late = link.num_vain = link.num_passed = 0
 
     def given_up(self, link: Link) -> None:
@@ -55,9 +57,8 @@ class Expectations:
         link.answered_at = None
         link.num_answers = link.num_late = 0
         link.asked_at = None
-        always = self._lockstep or self._turns
-        link.awaited = link.peer is not None and (always or not link.mirror.has_nodes)
-        link.missed = link.awaited and link.caught_up and not always
+        link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
+        link.missed = link.awaited and link.caught_up and not self._always
         link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 

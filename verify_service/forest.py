@@ -27,7 +27,8 @@ class Forest:
     def best(self) -> Iterator[float]:
         """Find node after node; how likely its path is committed, never more than before. Ties go to the older one."""
         self._found = found = []
-        of_trees = [(mirror.below, mirror.root_cost, mirror.depths) for mirror in self._mirrors]
+        trees = zip(self._mirrors, self._deepest, strict=True)
+        of_trees = [(mirror.below, mirror.root_cost, mirror.depths, deepest) for mirror, deepest in trees]
         heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []
         for tree, mirror in enumerate(self._mirrors):
             if mirror.has_nodes and mirror.root_depth < self._deepest[tree]:
@@ -37,14 +38,14 @@ class Forest:
         heapify(heap)
         while heap:
             cost, tree, slot, siblings, following = heap[0]
-            below, root_cost, depths = of_trees[tree]
+            below, root_cost, depths, deepest = of_trees[tree]
             if following < len(siblings):
                 other, sibling = siblings[following]
                 heapreplace(heap, (other - root_cost, tree, sibling, siblings, following + 1))
             else:
                 heappop(heap)
             children = below[slot]
-            if children and depths[slot] < self._deepest[tree]:
+            if children and depths[slot] < deepest:
                 other, child = children[0]
                 heappush(heap, (other - root_cost, tree, child, children, 1))
             found.append((tree, slot))

@@ -170,15 +170,19 @@ class Link:
             return None
         answers = self.answers(self.peer)
         waited = 0.0 if self.asked_at is None else self.clock() - self.asked_at
-        gain = self.hit_gain if self.after_hit else self.gain
-        return Wait(gain, *self.first_times(self.peer).left(waited), answers.shares, answers.found)
+        return Wait(self.first_gain, *self.first_times(self.peer).left(waited), answers.shares, answers.found)
+
+    @property
+    def first_gain(self) -> float:
+        """Accepted tokens that the answer which is awaited first is likely to bring."""
+        return self.hit_gain if self.after_hit else self.gain
 
     @property
     def most_gain(self) -> float:
         """Accepted tokens that no wait for the draft is likely to exceed."""
         if self.peer is None:
             return 0.0
-        first = (self.hit_gain if self.after_hit else self.gain) if self.awaited else 0.0
+        first = self.first_gain if self.awaited else 0.0
         return max(first, 0.0) + max(self.answers(self.peer).more_gain, 0.0)
 
     @property

@@ -113,7 +113,7 @@ def _cuda_executor(options: VerifyOptions, model: CausalLM, num_pages: int, limi
             deterministic=options.deterministic,
             accept_rule=_accept_rule(options),
         ),
-        _attention(options, model),
+        attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
     )
     with ConsoleProgress() as progress:
         executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
@@ -130,17 +130,17 @@ def _accept_rule(options: VerifyOptions) -> AcceptRule:
     return rule
 
 
-def _attention(options: VerifyOptions, model: CausalLM) -> AttentionBackend:
-    """The backend that the options name. Raises ConfigError if it cannot run here."""
+def attention_backend(name: str, model: CausalLM, page_size: int, deterministic: bool = False) -> AttentionBackend:
+    """The backend that --attention-backend names. Raises ConfigError if it cannot run here."""
     # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may have
     # to be compiled first, and needs nvcc for that.
-    if options.attention_backend in ("auto", "triton"):
+    if name in ("auto", "triton"):
         return TritonAttention()
-    if options.deterministic:
+    if deterministic:
         raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
     config = model.config
-    shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, options.page_size, model.dtype)
-    return FlashInferAttention(shape, model.device, trees=options.attention_backend == "flashinfer")
+    shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
+    return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
 
 def _cpu_tokens(model: CausalLM) -> int:

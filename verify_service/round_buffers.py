@@ -99,8 +99,8 @@ class RoundInput:
             cached = request.cached_len
             last = len(lists.token_ids) + extend - 1
             table_row = rows.row(request)
-            if new := rows.new_pages(request):
-                updates += new
+            updates += rows.new_pages(request)
+            # What nearly all entries are; the other way takes a third longer for it.
             if extend == 1:
                 lists.token_ids.append(request.tokens[cached])
                 lists.positions.append(cached)

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from outrider.bench.runner import Point
-from outrider.cli.options import MAX_SEED, whole_number
+from outrider.cli.options import MAX_SEED, number, whole_number
 from outrider.errors import ConfigError
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096
-
-
-def number(minimum: float, maximum: float) -> Callable[[str], float]:
-    """A type for argparse: finite numbers, both ends included."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {minimum:g} to {maximum:g}")
-        return value
-
-    return parse
 
 
 def _rates(text: str) -> list[float]:

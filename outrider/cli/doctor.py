@@ -12,8 +12,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.bench_options import number
-from outrider.cli.options import add_service_options, parse_service_options
+from outrider.cli.options import add_service_options, number, parse_service_options
 from outrider.cli.terminal import make_console
 from outrider.cli.wiring import LINKS, link
 from outrider.config.draft import DraftOptions

@@ -8,6 +8,7 @@ of the model, which are the target's (--device; the draft's is --draft-device).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections import Counter
@@ -42,6 +43,21 @@ def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
         if not minimum <= number <= maximum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
         return number
+
+    return parse
+
+
+def number(minimum: float, maximum: float) -> Callable[[str], float]:
+    """A type for argparse: finite numbers, both ends included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {minimum:g} to {maximum:g}")
+        return value
 
     return parse
 

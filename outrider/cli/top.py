@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.answer import printable
-from outrider.cli.bench_options import number
-from outrider.cli.options import whole_number
+from outrider.cli.options import number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console
 from outrider.cli.top_figures import View, view_of
 from outrider.config.secrets import read_secret

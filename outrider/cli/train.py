@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.options import whole_number
+from outrider.cli.options import number, whole_number
 from outrider.errors import ConfigError
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 
@@ -74,7 +74,7 @@ def _add_training(group: Any) -> None:
     group.add_argument("--unroll", type=whole_number(1, 32), help="Steps on own features. Default: 8.")
     group.add_argument(
         "--hit-weight",
-        type=float,
+        type=number(0, 1),
         help="EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
         "0 to 1. Default: 0.",
     )

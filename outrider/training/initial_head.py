@@ -110,17 +110,13 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     """Options with sizes in place of those that were not given: the initial head's, or the default.
 
     Raises:
-        ConfigError: the initial head does not fit the target or a size that was given, another kind is trained, or the
-            weight of the hit loss is no share.
+        ConfigError: the initial head does not fit the target or a size that was given, or another kind is trained.
     """
     if options.algorithm != "EAGLE3":
         named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}
         for option, value in named.items():
             if value:
                 raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
-    weight = options.trainer.hit_weight
-    if not 0.0 <= weight <= 1.0:
-        raise ConfigError(f"--hit-weight {weight}: choose a share of the loss from 0 to 1")
     if options.init_from is None:
         return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
     shape = InitialHead(options.init_from, target).shape

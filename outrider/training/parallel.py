@@ -181,7 +181,7 @@ def _rank(
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(*arguments, device, peers)
         peers.leave()
-        # Nor here by way of exit handlers: gloo's threads, still there, have aborted a process that was done.
+        # Without exit handlers: gloo's threads, which are still there, have aborted a process that was done.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -128,12 +128,10 @@ class TreeMirror:
         tokens, root = self.tokens, self.root
         while self.root_len < len(tokens):
             token = tokens[self.root_len]
-            # Nobody may ask for long, and this is called again and again while the token is unresolved.
-            if self.below[root] and self._steps[-1:] != [(root, token)]:
-                self._steps.append((root, token))
             below = self._children.get(root << 32 | token)
             if below is None:
                 break
+            self._steps.append((root, token))
             root = below
             self.root_len += 1
         if root != self.root:
@@ -258,7 +256,8 @@ class TreeMirror:
 
     def _observe(self) -> None:
         """Note which children of the committed nodes on the way were right."""
-        for slot, token in self._steps:
+        unresolved = [(self.root, self.tokens[self.root_len])] if self.num_unresolved else []
+        for slot, token in self._steps + unresolved:
             for _, child in self.below[slot]:
                 if (node_id := self.ids[child]) not in self._observed:
                     self._observed.add(node_id)

@@ -1,0 +1,68 @@
+"""Requests whose prompt a draft computes: what they take is told apart, and holds nobody else up."""
+
+from __future__ import annotations
+
+from scripted_peer import Clock, Recorder, follow, request, tree
+
+from verify_service.budget import WIDTHS, Budget, CostModel
+from verify_service.drafts import Drafts
+from verify_service.forest import Forest
+from verify_service.hold import HoldPolicy
+from verify_service.link import Link
+
+ROUND = 0.0045
+"""Seconds of a round of an 8B model on a large GPU."""
+
+
+def test_what_prompts_take_says_nothing_of_answers_to_commits_and_is_not_waited_for() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock)
+    port = Recorder()
+    drafts.connected(port)
+    policy = HoldPolicy(Budget(CostModel([ROUND] * len(WIDTHS)), 63), 0.02)
+
+    def wait(link: Link) -> float:
+        choice = Budget(CostModel([ROUND] * len(WIDTHS)), 63).choose(1, 1, Forest([link.mirror], [99]).best())
+        return policy.seconds([link] if link.expects else [], 1, choice)
+
+    first_waits, waits = [], []
+    for _ in range(12):  # longer, and it would be in doubt
+        drafts.admit(asked := request([1, 2]))
+        link = drafts.link(asked)
+        assert link is not None
+        first_waits.append(wait(link))
+        clock.now += 0.03
+        drafts.receive(port, [tree(link.number, 1, 2, [3])], clock.now)
+        for epoch in range(2, 6):
+            asked.tokens.append(40)
+            follow(drafts, asked)
+            waits.append(wait(link))
+            clock.now += 0.001
+            drafts.receive(port, [tree(link.number, epoch, asked.committed_len, [3])], clock.now)
+        drafts.close(asked)
+    assert first_waits[0] and not any(first_waits[-6:])
+    assert all(waits[-10:])
+
+
+def test_a_request_that_opens_keeps_no_other_from_being_waited_for() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock)
+    port = Recorder()
+    drafts.connected(port)
+    budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+    policy = HoldPolicy(budget, 0.02)
+    links = []
+    for _ in range(2):
+        drafts.admit(asked := request([1, 2]))
+        links.append(drafts.link(asked))
+    health = next(iter(drafts.peers.values())).health
+    health.opens.typical, health.misses.answer.typical = 0.2, 0.001
+    missing, opening = links
+    missing.gain = 3.0
+    drafts.receive(port, [tree(missing.number, 1, 2, [3])], clock.now)
+    missing.request.tokens.append(40)
+    follow(drafts, missing.request)
+    choice = budget.choose(2, 2, [])
+    assert policy.seconds([missing], 2, choice)
+    assert policy.seconds([missing, opening], 2, choice)
+    assert not policy.seconds([opening], 2, choice)
