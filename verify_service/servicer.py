@@ -53,6 +53,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             await self._grammars.check(submission.sampling.grammar)
         number = self._engine.submit(submission, outbox.put)
         try:
+            # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
+            await context.send_initial_metadata(())
             last = False
             while not last:
                 gathered = await outbox.take()

@@ -177,9 +177,10 @@ async def test_what_gathers_is_sent_in_messages_of_bounded_size_and_in_order() -
 
 
 class Flood:
-    """Stands for an engine: says more of one answer than anybody could read, as fast as it can."""
+    """Stands for an engine: once it is let go on, says more of one answer than anybody could read, and fast."""
 
     def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
         self.backlog = Backlog()
         self.cancelled = asyncio.Event()
         self.num_updates = 0
@@ -193,12 +194,14 @@ class Flood:
             deliver(Update(token_ids=[1] * 50, logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)] * 50))
             self.num_updates += 1
             await asyncio.sleep(0)
+            await self.goes_on.wait()
 
     def cancel(self, number: int) -> None:
         self.cancelled.set()
 
 
-async def test_over_grpc_an_unread_answer_is_ended_and_leaves_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_first", [True, False])
+async def test_over_grpc_an_unread_answer_is_ended_and_leaves_the_engine(tmp_path: Path, reads_first: bool) -> None:
     engine = Flood()
     load, info = verify_pb2.VerifyServiceGetLoadResponse, verify_pb2.VerifyServiceGetInfoResponse()
     servicer = VerifyServicer(engine, Admission(VOCAB, 200, (), False), info, load, stall_seconds=3600)  # type: ignore[arg-type]
@@ -207,7 +210,9 @@ async def test_over_grpc_an_unread_answer_is_ended_and_leaves_the_engine(tmp_pat
     async with open_channel(await server.start()) as channel:
         request = verify_pb2.VerifyServiceGenerateRequest(prompt_token_ids=[1], max_tokens=10)
         call = verify_pb2_grpc.VerifyServiceStub(channel).Generate(request)
-        await call.read()
+        if reads_first:
+            await call.read()
+        engine.goes_on.set()
         await asyncio.wait_for(engine.cancelled.wait(), 60)
         await engine.task
         with pytest.raises(grpc.aio.AioRpcError) as caught:
