@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.frontier_state import HEADER_WORDS, NUM_FIELDS, TOLD_WORDS, BurstRows, Pool, RegionPlan, StepTokens
+from kernels.frontier_state import (
+    HEADER_WORDS,
+    MORE_WORDS,
+    NUM_FIELDS,
+    TOLD_WORDS,
+    BurstRows,
+    Pool,
+    RegionPlan,
+    StepTokens,
+)
 from kernels.launch import use_triton
 from kernels.reference import frontier as reference
 
@@ -49,8 +58,8 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         rows: num_free goes up.
         plan: where slot masks lie.
         told: int32 [B, 4 + R], of each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of a
-            new root that has no index in this pool, or -1; SHIFT: the new root's path score, bits of a float32;
-            NUM_MORE, and that many tree slots behind. A row with neither index nor slot has its root still.
+            new root that has no index in this pool, NOT_HERE if nothing is below it, or -1; SHIFT: the new root's path
+            score, bits of a float32; NUM_MORE, and that many tree slots behind. A row with -1 twice has its root still.
         step_size: entries that a step adds to the pool.
 
     Raises:
@@ -68,6 +77,30 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         frontier.reroot_pool(header, pool, rows, plan, told, step_size)
     else:
         reference.reroot_pool(header, pool, rows, plan, told, step_size)
+
+
+def add_seeds(pool: Pool, more: Tensor) -> None:
+    """Further seeds enter the pool of a burst that goes on, behind those it has. One launch.
+
+    Args:
+        pool: its seeds from FIRST_SEED on are overwritten.
+        more: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_MORE_SEEDS, E at most; two words that do
+            not count; then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_MORE_SEEDS is at most
+            max_seeds.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if more.dim() != 1 or more.shape[0] < MORE_WORDS or (more.shape[0] - MORE_WORDS) % NUM_FIELDS:
+        raise ValueError(f"further seeds of {list(more.shape)} do not have {NUM_FIELDS} fields")
+    if not (more.is_contiguous() and pool.entries.is_contiguous()):
+        raise ValueError("further seeds and pool must be contiguous")
+    if use_triton(more):
+        from kernels.jit import frontier
+
+        frontier.add_seeds(pool, more)
+    else:
+        reference.add_seeds(pool, more)
 
 
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:

@@ -18,6 +18,12 @@ HEADER_WORDS = 4
 # What each row of a burst that goes on is told, in front of tree slots.
 NEW_ROOT, NEW_ROOT_SLOT, SHIFT, NUM_MORE = range(4)
 TOLD_WORDS = 4
+NOT_HERE = -2
+"""In place of a new root's tree slot: it is not in the pool, and nothing is below it."""
+
+# What stands before seeds that a burst gets as it goes on; then each of their fields.
+FIRST_SEED, NUM_MORE_SEEDS = range(2)
+MORE_WORDS = 4
 
 FORCED_FROM = 1e29
 """Scores from here on belong to entries that must be run."""

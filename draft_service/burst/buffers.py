@@ -13,11 +13,15 @@ from torch import Tensor
 from draft_service.burst.buckets import Bucket
 from draft_service.burst.plan import Burst, BurstResult, BurstShape, Reroots, RowStates
 from outrider.attention.frontier import (
+    FIRST_SEED,
     HEADER_WORDS,
+    MORE_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
+    NOT_HERE,
     NUM_FIELDS,
     NUM_MORE,
+    NUM_MORE_SEEDS,
     SHIFT,
     TOLD_WORDS,
     BurstRows,
@@ -111,34 +115,60 @@ class BurstInput:
 
 
 class RerootInput:
-    """What rows of a burst that goes on are told, in host memory twice and on the device once."""
+    """What a burst that goes on is told, in host memory twice and on the device once: further seeds, then its rows."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
-        size = (shape.num_rows, TOLD_WORDS + shape.region)
+        self._line = TOLD_WORDS + shape.region
+        self._num_seeds = shape.max_width
+        self._begin = MORE_WORDS + NUM_FIELDS * shape.max_width
+        size = self._begin + shape.num_rows * self._line
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self._host: list[Words] = [memory.numpy() for memory in self._pinned]
         self._turn = 0
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._device[:, : NEW_ROOT_SLOT + 1] = -1
+        self.rows(shape.num_rows)[:, : NEW_ROOT_SLOT + 1] = -1
+
+    @property
+    def seeds(self) -> Tensor:
+        """On the device, the further seeds; see kernels.frontier.add_seeds."""
+        return self._device[: self._begin]
 
     def rows(self, count: int) -> Tensor:
         """On the device, what the first rows are told; see kernels.frontier.reroot_pool."""
-        return self._device[:count]
+        return self._device[self._begin : self._end(count)].view(count, self._line)
 
     def to_device(self, reroots: Reroots, count: int) -> None:
-        """Queue the copy of what the first `count` rows are told. Two of them may be pending."""
-        told = self._host[self._turn][:count]
+        """Queue the copy of what the first `count` rows are told. Two of them may be pending.
+
+        Raises ValueError for more seeds than fit a step.
+        """
+        end = self._end(count)
+        words = self._host[self._turn]
+        self._fill_seeds(words, reroots)
+        told = words[self._begin : end].reshape(count, self._line)
         told[:, [NEW_ROOT, NEW_ROOT_SLOT]] = -1
         told[:, NUM_MORE] = 0
         told[reroots.rows, NEW_ROOT] = reroots.indices
-        told[reroots.rows, NEW_ROOT_SLOT] = reroots.slots
+        nowhere = (reroots.indices < 0) & (reroots.slots < 0)
+        told[reroots.rows, NEW_ROOT_SLOT] = np.where(nowhere, NOT_HERE, reroots.slots)
         told[reroots.rows, SHIFT] = reroots.shifts.view(np.int32)
         for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
             told[row, NUM_MORE] = len(slots)
             told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = slots
-        self._device[:count].copy_(self._pinned[self._turn][:count], non_blocking=True)
+        self._device[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
         self._turn = (self._turn + 1) % NUM_COPIES
+
+    def _fill_seeds(self, words: Words, reroots: Reroots) -> None:
+        count = 0 if reroots.seeds is None else len(reroots.seeds)
+        if count > self._num_seeds:
+            raise ValueError(f"{count} further seeds; a step runs {self._num_seeds} nodes")
+        words[FIRST_SEED], words[NUM_MORE_SEEDS] = reroots.first_seed, count
+        if reroots.seeds is not None:
+            words[MORE_WORDS : self._begin].reshape(NUM_FIELDS, -1)[:, :count] = reroots.seeds.fields
+
+    def _end(self, num_rows: int) -> int:
+        return self._begin + num_rows * self._line
 
 
 def _bits(value: float) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from draft_service.burst.buckets import Bucket
 from draft_service.burst.buffers import RerootInput
+from draft_service.burst.context_forward import ContextForward
 from draft_service.burst.plan import BurstShape, Reroots
 from draft_service.burst.projector import join_rows
 from draft_service.burst.runner import Chunk, Pending, Runner, RunnerOptions, on_device
@@ -20,6 +19,7 @@ from outrider.attention.frontier import (
     NUM_FIELDS,
     Pool,
     StepTokens,
+    add_seeds,
     append_candidates,
     begin_burst,
     choose_entries,
@@ -27,17 +27,13 @@ from outrider.attention.frontier import (
     reroot_pool,
 )
 from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
-from outrider.device import num_processors, put
+from outrider.device import num_processors
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
 
-_PROMPTS = (1, 3, 17, 48, 100)
-"""Prompt tokens whose products and attention are kernels of their own."""
-_ROWS = (1, 7, 63, 127)
-"""Rows of a forward of prompts, one below a power of two, for which attention is a kernel of its own."""
-_ALIGNED = 4
-"""int32 words between two places where fields may begin."""
+_FEATURES = (1, 3, 17, 48, 100)
+"""Features of so many positions that come together; products of others are the same kernels."""
 
 
 class CudaRunner(Runner):
@@ -56,6 +52,7 @@ class CudaRunner(Runner):
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
         self._told = RerootInput(shape, device)
+        self._contexts = ContextForward(model, self.memory, shape, attention, options.chunk_size)
         self._steps: dict[Bucket, StepTokens] = {}
         self.graphs = GraphPool[Bucket]("draft steps", self._step)
         self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
@@ -76,15 +73,13 @@ class CudaRunner(Runner):
             self._input.clear()
             self._entries.view(torch.float32).fill_(-math.inf)
             self._reroots.capture(self.buckets.all(), False)
+            self._contexts.capture()
 
     def _warm_up(self) -> None:
         """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
         wait costs a third of a second."""
-        room = min(self.shape.num_pages * self.shape.page_size, self.shape.max_context, self.options.chunk_size)
-        for count in sorted({min(room, count) for count in _PROMPTS} | {room}):
-            self._warm_up_prompts([count])
-        for rows in _ROWS:
-            self._warm_up_prompts([1] * min(rows, self.shape.num_rows))
+        if not self.options.use_graphs:
+            self._contexts.warm_up()
         self._warm_up_features()
         self.memory.warm_up()
         self._input.clear()
@@ -92,30 +87,25 @@ class CudaRunner(Runner):
             self._begin(bucket)
             self._reroot(bucket)
 
-    def _warm_up_prompts(self, counts: Sequence[int]) -> None:
-        """A forward of rows with so many tokens each, which are written nowhere."""
-        total, spare = sum(counts), self.shape.num_rows
-        chunks = [Chunk(spare, [0] * count, 0) for count in counts]
-        features = None
-        if self.memory.features is not None:
-            features = self.memory.features.new_zeros(total, self.shape.feature_size)
-        self._model.forward(self._paged(chunks, [-1] * total), features, self.memory.kv, self._attention)
-
     def _warm_up_features(self) -> None:
         """Project features as they may come, and join some."""
         model, store = self._model, self.memory.features
         if store is None:
             return
         width = model.hidden_size * len(model.feature_layers)
-        for count in _PROMPTS:
+        for count in _FEATURES:
             rows = model.project(store.new_zeros(count, width))
             model.finish_product(rows)
         join_rows([rows, rows], rows.new_zeros(2 * len(rows), self.shape.feature_size))
 
+    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+        self._contexts.run(chunks, features)
+
     @property
     def num_bytes(self) -> int:
         """Device memory of KV, features and graphs."""
-        return self.memory.num_bytes + self.graphs.num_bytes + self._begins.num_bytes + self._reroots.num_bytes
+        graphs = (self.graphs, self._begins, self._reroots, self._contexts)
+        return self.memory.num_bytes + sum(one.num_bytes for one in graphs)
 
     def _make_proposer(self) -> Proposer:
         shape, model, options = self.shape, self._model, self.options
@@ -139,6 +129,7 @@ class CudaRunner(Runner):
         more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
         more.ran = True
         if reroots is not None:
+            self.memory.take_features(reroots.features)
             self._told.to_device(reroots, more.bucket.rows)
             self._reroots.run(more.bucket)
         for _ in range(num_steps):
@@ -179,7 +170,9 @@ class CudaRunner(Runner):
         """What precedes the steps of a part that is told of commits; may be captured."""
         rows, step_size = self._input.rows.head(bucket.rows), bucket.width * self.shape.branching
         told = self._told.rows(bucket.rows)
-        reroot_pool(self._input.header, self._pool(bucket), rows, self.memory.plan, told, step_size)
+        pool = self._pool(bucket)
+        reroot_pool(self._input.header, pool, rows, self.memory.plan, told, step_size)
+        add_seeds(pool, self._told.seeds)
 
     def _step(self, bucket: Bucket) -> None:
         """The whole of a step on the device; may be captured."""
@@ -233,45 +226,4 @@ class CudaRunner(Runner):
             mask=step.mask,
             region=TreeRegion(plan.region_base, rows.region_len),
             num_splits=choose_splits(bucket.width, bucket.rows, bucket.width, *heads, self._num_processors),
-        )
-
-    def _chunk_batch(self, chunks: Sequence[Chunk]) -> PagedBatch:
-        slots: list[int] = []
-        for row, tokens, position in chunks:
-            slots += self.memory.context_slots(row, position, position + len(tokens)).tolist()
-        return self._paged(chunks, slots)
-
-    def _paged(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> PagedBatch:
-        counts = [len(tokens) for _, tokens, _ in chunks]
-        first = [0, *accumulate(counts)]
-        # Kernels are compiled anew for other powers of two of rows: those that are missing are empty.
-        num_rows = _ROWS[bisect_left(_ROWS, len(chunks))] if len(chunks) <= _ROWS[-1] else len(chunks)
-        missing = num_rows - len(chunks)
-        # One small copy for all that describes the chunks. Fields begin where pointers are aligned, whatever the count:
-        # kernels are compiled anew for others.
-        fields: list[int] = []
-        bounds = []
-        for part in (
-            [token for _, tokens, _ in chunks for token in tokens],
-            [place for _, tokens, start in chunks for place in range(start, start + len(tokens))],
-            slots,
-            first + [first[-1]] * missing,
-            [position for _, _, position in chunks] + [0] * missing,
-            [row for row, _, _ in chunks] + [self.shape.num_rows] * missing,
-        ):
-            bounds.append((len(fields), len(fields) + len(part)))
-            fields += part
-            fields += [0] * (-len(fields) % _ALIGNED)
-        told = put(fields, self._model.device)
-        token_ids, positions, kv_slots, begins, cached_len, table_rows = (told[start:end] for start, end in bounds)
-        return PagedBatch(
-            token_ids=token_ids,
-            positions=positions,
-            first=begins,
-            cached_len=cached_len,
-            table_rows=table_rows,
-            page_tables=self.memory.plan.page_tables,
-            slots=kv_slots,
-            page_size=self.shape.page_size,
-            max_row_tokens=max(counts),
         )

@@ -76,7 +76,7 @@ class BurstGrowth(Grower):
     @property
     def idle(self) -> bool:
         """Whether no burst is under way, and nothing is worth one."""
-        return self._resting and not self._flight and not self._roster.has_news and self._announcer.done
+        return self._resting and not self._flight and not self._roster.has_news() and self._announcer.done
 
     @property
     def pressed(self) -> bool:
@@ -166,14 +166,21 @@ class BurstGrowth(Grower):
 
     def _follow_ahead(self, flight: _Flight) -> bool:
         """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
-        if not self._roster.has_news or self._options.lockstep_steps or flight.pending.done():
+        if not self._roster.has_news() or self._options.lockstep_steps:
             return False
-        moved = self._roster.follow_ahead([one.context for one in flight.plan.forced])
+        # What a part brought is taken in first, if the device has something to do meanwhile.
+        if flight.pending.done() and (flight.more is not None or not self._options.most_steps):
+            return False
+        plan, planner = flight.plan, self._planner
+        excluded = {one.context for one in plan.forced}
+        moved = self._roster.follow_ahead(excluded, misses=self._options.most_steps > 0 and not self._forest.may_know)
         for context in moved:
-            if self._planner.follows(flight.plan, context):
-                flight.plan.moved.add(context.row)
-            else:
+            if not planner.follows(plan, context):
                 flight.is_outdated = True
+                continue
+            plan.moved.add(context.row)
+            if planner.lacks(plan, context):
+                self._roster.unsettle(context)
         return bool(moved)
 
     def _withhold(self, tree: Tree) -> None:
@@ -204,17 +211,23 @@ class BurstGrowth(Grower):
 
     def _go_on(self, flight: _Flight) -> PendingBurst | None:
         """Have the device go on with the burst under way; None where something waits for its end."""
-        if flight.is_outdated or self._roster.has_news or not self._roster.is_settled:
+        plan, planner, roster = flight.plan, self._planner, self._roster
+        if flight.is_outdated or roster.has_news({one.context for one in plan.forced}):
             return None
-        plan = flight.plan
-        steps = self._planner.more_steps(plan, flight.pending.step_seconds, self._host_seconds)
-        if not steps:
+        needy = roster.to_run(planner.needs_run)
+        if len(needy) < roster.num_unsettled:  # some have tokens that are computed apart
+            return None
+        seconds = (flight.pending.step_seconds, self._host_seconds)
+        steps = planner.more_steps(plan, *seconds, forced=bool(needy))
+        if not steps or not planner.force(plan, needy):
             return None
         try:
-            more = flight.pending.go_on(steps, self._planner.reroots(plan))
+            more = flight.pending.go_on(steps, planner.reroots(plan))
         except Exception as error:
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
+        for context in needy:
+            roster.settle(context)
         if more is None:  # it is not asked again: its end says what became of it
             plan.most_steps = plan.queued_steps
         else:

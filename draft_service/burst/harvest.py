@@ -31,8 +31,16 @@ class Harvest:
             self._places = held = places
         return held
 
+    def add(self, entries: Ints) -> None:
+        """Further seeds follow those that there are."""
+        first, self.seeds = len(self.seeds), np.concatenate([self.seeds, entries])
+        if len(self._places):
+            self._places[first : len(self.seeds)] = entries
+
     def index_of(self, entry: int) -> int:
-        """Pool index of an entry; -1 for one that is not in the pool, as far as that is known."""
+        """Pool index of an entry, the newest if it is a seed again; -1 for one that is not known to be in the pool."""
         held = self._places if len(self._places) else self.seeds
-        found = (held == entry).nonzero()[0]
-        return int(found[0]) if len(found) else -1
+        found = (held[: len(self.seeds)] == entry).nonzero()[0]
+        if not len(found):
+            found = (held == entry).nonzero()[0]
+        return int(found[-1]) if len(found) else -1

@@ -19,7 +19,11 @@ _LEAST_FORCED = 7
 """Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
 
 _MOST_OWN = 6
-"""Committed tokens whose true features wait for a burst to end: it goes on past about two commits."""
+"""Committed tokens whose true features wait: a burst is given them after about two commits."""
+
+
+_ALONG = 8
+"""Committed tokens that are moved with those of others: no burst should end for them a few rounds later."""
 
 
 class DeclinedError(Exception):
@@ -73,18 +77,22 @@ class ContextKeeper:
         self._share_bursts(-1)
         self._runner.close(context.row)
 
-    def is_long(self, context: DraftContext) -> bool:
-        """Whether committed tokens wait that a burst should end for: KV to be moved, or to be made of true features."""
-        between = context.between
-        if len(between) >= self._worth_moving:
-            return True
-        if self._own_features:
-            return False
-        return len(between) >= _MOST_OWN and sum(not one.settled for one in between) >= _MOST_OWN
+    def is_full(self, context: DraftContext) -> bool:
+        """Whether committed tokens wait that a burst should end for: their KV is to be moved."""
+        return len(context.between) >= self._worth_moving
 
-    def settle(self, context: DraftContext) -> None:
-        """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`."""
-        if len(context.between) < self._worth_moving:
+    def is_untrue(self, context: DraftContext) -> bool:
+        """Whether much KV of committed tokens is to be made anew of true features."""
+        if not context.lag or self._own_features or len(context.between) < _MOST_OWN:
+            return False
+        return sum(not one.settled for one in context.between) >= _MOST_OWN
+
+    def settle(self, context: DraftContext, *, along: bool = False) -> None:
+        """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`.
+
+        `along`: that of others is moved now, which one more hardly makes longer.
+        """
+        if len(context.between) < (min(self._worth_moving, _ALONG) if along else self._worth_moving):
             return
         # Those whose true features are here will be run with them.
         is_full = len(context.between) > self._max_between and context.feature_end <= context.end

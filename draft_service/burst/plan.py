@@ -149,19 +149,27 @@ class Burst:
 class Reroots:
     """What a burst that goes on is told of commits to N of its requests. Not to be changed.
 
-    What does not hang below the new roots is not run any more. Path scores count from them.
+    What does not hang below the new roots is not run any more. Path scores count from them. Committed tokens that are
+    to be run, a root that nobody guessed among them, come as further forced seeds.
     """
 
     rows: Int32s
     """[N] indices into `Burst.rows`."""
     indices: Int32s
-    """[N] pool index of each new root; -1 if it was run for all that is known, and its tree slot is given."""
+    """[N] pool index of each new root; -1 if it was run for all that is known, and its tree slot is given, or if it is
+    not in the pool as it is to be run."""
     slots: Int32s
-    """[N] tree slot of each new root, or -1."""
+    """[N] tree slot of each new root, or -1; where there is no pool index either, nothing is below it."""
     shifts: NDArray[np.float32]
     """[N] path score of each new root from the root before, at most 0."""
     free: Sequence[Int32s]
     """N times tree slots that the burst may fill from now on, beside those that it was told of before."""
+    seeds: Seeds | None = None
+    """Forced seeds, at most as many as a step may run, with those that were forced before and were not run yet."""
+    first_seed: int = 0
+    """Pool index of the first; they follow the seeds that the burst has."""
+    features: Sequence[object] = ()
+    """Target features that they take; see `Burst.features`."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 
 from draft_service.burst.context import DraftContext
@@ -59,10 +59,11 @@ class Roster:
         self._late: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
         self._unsettled: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
-    @property
-    def has_news(self) -> bool:
-        """Whether something waits for `admit` or `follow`."""
-        return bool(self._opening or self._closing or self._changed)
+    def has_news(self, excluded: Container[DraftContext] = ()) -> bool:
+        """Whether something waits for `admit` or `follow`, changes of the `excluded` aside."""
+        if self._opening or self._closing:
+            return True
+        return any(context not in excluded for context in self._changed.values())
 
     @property
     def has_changes(self) -> bool:
@@ -70,9 +71,9 @@ class Roster:
         return bool(self._changed or self._late)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no root or context may have to be run."""
-        return not self._unsettled
+    def num_unsettled(self) -> int:
+        """Requests whose root or context may have to be run."""
+        return len(self._unsettled)
 
     def find(self, handle: int) -> DraftContext | None:
         """The request of a tree, if it has a row and is not closed."""
@@ -154,31 +155,40 @@ class Roster:
         self.look_at(changed)
         self._forest.tidy()
 
-    def follow_ahead(self, excluded: Iterable[DraftContext]) -> list[DraftContext]:
-        """The same while a burst is under way, for commits whose path the forest holds by now; whose those were.
+    def follow_ahead(self, excluded: Container[DraftContext], *, misses: bool) -> list[DraftContext]:
+        """The same while a burst is under way; whose trees or features changed.
 
         Entries keep their numbers. What that burst brings below dead nodes is dead. All but the tree itself and its
-        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs.
+        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs. Without `misses` it is
+        for commits whose path the forest holds by now.
         """
         moving: list[DraftContext] = []
         steps: list[Step] = []
+        others: list[DraftContext] = []
         for context in self._changed.values():
             author = context.tree.author
             tokens = author.tokens[context.known :]
-            if not tokens or author.committed_len > self._options.max_positions or context in excluded:
+            if author.committed_len > self._options.max_positions or context in excluded:
                 continue
-            if reaches(self._forest, context.row, tokens):
+            if not tokens:
+                if misses and context.lag and not context.tree.paused:
+                    others.append(context)
+            elif misses or reaches(self._forest, context.row, tokens):
                 moving.append(context)
                 steps.append(Step(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
-        if not steps:
-            return moving
-        for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
-            self._note_step(context, step, walked)
+        if steps:
+            for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
+                self._note_step(context, step, walked)
+                context.is_due = not context.root_run  # this burst will run it, or the next
+        for context in (*moving, *others):
             self._set_bounds(context)
-            context.is_due = not context.root_run  # this burst will run it, or the next
             handle = context.tree.handle
             self._late[handle] = self._changed.pop(handle)
-        return moving
+        return moving + others
+
+    def unsettle(self, context: DraftContext) -> None:
+        """Its root or context may have to be run."""
+        self._unsettled[context.tree.handle] = context
 
     def find_run(self) -> None:
         """See which roots the burst under way has run since they were followed."""
@@ -188,8 +198,14 @@ class Roster:
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""
-        for context in contexts:
+        changed = list(contexts)
+        is_full = self._options.most_steps > 0 and any(self.keeper.is_full(context) for context in changed)
+        for context in changed:
             self._look_at(context)
+        if is_full:
+            for context in self._contexts.values():
+                if context.root_run:
+                    self._settle(context, along=True)
         self.keeper.free_slots()
 
     def extend(self) -> bool:
@@ -287,16 +303,21 @@ class Roster:
         if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
             context.found_run()
         # Behind a miss verify has nothing: what can wait until the root is run does.
-        if context.root_run or len(context.between) > self.keeper.max_forced:
-            try:
-                self.keeper.settle(context)
-            except Exception as error:
-                self.fail(context, error)
-                return
+        if (context.root_run or len(context.between) > self.keeper.max_forced) and not self._settle(context):
+            return
         if context.seen < context.tree.author.next_id:
             take_in(self._forest, context)
         self._set_bounds(context)
         self._unsettled[context.tree.handle] = context
+
+    def _settle(self, context: DraftContext, *, along: bool = False) -> bool:
+        """Move its KV, if it is worth it; False if that failed, which gives the request up."""
+        try:
+            self.keeper.settle(context, along=along)
+        except Exception as error:
+            self.fail(context, error)
+            return False
+        return True
 
     def _set_bounds(self, context: DraftContext) -> None:
         options, limits, forest, row = self._options, self._limits, self._forest, context.row
@@ -315,6 +336,7 @@ class Roster:
         if self._forest.quotas[context.row] > 0 and needs_run(context):
             return True
         del self._unsettled[context.tree.handle]
+        context.is_due = False
         return False
 
     def _set_aside(self, context: DraftContext, refusal: Refusal) -> None:

@@ -18,7 +18,7 @@ from draft_service.burst.buffers import NUM_COPIES, BurstInput, BurstOutput
 from draft_service.burst.device_memory import DeviceMemory
 from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
 from draft_service.burst.projector import Projector, as_tensor, working_on
-from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.attention.base import AttentionBackend
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
@@ -205,7 +205,7 @@ class Runner(ABC):
         for chunks in _forwards(extents, self.shape.lag, self.options.chunk_size):
             count = sum(len(chunk.tokens) for chunk in chunks)
             features = None if given is None else given[done : done + count]
-            self._model.forward(self._chunk_batch(chunks), features, self.memory.kv, self._attention)
+            self._run_context(chunks, features)
             done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
@@ -297,8 +297,8 @@ class Runner(ABC):
         """Run a burst now or by the next `_settle`."""
 
     @abstractmethod
-    def _chunk_batch(self, chunks: Sequence[Chunk]) -> TokenBatch:
-        """A forward of context tokens of several rows."""
+    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+        """A forward of context tokens of several rows; `features` [tokens, feature_size] if the model takes any."""
 
 
 def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[Chunk]]:

@@ -152,7 +152,7 @@ class TorchRunner(Runner):
         starts = [memory.region_start(row) for row in rows]
         return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
 
-    def _chunk_batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
         segments = []
         positions: list[int] = []
         for row, tokens, position in chunks:
@@ -160,7 +160,8 @@ class TorchRunner(Runner):
             segments.append(Segment(len(tokens), torch.from_numpy(slots.astype(np.int64))))
             positions += range(position, position + len(tokens))
         token_ids = [token for _, tokens, _ in chunks for token in tokens]
-        return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
+        batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
+        self._model.forward(batch, features, self.memory.kv, self._attention)
 
 
 def _never() -> bool:

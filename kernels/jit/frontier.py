@@ -27,6 +27,9 @@ _NEW_ROOT_SLOT: tl.constexpr = tl.constexpr(state.NEW_ROOT_SLOT)
 _SHIFT: tl.constexpr = tl.constexpr(state.SHIFT)
 _NUM_MORE: tl.constexpr = tl.constexpr(state.NUM_MORE)
 _TOLD_WORDS: tl.constexpr = tl.constexpr(state.TOLD_WORDS)
+_FIRST_SEED: tl.constexpr = tl.constexpr(state.FIRST_SEED)
+_NUM_MORE_SEEDS: tl.constexpr = tl.constexpr(state.NUM_MORE_SEEDS)
+_MORE_WORDS: tl.constexpr = tl.constexpr(state.MORE_WORDS)
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
 
@@ -85,7 +88,7 @@ def _reroot(
         row = tl.load(entries + _ROW * CAPACITY + index, mask=there, other=0)
         root = tl.load(told + row * LINE + _NEW_ROOT, mask=there, other=-1)
         slot = tl.load(told + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
-        asked = there & ((root >= 0) | (slot >= 0))
+        asked = there & ((root >= 0) | (slot != -1))
         # Another program may count the root's score anew by now; it is -inf before and after, or neither.
         in_pool = asked & (root >= 0)
         ran = in_pool & (_as_float(tl.load(entries + _SCORE * CAPACITY + root, mask=in_pool, other=0)) == _NEVER)
@@ -113,6 +116,17 @@ def _reroot(
         # Other threads may still have to read where they begin.
         tl.debug_barrier()
         tl.store(num_free + lone_row, start + count)
+
+
+@triton.jit
+def _add(entries, more, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program. SIZE seeds at most."""
+    first, count = tl.load(more + _FIRST_SEED), tl.load(more + _NUM_MORE_SEEDS)
+    index = tl.arange(0, BLOCK)
+    used = index < tl.minimum(count, SIZE)
+    for field in tl.static_range(_NUM_FIELDS):
+        value = tl.load(more + _MORE_WORDS + field * SIZE + index, mask=used, other=0)
+        tl.store(entries + field * CAPACITY + first + index, value, mask=used)
 
 
 @triton.jit
@@ -342,6 +356,12 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, REGION=region, REGION_PAD=power_of_two(region), WORDS=words,
         BLOCK=_SEEDS, num_warps=4,
     )  # fmt: skip
+
+
+def add_seeds(pool: Pool, more: Tensor) -> None:
+    """As kernels.frontier.add_seeds."""
+    size = (more.shape[0] - state.MORE_WORDS) // state.NUM_FIELDS
+    _add[(1,)](pool.entries, more, CAPACITY=pool.capacity, SIZE=size, BLOCK=power_of_two(size), num_warps=4)
 
 
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:

@@ -8,10 +8,14 @@ from torch import Tensor
 from kernels.frontier_state import (
     BASE,
     FEATURE,
+    FIRST_SEED,
     FLOOR,
+    MORE_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
+    NUM_FIELDS,
     NUM_MORE,
+    NUM_MORE_SEEDS,
     NUM_SEEDS,
     PARENT,
     POSITION,
@@ -51,7 +55,7 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         places = (torch.arange(count, device=told.device) + start) % rows.free.shape[1]
         rows.free[row, places] = told[row, TOLD_WORDS : TOLD_WORDS + count]
         rows.num_free[row] = start + count
-        if root < 0 and slot < 0:
+        if root < 0 and slot == -1:
             continue
         if root >= 0:
             slot = int(pool.entries[SLOT, root]) if ran[root] else -1
@@ -65,6 +69,12 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         stays = there[alive]
         scores[stays] = (scores[stays] - shifts[row]).clamp(max=0.0)
         bases[stays] = (bases[stays] - shifts[row]).clamp(max=0.0)
+
+
+def add_seeds(pool: Pool, more: Tensor) -> None:
+    """As kernels.frontier.add_seeds."""
+    first, count = more[FIRST_SEED], more[NUM_MORE_SEEDS]
+    pool.entries[:, first : first + count] = more[MORE_WORDS:].view(NUM_FIELDS, -1)[:, :count]
 
 
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:

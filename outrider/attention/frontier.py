@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from kernels.frontier import append_candidates, begin_burst, choose_entries, place_entries, reroot_pool
+from kernels.frontier import add_seeds, append_candidates, begin_burst, choose_entries, place_entries, reroot_pool
 from kernels.frontier_state import (
     BASE,
     FEATURE,
+    FIRST_SEED,
     FORCED_FROM,
     HEADER_WORDS,
+    MORE_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
+    NOT_HERE,
     NUM_FIELDS,
     NUM_MORE,
+    NUM_MORE_SEEDS,
     PARENT,
     POSITION,
     ROW,
@@ -29,12 +33,16 @@ from kernels.frontier_state import (
 __all__ = [
     "BASE",
     "FEATURE",
+    "FIRST_SEED",
     "FORCED_FROM",
     "HEADER_WORDS",
+    "MORE_WORDS",
     "NEW_ROOT",
     "NEW_ROOT_SLOT",
+    "NOT_HERE",
     "NUM_FIELDS",
     "NUM_MORE",
+    "NUM_MORE_SEEDS",
     "PARENT",
     "POSITION",
     "ROW",
@@ -47,6 +55,7 @@ __all__ = [
     "Pool",
     "RegionPlan",
     "StepTokens",
+    "add_seeds",
     "append_candidates",
     "begin_burst",
     "choose_entries",

@@ -261,6 +261,36 @@ class Host:
         self._more_free.clear()
         return ready, first, second
 
+    def past_miss(self, row: int, tokens: list[int], steps: tuple[int, int], width: int) -> list[Node]:
+        """A burst that goes on past a commit of tokens that nobody guessed; what the part behind it ran."""
+        request, shape, count = self.requests[row], self.runner.shape, len(tokens)
+        assert request.root is not None
+        burst, seeds = self.burst(steps[0], width, -20.0, num_free=24)
+        place = burst.rows.rows.tolist().index(row)
+        slots = [slot for slot in range(shape.region) if slot not in request.nodes][: -count - 1 : -1]
+        forced = Seeds.of(
+            rows=np.full(count, place, np.int32),
+            parents=np.array([request.root.slot, *slots[:-1]], np.int32),
+            tokens=np.array(tokens, np.int32),
+            positions=np.arange(count, dtype=np.int32) + len(request.tokens),
+            scores=np.full(count, FORCED, np.float32),
+            slots=np.array(slots, np.int32),
+            features=np.full(count, -1, np.int32),
+        )
+        nowhere, none = np.array([-1], np.int32), [np.empty(0, np.int32)]
+        told = Reroots(np.array([place], np.int32), nowhere, nowhere, np.zeros(1, np.float32), none, forced, len(seeds))
+        pending = self.runner.launch(burst)
+        more = pending.go_on(steps[1], told)
+        assert more is not None
+        pool = dict(enumerate(seeds))
+        self.merge(burst, seeds, pending.wait(), pool=pool)
+        self.commit(row, tokens, move=False)
+        for node, slot in zip(request.forced, slots, strict=True):
+            node.slot = slot
+        pool = {index: node for index, node in pool.items() if node.row != row}
+        pool |= {len(seeds) + index: node for index, node in enumerate(request.forced)}
+        return self.merge(burst, seeds, more.wait(), pool=pool)
+
     def step(self, num_steps: int, width: int, check: bool = True, **options: object) -> list[Node]:
         """Launch, wait, merge."""
         burst, seeds = self.burst(num_steps, width, **options)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState
+from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState, Seeds
 
 if TYPE_CHECKING:
     from scripted_runner import ScriptedRunner
@@ -38,14 +39,15 @@ class Run:
         check(len({state.row for state in burst.rows}) == len(burst.rows), "a row twice")
         for state in burst.rows:
             self._begin(state)
-        self.features = [float(value) for part in burst.features for value in np.asarray(part)[:, 0]]
-        self.pool: list[Candidate | None] = list(self._seeds())
+        self.num_seeds = 0
+        self.pool: list[Candidate | None] = []
+        self._add_seeds(burst.seeds, burst.features)
+        self.pool += [None] * (self.shape.max_seeds - len(self.pool))
         self.first_step = 0
         self.ran_in: dict[int, int] = {}  # by pool index, the tree slot
         check(np.isfinite(burst.floor), "nothing is below the floor")
         check(0 < burst.num_steps <= self.shape.max_steps, f"{burst.num_steps} steps")
         check(0 < burst.width <= self.shape.max_width, f"width {burst.width}")
-        check(len(self.pool) <= self.shape.max_seeds, f"{len(self.pool)} seeds")
 
     def _begin(self, state: RowState) -> None:
         row = self.runner.rows[state.row]
@@ -59,13 +61,16 @@ class Run:
         for cell in row.cells.values():
             cell.ancestors &= live
 
-    def _seeds(self) -> list[Candidate]:
-        seeds, burst = self.burst.seeds, self.burst
-        made = []
-        count = len(seeds.rows)
+    def _add_seeds(self, seeds: Seeds, parts: Sequence[object]) -> None:
+        """They follow those that there are."""
+        burst, count, first = self.burst, len(seeds.rows), self.num_seeds
+        features = [float(value) for part in parts for value in np.asarray(part)[:, 0]]
+        self.num_seeds += count
+        check(self.num_seeds <= self.shape.max_seeds, f"{self.num_seeds} seeds")
         check(seeds.fields.shape == (NUM_SEED_FIELDS, count), "seeds of another shape")
         forced = seeds.scores >= FORCED
-        check(int(forced.sum()) <= burst.width, "more forced seeds than a step takes")
+        waiting = sum(node is not None and node.score >= FORCED for node in self.pool)
+        check(int(forced.sum()) + waiting <= burst.width, "more forced seeds than a step takes")
         for index in range(count):
             row, feature = int(seeds.rows[index]), int(seeds.features[index])
             score = float(seeds.scores[index])
@@ -77,14 +82,15 @@ class Run:
             base = (0.0 if is_root else None) if forced[index] else score
             check(seeds.bases[index] == (NONE if base is None else base), f"base {seeds.bases[index]}")
             check(seeds.slots[index] not in self.free[row], "a forced slot is called free")
-            value = self.features[feature] if feature >= 0 else None
-            made.append(
-                Candidate(
-                    row, int(seeds.parents[index]), int(seeds.tokens[index]), int(seeds.positions[index]), score,
-                    int(seeds.slots[index]), value, base,
-                )
+            value = features[feature] if feature >= 0 else None
+            seed = Candidate(
+                row, int(seeds.parents[index]), int(seeds.tokens[index]), int(seeds.positions[index]), score,
+                int(seeds.slots[index]), value, base,
             )  # fmt: skip
-        return made
+            self.pool[first + index : first + index + 1] = [seed]
+            held = self.states[row].cells.get(seed.slot)
+            if held is not None and (held.token, held.position) != (seed.token, seed.position):
+                del self.states[row].cells[seed.slot]  # of a node that died
 
     def result(self, num_steps: int = 0) -> BurstResult:
         """What so many more steps bring; the burst's own if 0."""
@@ -129,10 +135,14 @@ class Run:
             told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts.tolist(), told.free, strict=True
         ):
             self._reroot(row, index, slot, shift, free.tolist())
+        if told.seeds is not None:
+            check(told.first_seed == self.num_seeds, f"further seeds from {told.first_seed} on")
+            check(bool((told.seeds.scores >= FORCED).all()), "a further seed that is not forced")
+            self._add_seeds(told.seeds, told.features)
 
     def _reroot(self, row: int, index: int, slot: int, shift: float, free: list[int]) -> None:
         state = self.states[row]
-        check((index >= 0) != (slot >= 0), f"a new root with pool index {index} and slot {slot}")
+        check(index < 0 or slot < 0, f"a new root with pool index {index} and slot {slot}")
         check(shift <= 0, f"a new root of score {shift}")
         root = self.ran_in.get(index, -1) if index >= 0 else slot
         check(root < 0 or root in state.cells, f"a new root in slot {root}, which holds nothing")
@@ -141,7 +151,7 @@ class Run:
                 continue
             check(node.score < FORCED, "a new root while committed tokens are still to be run")
             seen = state.cells[node.parent].ancestors if node.parent >= 0 else set()
-            if root in seen or place == index:
+            if (root >= 0 and root in seen) or place == index:
                 node.score = min(node.score - shift, 0.0)
                 node.base = None if node.base is None else min(node.base - shift, 0.0)
             else:
@@ -171,9 +181,13 @@ class Run:
 
     def _tokens_above(self, node: Candidate) -> tuple[int, ...]:
         state = self.states[node.row]
-        cells = [state.cells[slot] for slot in state.cells[node.parent].ancestors] if node.parent >= 0 else []
-        tokens = [cell.token for cell in sorted(cells, key=lambda cell: cell.position)]
-        return self.runner._path(state) + tuple(tokens)
+        if node.parent < 0:
+            return self.runner._path(state)
+        for above in self.pool:  # committed tokens that are still to be run
+            if above is not None and (above.row, above.slot) == (node.row, node.parent):
+                return (*self._tokens_above(above), above.token)
+        cells = [state.cells[slot] for slot in state.cells[node.parent].ancestors]
+        return self.runner._path(state) + tuple(cell.token for cell in sorted(cells, key=lambda cell: cell.position))
 
     def _choose(self) -> list[int]:
         ranked = [

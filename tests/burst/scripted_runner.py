@@ -67,6 +67,8 @@ class ScriptedRunner:
         """Steps of further parts of bursts."""
         self.survivors: list[dict[int, list[tuple[tuple[int, ...], float]]]] = []
         """Each time that a burst was told of new roots: by row, paths and scores of what it may run, best first."""
+        self.told_at: list[int] = []
+        """Steps of the burst before each of those."""
         self.page_owner: dict[int, int] = {}
         self.launch_fault: Exception | None = None
         self.wait_fault: Callable[[Burst], Exception | None] = lambda burst: None
@@ -155,6 +157,7 @@ class ScriptedRunner:
         if reroots is not None:
             run.reroot(reroots)
             self.survivors.append(run.ranked(reroots.rows.tolist()))
+            self.told_at.append(run.first_step)
         fault = self.wait_fault(run.burst)
         self.pending = Pending(fault or run.result(num_steps), run)
         self.pending.ready = self.auto_ready

@@ -178,7 +178,7 @@ def test_features_may_come_in_any_order_or_not_at_all(
     rig.settle()
     request.check()
     assert request.held()
-    assert rig.growth._roster.is_settled
+    assert rig.growth._roster.num_unsettled == 0
     rig.close(1)
     rig.settle()
     rig.check_nothing_left()

@@ -51,6 +51,7 @@ def main() -> None:
         told = torch.zeros(2, 4 + region, dtype=torch.int32)
         frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
         frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * BRANCHING)
+        frontier.add_seeds(burst.pool, torch.zeros(4 + 8 * 64, dtype=torch.int32))
         frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, BRANCHING)
         frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
         tokens = torch.zeros(width, BRANCHING, dtype=torch.int32)

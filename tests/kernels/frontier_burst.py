@@ -11,11 +11,26 @@ import torch
 from torch import Tensor
 
 from kernels import frontier
-from kernels.frontier_state import NUM_FIELDS, SCORE, SLOT, TOLD_WORDS, BurstRows, Pool, RegionPlan, StepTokens
+from kernels.frontier_state import (
+    FIRST_SEED,
+    MORE_WORDS,
+    NOT_HERE,
+    NUM_FIELDS,
+    NUM_MORE_SEEDS,
+    SCORE,
+    SLOT,
+    TOLD_WORDS,
+    BurstRows,
+    Pool,
+    RegionPlan,
+    StepTokens,
+)
 
 BRANCHING = 3
 MAX_STEPS = 6
 PAGE = 4
+MORE = 12
+"""Seeds that a burst may get as it goes on."""
 
 
 @dataclass
@@ -52,9 +67,9 @@ class Burst:
         device: str,
         seed: int = 0,
     ) -> None:
-        self.region, self.width = region, width
+        self.region, self.width, self.num_seeds = region, width, len(seeds)
         generator = torch.Generator().manual_seed(seed)
-        num_rows, words, max_seeds = len(free), region // 32, max(len(seeds) + 2, 4)
+        num_rows, words, max_seeds = len(free), region // 32, max(len(seeds) + 2 + MORE, 4)
         tables = num_rows + 2
 
         def ints(values: object) -> Tensor:
@@ -159,6 +174,22 @@ class Burst:
     def reroot(self, told: Tensor, functions: ModuleType = frontier) -> None:
         functions.reroot_pool(self.header, self.pool, self.rows, self.plan, told, self.width * BRANCHING)
 
+    def add(self, seeds: list[Entry], functions: ModuleType = frontier) -> None:
+        more = torch.full((MORE_WORDS + NUM_FIELDS * MORE,), 66, dtype=torch.int32)
+        more[FIRST_SEED], more[NUM_MORE_SEEDS] = self.num_seeds, len(seeds)
+        for index, entry in enumerate(seeds):
+            more[MORE_WORDS:].view(NUM_FIELDS, MORE)[:, index] = torch.tensor(entry.words(), dtype=torch.int32)
+        functions.add_seeds(self.pool, more.to(self.header.device))
+        self.num_seeds += len(seeds)
+
+    def random_more(self, source: random.Random) -> list[Entry]:
+        """At most two further forced seeds of some row, as far as there is room."""
+        row, slots = source.randrange(len(self.rows.table_rows)), source.sample(range(self.region // 2), 2)
+        chain = [Entry(row, 7, 1e30, 40, source.randrange(-1, 5), slots[0])]
+        chain += [Entry(row, 8, 1e30, 41, slots[0], slots[1], base=0.0)]
+        room = self.pool.max_seeds - self.num_seeds
+        return chain[: min(source.randrange(3), room)]
+
     def random_told(self, source: random.Random) -> Tensor:
         """New roots that were run, by this burst or before, or not, and slots that nothing held, for some rows."""
         limit = self.pool.max_seeds + int(self.header[0]) * self.width * BRANCHING
@@ -174,7 +205,8 @@ class Burst:
             if own and source.random() < 0.5:
                 roots[row] = (source.choice(own), -1, -source.uniform(0.0, 3.0))
             elif source.random() < 0.5:
-                roots[row] = (-1, source.randrange(self.region), -source.uniform(0.0, 3.0))
+                slot = source.choice([NOT_HERE, source.randrange(self.region)])
+                roots[row] = (-1, slot, -source.uniform(0.0, 3.0))
             given = self.rows.free[row, : int(self.rows.num_free[row])].tolist()
             spare = [slot for slot in range(self.region // 2, self.region) if slot not in given]
             more[row] = source.sample(spare, min(source.randrange(5), len(spare)))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.frontier import append_candidates, place_entries
-from kernels.frontier_state import BASE, POSITION, SCORE, SLOT, TOKEN
+from kernels.frontier_state import BASE, NOT_HERE, POSITION, SCORE, SLOT, TOKEN
 from kernels.launch import triton_on_cpu
 from kernels.reference import frontier as reference
 
@@ -38,6 +38,10 @@ def run_both(ours: Burst, theirs: Burst, num_steps: int, seed: int = 0) -> None:
         told = theirs.random_told(source)
         ours.reroot(told.to(ours.header.device))
         theirs.reroot(told, reference)
+        check_same(ours, theirs)
+        more = theirs.random_more(source)
+        ours.add(more)
+        theirs.add(more, reference)
         check_same(ours, theirs)
         candidates = ours.candidates(generator)
         ours.run_step(*candidates)
@@ -202,6 +206,27 @@ def test_a_new_root_may_be_an_entry_of_the_pool(device: str, was_run: bool) -> N
     assert scores[burst.step.order[0]] == (-0.25 if was_run else 0.0)
 
 
+def test_nothing_stays_of_a_row_whose_new_root_nobody_guessed(device: str) -> None:
+    """Further seeds stand behind the others, and are run first if they are forced."""
+    seeds = [Entry(0, 1, -0.5, 8, parent=1), Entry(1, 2, -0.1, 8, parent=1), Entry(0, 3, -0.5, 8, parent=-1)]
+    burst = make_burst(seeds, free=[[6, 7], [6]], width=4, device=device)
+    burst.clear_masks()
+    burst.store(0, 1, {1})
+    burst.begin()
+    burst.reroot(burst.told({0: (-1, NOT_HERE, 0.0)}, {}))
+    scores = burst.pool.entries[SCORE].view(torch.float32)
+    assert scores[:3].tolist() == pytest.approx([float("-inf"), -0.1, float("-inf")])
+    burst.add([Entry(0, 30, FORCED, 8, parent=1, slot=9), Entry(0, 31, FORCED, 9, parent=9, slot=3, base=0.0)])
+    burst.choose()
+    burst.place()
+    assert burst.step.picked.tolist() == [3, 4, 1, -1] and burst.step.slots.tolist() == [9, 3, 6, -1]
+    assert burst.step.bases[:2].tolist() == [float("-inf"), 0.0]
+    assert burst.stored(0, 3) == {1, 3, 9}
+    before = burst.pool.entries.clone()
+    burst.add([])
+    assert torch.equal(burst.pool.entries, before)
+
+
 def test_slots_that_were_given_later_lie_behind_those_before(device: str) -> None:
     crowd = [Entry(row=0, token=i, score=-0.1 * (i + 1), position=3) for i in range(6)]
     burst = make_burst(crowd, free=[list(range(30))], width=2, device=device)
@@ -295,4 +320,4 @@ def test_every_kernel_of_a_step_compiles_for_a_gpu() -> None:
     told = subprocess.run(
         [sys.executable, folder / "compile_frontier.py"], env=words, capture_output=True, text=True, timeout=100
     )
-    assert told.stdout.split() == ["_append", "_begin", "_choose", "_place", "_reroot"], told.stderr[-3000:]
+    assert told.stdout.split() == ["_add", "_append", "_begin", "_choose", "_place", "_reroot"], told.stderr[-3000:]

@@ -1,0 +1,64 @@
+"""Forwards of context tokens on a GPU, whose shapes are padded to those that were captured."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from burst_host import Host
+from test_runner import make_runner, prompt
+
+from draft_service.burst import context_forward
+from draft_service.burst.context_forward import Forward
+from draft_service.burst.cuda_runner import CudaRunner
+from outrider.models.drafters.base import DraftModel
+
+
+@pytest.fixture
+def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, list[Forward]]:
+    """A runner whose forwards are as captured ones, run kernel by kernel; and their shapes."""
+    monkeypatch.setattr(context_forward, "_TOKENS", (2, 5, 32))
+    monkeypatch.setattr(context_forward, "_ROWS", (1, 3))
+    runner = make_runner("cuda", model)
+    assert isinstance(runner, CudaRunner)
+    forwards = runner._contexts
+    forwards._captured = True
+    shapes: list[Forward] = []
+    run = forwards._graphs.run
+
+    def noted(shape: Forward) -> None:
+        shapes.append(shape)
+        run(shape)
+
+    monkeypatch.setattr(forwards._graphs, "run", noted)
+    return Host(runner, model), shapes
+
+
+def test_padding_changes_nothing(padded: tuple[Host, list[Forward]]) -> None:
+    """Lengths on both sides of each size, one row and several, the second part behind what is cached of the first."""
+    host, shapes = padded
+    for row, length in enumerate((5, 12, 9)):
+        host.open(row, prompt(length, row))
+        assert row in {node.row for node in host.step(2, 8)}
+    for row in range(3):
+        host.close(row)
+    host.open_all({0: prompt(11, 7), 2: prompt(4, 8), 3: prompt(6, 9)})
+    host.step(3, 8)
+    assert host.num_checked > 30
+    assert {shape.tokens for shape in shapes} == {2, 5, 7} and {shape.rows for shape in shapes} == {1, 3}
+
+
+def test_what_is_too_large_is_run_as_it_is(padded: tuple[Host, list[Forward]]) -> None:
+    host, shapes = padded
+    host.open_all({row: prompt(5, row) for row in range(4)})
+    assert all(shape.rows == 1 for shape in shapes)
+    host.step(2, 8)
+    assert host.num_checked == 12
+
+
+def test_fields_begin_where_pointers_are_aligned() -> None:
+    for shape in (Forward(1, 7), Forward(33, 7), Forward(512, 127)):
+        bounds = shape.bounds
+        assert all(start % 4 == 0 for start, _ in bounds)
+        assert [end - start for start, end in bounds] == [shape.tokens] * 3 + [shape.rows + 1, shape.rows, shape.rows]
+        assert all(end <= start for (_, end), (start, _) in pairwise(bounds))
