@@ -68,7 +68,8 @@ class ContextForward:
         if shape.feature_size:
             size = (largest.tokens, shape.feature_size)
             self._features = torch.zeros(size, dtype=model.dtype, device=model.device)
-        self._graphs = GraphPool[Forward]("forwards of prompts", self._run)
+        self._given: tuple[Sequence[Chunk], Sequence[int]] = ((), ())
+        self._graphs = GraphPool[Forward]("forwards of prompts", self._run, self._tell)
 
     @property
     def num_bytes(self) -> int:
@@ -86,8 +87,7 @@ class ContextForward:
     def capture(self) -> None:
         """Capture forwards, and leave nothing to be compiled for those that are too large."""
         shapes = [Forward(size, rows) for size in reversed(self._tokens) for rows in reversed(_ROWS)]
-        for shape in shapes:
-            self._tell(shape, [], [])
+        self._given = ((), ())
         self._graphs.capture(shapes, False)
         self._captured = True
         if self._most > self._tokens[-1]:
@@ -102,7 +102,7 @@ class ContextForward:
         if shape is None:
             self._run_alone(chunks, slots, features)
             return
-        self._tell(shape, chunks, slots)
+        self._given = (chunks, slots)
         if self._features is not None and features is not None:
             self._features[: len(slots)].copy_(features)
         self._graphs.run(shape)
@@ -131,8 +131,8 @@ class ContextForward:
         features = None if self._features is None else self._features.new_zeros(total, self._features.shape[1])
         self._run_alone(chunks, [-1] * total, features)
 
-    def _tell(self, shape: Forward, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
-        words = self._words(shape, chunks, slots)
+    def _tell(self, shape: Forward) -> None:
+        words = self._words(shape, *self._given)
         put(words, self._model.device, into=self._told[: len(words)])
 
     def _words(self, shape: Forward, chunks: Sequence[Chunk], slots: Sequence[int]) -> NDArray[np.int32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 from burst_host import Host
 from test_runner import make_runner, prompt
 
@@ -54,6 +55,21 @@ def test_what_is_too_large_is_run_as_it_is(padded: tuple[Host, list[Forward]]) -
     assert all(shape.rows == 1 for shape in shapes)
     host.step(2, 8)
     assert host.num_checked == 12
+
+
+def test_captures_find_nothing_of_each_other(
+    padded: tuple[Host, list[Forward]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes lay the same memory out in different ways: what is a slot to one is a token to another."""
+    host, shapes = padded
+    forwards = host.runner._contexts  # type: ignore[attr-defined]
+    monkeypatch.setattr(forwards._graphs, "capture", lambda told, together: [forwards._graphs.run(one) for one in told])
+    host.open(0, prompt(9))
+    kv = host.runner.memory.kv.k.clone()  # type: ignore[attr-defined]
+    forwards.capture()
+    assert len(set(shapes)) == 6 and torch.equal(host.runner.memory.kv.k, kv)  # type: ignore[attr-defined]
+    host.step(2, 8)
+    assert host.num_checked >= 4
 
 
 def test_fields_begin_where_pointers_are_aligned() -> None:
