@@ -153,9 +153,10 @@ class RerootInput:
         nowhere = (reroots.indices < 0) & (reroots.slots < 0)
         told[reroots.rows, NEW_ROOT_SLOT] = np.where(nowhere, NOT_HERE, reroots.slots)
         told[reroots.rows, SHIFT] = reroots.shifts.view(np.int32)
+        told[reroots.rows, NUM_MORE] = [len(slots) for slots in reroots.free]
         for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
-            told[row, NUM_MORE] = len(slots)
-            told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = slots
+            if len(slots):
+                told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = slots
         self._device[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
         self._turn = (self._turn + 1) % NUM_COPIES
 

@@ -82,14 +82,14 @@ class DraftForest:
     def choose(self, limit: int, *, beyond: bool = False) -> Ints:
         """The best entries that may be run next, at most `limit`, the best first.
 
-        `beyond`: those, too, that may be run or will be worth it only once there is a new root.
+        `beyond`: those, too, that will be worth it only once there is a new root, or may be run only then.
         """
         entries, ranks = self.entries, self.entries.ranks[: self.entries.count]
         found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
         if not len(found):
             return found
         left = self.quotas - self.num_run
-        last = np.where(left > 0, self.last_positions, -1)
+        last = np.where((self.quotas if beyond else left) > 0, self.last_positions, -1)
         found = found[entries.positions[found] <= last[entries.rows[found]]]
         worst_first = entries.ranks[found]
         if len(found) > limit:
@@ -133,7 +133,7 @@ class DraftForest:
         if self.may_know:
             self._find_known(result, picked, tokens, keep, places)
         kept = keep.nonzero()[0]
-        places[kept + first] = np.arange(start, start + len(kept))
+        harvest.bring(start, kept + first)
         nodes, parents = places[picked], kept // branching
         ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
         entries.append_children(nodes[parents], tokens[kept], edges[kept], slots[parents], list(pairwise(ends)))

@@ -24,6 +24,8 @@ _logger = get_logger(__name__)
 
 _NEWS = 0.05
 _MOST_HOST_SECONDS = 0.002
+_FEW_ROWS = 4
+"""Requests whose commits are worth a look at what could be told of them before the next part has landed."""
 _FIRST_NODES = 32
 """Nodes of a request in the first answer to a commit."""
 
@@ -76,7 +78,9 @@ class BurstGrowth(Grower):
     @property
     def idle(self) -> bool:
         """Whether no burst is under way, and nothing is worth one."""
-        return self._resting and not self._flight and not self._roster.has_news() and self._announcer.done
+        if not self._resting or self._flight or not self._announcer.done:
+            return False
+        return not self._roster.has_news() and not self._roster.is_leaving
 
     @property
     def pressed(self) -> bool:
@@ -127,7 +131,8 @@ class BurstGrowth(Grower):
             # Before the answer, which takes longer than there is time.
             if flight.more is None and flight.pending.nearly(_at_once):
                 flight.more = self._go_on(flight)
-            self._announcer.prepare()
+            if len(flight.plan.rows) <= _FEW_ROWS:
+                self._announcer.prepare()
         elif flight is None or self._announcer.done or flight.pending.done():
             if flight is not None:
                 may_wait = wait or flight.pending.done()
@@ -212,6 +217,7 @@ class BurstGrowth(Grower):
     def _go_on(self, flight: _Flight) -> PendingBurst | None:
         """Have the device go on with the burst under way; None where something waits for its end."""
         plan, planner, roster = flight.plan, self._planner, self._roster
+        plan.gone.update(row for row in roster.take_closed() if row in plan.rows)
         if flight.is_outdated or roster.has_news({one.context for one in plan.forced}):
             return None
         needy = roster.to_run(planner.needs_run)

@@ -71,6 +71,8 @@ class Plan:
     """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
     moved: set[int] = field(default_factory=set)
     """Rows of the runner with new roots that the device is not told of yet."""
+    gone: set[int] = field(default_factory=set)
+    """Rows that were closed, which it is not told of yet."""
     spreads_from: int = 0
     """The step from which on what there is to run spreads from a root."""
 
@@ -129,23 +131,28 @@ class Planner:
         goes_on = options.most_steps > 0
         room = max_seeds - max_seeds // _LATE_SEEDS if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
-        num_worth = int(np.count_nonzero(forest.entries.ranks[chosen] >= forest.floor)) if goes_on else len(chosen)
-        if not forced and not num_worth:
-            return None
-        there = np.zeros(self._shape.num_rows, np.bool_)
-        there[forest.entries.rows[chosen[:num_worth]]] = True
         left = forest.quotas - forest.num_run
+        there = np.zeros(self._shape.num_rows, np.bool_)
+        worth = forest.entries.rows[chosen]
+        if goes_on:
+            worth = worth[(forest.entries.ranks[chosen] >= forest.floor) & (left[worth] > 0)]
+        if not forced and not len(worth):
+            return None
+        there[worth] = True
+        if goes_on:  # commits may come to any of them
+            able = [row for row, context in self._contexts.items() if context.root_run and forest.quotas[row] > 0]
+            there[able] = True
         for one in forced:
             there[one.context.row] = True
             left[one.context.row] -= one.has_root
-        if num_worth < len(chosen):
+        if goes_on:
             chosen = chosen[there[forest.entries.rows[chosen]]]
         columns = forest.entries.columns[:, chosen]
         rows = there.nonzero()[0].astype(np.int32)
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
-        width = self._width(num_forced, num_fresh, num_worth, len(rows), int(left.sum()))
+        width = self._width(num_forced, num_fresh, len(worth), len(rows), int(left.sum()))
         fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
         fair = min(fair, width * most_steps)
         lent = forest.slots.lend(rows, np.minimum(left, fair))
@@ -186,9 +193,9 @@ class Planner:
         """
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
-        running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
-        if forced or plan.moved:
+        if forced or plan.moved or steps <= 0:
             return steps
+        running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
         is_able = plan.num_lent > plan.num_nodes + running or len(self._spent(plan))
         return steps if plan.is_full and is_able else 0
 
@@ -228,25 +235,27 @@ class Planner:
         Trees that may grow and have no slot left are told their old roots again, for the slots that come with them.
         """
         forest, spent = self._forest, self._spent(plan)
-        if not plan.moved and not plan.untold and not len(spent):
+        if not plan.moved and not plan.untold and not plan.gone and not len(spent):
             return None
         if plan.moved or plan.untold:
             plan.spreads_from = plan.queued_steps
-        rows = np.union1d(np.array(list(plan.moved), np.int32), spent)
-        plan.moved.clear()
+        rows = np.array(sorted({*plan.moved, *plan.gone, *spent.tolist()}), np.int32)
         roots = forest.roots[rows]
         slots = forest.entries.slots[roots]
-        unknown = {one.context.row for one in plan.untold if one.has_root}
+        if plan.gone:
+            slots[[row in plan.gone for row in rows.tolist()]] = -1
+        unknown = {one.context.row for one in plan.untold if one.has_root} | plan.gone
         indices = [
             plan.harvest.index_of(root) if slot < 0 and row not in unknown else -1
             for row, root, slot in zip(rows.tolist(), roots.tolist(), slots.tolist(), strict=True)
         ]
-        left = np.minimum(forest.quotas[rows] - forest.num_run[rows], plan.fair).tolist()
-        free = [forest.slots.lend_more(row, count) for row, count in zip(rows.tolist(), left, strict=True)]
+        free = forest.slots.lend_more(rows, np.minimum(forest.quotas[rows] - forest.num_run[rows], plan.fair))
         plan.num_lent += sum(map(len, free))
         shifts = forest.shifts[rows].astype(np.float32)
         forest.shifts[rows] = 0.0
         told = Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
+        plan.moved.clear()
+        plan.gone.clear()
         if plan.untold:
             self._add_forced(plan, told)
         return told

@@ -55,15 +55,27 @@ class Roster:
         self._opening: dict[int, Tree] = {}
         self._early: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(list)  # features before that
         self._closing: list[DraftContext] = []
+        self._told: set[DraftContext] = set()  # those that `take_closed` has given
         self._changed: dict[int, DraftContext] = {}
         self._late: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
         self._unsettled: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
     def has_news(self, excluded: Container[DraftContext] = ()) -> bool:
-        """Whether something waits for `admit` or `follow`, changes of the `excluded` aside."""
-        if self._opening or self._closing:
+        """Whether something waits for `admit` or `follow` that a burst should end for, the `excluded` aside."""
+        if self._opening:
             return True
         return any(context not in excluded for context in self._changed.values())
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether requests that were closed have rows still."""
+        return bool(self._closing)
+
+    def take_closed(self) -> list[int]:
+        """Rows that were closed since this was asked last, of those that have not left."""
+        rows = [context.row for context in self._closing if context not in self._told]
+        self._told.update(self._closing)
+        return rows
 
     @property
     def has_changes(self) -> bool:
@@ -106,6 +118,7 @@ class Roster:
         if context is not None:
             # What is left of it must not be appended to a tree that nobody follows.
             context.known = -1
+            self._forest.quotas[context.row] = 0
             self._closing.append(context)
 
     def take_features(self, tree: Tree, features: Features) -> None:
@@ -129,6 +142,7 @@ class Roster:
         for context in self._closing:
             self._leave(context)
         self._closing.clear()
+        self._told.clear()
         for tree in self._opening.values():
             self._enter(tree)
         self._opening.clear()

@@ -63,17 +63,21 @@ class TreeSlots:
             self._lent[row, self.stacks[row, start:end]] = True
         return Lent(rows, starts, ends)
 
-    def lend_more(self, row: int, count: int) -> Int32s:
+    def lend_more(self, rows: Int32s, counts: Int32s) -> list[Int32s]:
         """Further ones for the burst that runs: free by now, or freed by what it is told of at the same time.
 
-        `count`: so many may be lent at most, with those that are and were not filled.
+        `counts`: of each row so many may be lent at most, with those that are and were not filled.
         """
-        end = int(self.num_free[row])
-        start = max(end - max(count - int(np.count_nonzero(self._lent[row])), 0), 0)
-        slots = self.stacks[row, start:end].copy()
-        self.num_free[row] = start
-        self._lent[row, slots] = True
-        return slots
+        ends = self.num_free[rows]
+        starts = np.maximum(ends - np.maximum(counts - np.count_nonzero(self._lent[rows], axis=1), 0), 0)
+        self.num_free[rows] = starts
+        found = []
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            slots = self.stacks[row, start:end].copy()
+            if start < end:
+                self._lent[row, slots] = True
+            found.append(slots)
+        return found
 
     def is_lent(self, rows: Int32s) -> NDArray[np.bool_]:
         """[N] which of these rows have slots that are lent and were not filled, as far as that is known."""

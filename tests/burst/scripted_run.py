@@ -193,7 +193,7 @@ class Run:
         ranked = [
             (-node.score, index)
             for index, node in enumerate(self.pool)
-            if node is not None and node.score >= self.burst.floor
+            if node is not None and node.score >= self.burst.floor and (node.slot >= 0 or self.free[node.row])
         ]
         return [index for _, index in sorted(ranked)[: self.burst.width]]
 

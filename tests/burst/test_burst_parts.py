@@ -44,7 +44,7 @@ def test_parts_run_what_bursts_would_run() -> None:
     assert grown[0][:12] == pytest.approx(grown[1][:12], rel=1e-6)
 
 
-@pytest.mark.parametrize("what", ["open", "close", "pause"])
+@pytest.mark.parametrize("what", ["open", "pause"])
 def test_a_burst_does_not_go_on_when_something_waits_for_its_end(what: str) -> None:
     rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
     request = rig.open(1, [1, 2, 3], credit=60)
@@ -55,8 +55,6 @@ def test_a_burst_does_not_go_on_when_something_waits_for_its_end(what: str) -> N
     assert parts
     if what == "open":
         rig.open(3, [6], credit=60)
-    elif what == "close":
-        rig.close(2)
     else:
         rig.pause(2)
     rig.turn()

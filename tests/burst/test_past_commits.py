@@ -214,20 +214,58 @@ def test_a_burst_lands_when_it_has_no_place_for_more_committed_tokens() -> None:
     request.check()
 
 
-@pytest.mark.parametrize("what", ["pause", "open", "close"])
+@pytest.mark.parametrize("what", ["pause", "open"])
 def test_what_the_device_cannot_be_told_of_lands_the_burst(what: str) -> None:
     rig, (request, _) = grown((1, 2))
     bursts, told = len(rig.runner.bursts), len(rig.runner.survivors)
     if what == "open":
         rig.open(3, [6, 7], credit=60)
-    elif what == "pause":
-        rig.pause(2)
     else:
-        rig.close(2)
+        rig.pause(2)
     for _ in range(3):
         rig.turn()
     assert len(rig.runner.bursts) > bursts and len(rig.runner.survivors) == told
     request.check()
+
+
+def test_a_burst_goes_on_without_a_request_that_is_closed() -> None:
+    rig, (request, _) = grown((1, 2))
+    bursts = len(rig.runner.bursts)
+    rig.close(2)
+    rig.turn()
+    ran = len(rig.runner.ran)
+    for _ in range(3):
+        commit(rig, 1, continuation(request.tokens, 1))
+        rig.turn()
+    assert len(rig.runner.bursts) == bursts and rig.runner.survivors[0][1] == []
+    assert all(path[0] == 1 for path in rig.runner.ran[ran:]), "nothing more is run for it"
+    rig.settle()
+    request.check()
+    assert list(rig.runner.rows) == [0], "its row is free when the burst has ended"
+    rig.close(1)
+    rig.settle()
+    rig.check_nothing_left()
+
+
+def test_a_tree_that_has_all_it_may_have_is_followed_by_the_burst_of_others() -> None:
+    """It is not worth a step when the burst begins, but is once there is a commit."""
+    rig, (request, other) = grown((1, 2), credit=20)
+    for _ in range(12):
+        rig.turn()
+        if rig.growth._forest.num_run[0] >= rig.growth._forest.quotas[0]:
+            break
+    commit(rig, 2, continuation(other.tokens, 2))
+    rig.settle()
+    rig.commit(2, continuation(other.tokens, 1), credit=60)
+    rig.turn()
+    burst, bursts = rig.runner.bursts[-1], len(rig.runner.bursts)
+    assert burst.rows.rows.tolist() == [0, 1]
+    commit(rig, 1, continuation(request.tokens, 2))
+    for _ in range(3):
+        rig.turn()
+    assert len(rig.runner.bursts) == bursts
+    request.check()
+    other.check()
 
 
 def test_a_burst_lands_when_much_waits_to_be_moved_to_the_context() -> None:
