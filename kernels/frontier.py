@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.frontier_state import (
     HEADER_WORDS,
+    MAX_ENTRIES,
     MORE_WORDS,
     NUM_FIELDS,
     TOLD_WORDS,
@@ -106,19 +107,28 @@ def add_seeds(pool: Pool, more: Tensor) -> None:
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """Fill `step.order` with the best M entries of the pool, the best first, ties to the lower index. One launch.
 
-    Entries below the floor, and those that need a tree slot of a row that has no free one left, do not count.
-    `step.order` must be all -1 before; `place_entries` leaves it so.
+    Entries below the floor or used up, and those that need a tree slot of a row that has no free one left, do not
+    count. `step.order` must be all -1 before; `place_entries` leaves it so. The time that it takes hardly depends on
+    the entries that do not count.
 
     Args:
         header: see begin_burst; of the pool, the candidates of steps before the header's count.
-        pool: the candidates of step s begin at max_seeds + s * M * branching.
+        pool: the candidates of step s begin at max_seeds + s * M * branching. At most MAX_ENTRIES.
         branching: candidates of a node.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
     _check_width(step)
     if use_triton(header):
-        from kernels.jit import frontier
+        from kernels.jit import frontier_choice
 
-        frontier.choose_entries(header, pool, rows, step, branching)
+        if pool.capacity > min(step.keys.shape[0], MAX_ENTRIES) or not pool.entries.is_contiguous():
+            raise ValueError(
+                f"a pool of {pool.capacity} entries has to be contiguous, at most {MAX_ENTRIES}, "
+                f"and to fit scratch for {step.keys.shape[0]}"
+            )
+        frontier_choice.choose_entries(header, pool, rows, step, branching)
     else:
         reference.choose_entries(header, pool, rows, step, branching)
 

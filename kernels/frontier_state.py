@@ -28,6 +28,9 @@ MORE_WORDS = 4
 FORCED_FROM = 1e29
 """Scores from here on belong to entries that must be run."""
 
+MAX_ENTRIES = 1 << 20
+"""Of a pool."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
@@ -98,6 +101,8 @@ class StepTokens:
         targets: int64 [M], row of the feature store that the step writes.
         order: int32 [M], -1 between steps: pool indices, the best first.
         links: int32 [3, M], scratch.
+        keys: int64 [at least C], scratch of the choice from a pool of C entries.
+        tally: int64 [1], 0 between launches.
     """
 
     token_ids: Tensor
@@ -115,10 +120,15 @@ class StepTokens:
     targets: Tensor
     order: Tensor
     links: Tensor
+    keys: Tensor
+    tally: Tensor
 
     @classmethod
-    def new(cls, width: int, num_rows: int, words: int, device: torch.device) -> StepTokens:
-        """Memory for `width` tokens of `num_rows` rows."""
+    def new(cls, width: int, num_rows: int, words: int, device: torch.device, capacity: int = 0) -> StepTokens:
+        """Memory for `width` tokens of `num_rows` rows, from pools of at most `capacity` entries.
+
+        References need no `capacity`.
+        """
 
         def ints(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -139,6 +149,8 @@ class StepTokens:
             targets=ints(width, dtype=torch.int64),
             order=ints(width, value=-1),
             links=ints(3, width),
+            keys=ints(capacity, dtype=torch.int64),
+            tally=ints(1, dtype=torch.int64),
         )
 
 

@@ -91,10 +91,10 @@ class Aftermath:
     def _tell_drafts(self, done: RoundDone) -> None:
         share = self._max_nodes // max(len(self._scheduler.running), 1)
         for commit in done.commits:
-            if commit is not None and commit.tokens and not commit.entry.request.finished:
-                request = commit.entry.request
-                credit = self._drafts.credit(request, share, len(commit.entry.nodes))
-                self._drafts.report(request, len(commit.tokens), credit)
+            if commit is None or not commit.tokens or (request := commit.entry.request).finished:
+                continue
+            credit = self._drafts.credit(request, share, len(commit.entry.nodes.token_ids))
+            self._drafts.report(request, len(commit.tokens), credit)
         self._drafts.flush()
 
     def _tell(self, commit: Commit | None) -> Update:

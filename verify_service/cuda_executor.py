@@ -1,4 +1,4 @@
-"""Runs rounds on a GPU: decoding as one CUDA graph, prefill as chunks behind it."""
+"""Runs rounds on a GPU: decoding as one CUDA graph, chunks of prefill behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
-from outrider.buckets import row_buckets
+from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.grammar.state import Mask
@@ -29,6 +29,7 @@ from verify_service.feature_plan import FeaturePlan
 from verify_service.feature_ports import require
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
+from verify_service.prefill_graphs import PrefillShape, PrefillShapes
 from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.request_rows import NoRows, RequestRows
@@ -63,8 +64,8 @@ class _Renewal:
     """Features that rounds will store when all graphs have been captured anew."""
 
     store: FeatureStore
-    stale: list[Bucket]
-    """Rounds whose graphs do not store them yet, the next one last."""
+    stale: list[Bucket | PrefillShape]
+    """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
 
 
 class CudaExecutor:
@@ -89,8 +90,10 @@ class CudaExecutor:
         self._no_rows = NoRows(self.rows.spare)
         self._output = RoundOutput(rows, device)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
-        chunk = limits.chunk_size if limits.deterministic else None
-        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, fixed_size=chunk)
+        # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
+        padded = isinstance(attention, TritonAttention)
+        shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
+        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes)
         self._num_processors = num_processors(device)
         self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare)
         self._last_end: int | None = None
@@ -101,15 +104,12 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture a graph for every bucket, and warm prefill up; on a CPU there is nothing to do. Trashes the cache."""
+        """Capture a graph for every bucket and for small chunks of prompts, and warm up what has none; on a CPU there
+        is nothing to do. Trashes the cache.
+        """
         if not self._on_gpu:
             return
-        room = min(self._kv.num_slots, self.limits.context_length)
-        for size in (self.limits.chunk_size, 48):
-            self._prefill.warm_up(min(size, room))
-        # For every power of two of rows, attention is a kernel of its own.
-        for num_rows in row_buckets(self.limits.max_running):
-            self._prefill.warm_up(1, num_rows)
+        self.capture_prefill()
         if self.limits.use_graphs:
             buckets = [
                 bucket for bucket in self.buckets.all() if bucket.only or bucket.rows <= self.limits.max_graph_rows
@@ -118,9 +118,14 @@ class CudaExecutor:
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
+    def capture_prefill(self) -> None:
+        """The part of `capture` that is about chunks of prompts."""
+        self._prefill.capture(self.limits.use_graphs, min(self._kv.num_slots, self.limits.context_length))
+
+    @torch.inference_mode()
     def launch(self, entries: Sequence[Entry]) -> CudaRound:
         """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if self._decodes(entry)]
+        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
         prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
         if self._staging is not None:
@@ -143,9 +148,10 @@ class CudaExecutor:
         return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
-        """See Executor: all but the copy and the graph."""
-        decode = [entry for entry in entries if self._decodes(entry)]
+        """See Executor: all but the copies and the graph."""
+        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
         if decode:
+            self._output.read(len(decode))
             self._rehearsal.fill(decode, self._no_rows, self._bucket(decode))
 
     def forget(self, request: Request) -> None:
@@ -166,7 +172,11 @@ class CudaExecutor:
             self._stage()
             store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
         self.graphs.discard_next()
-        self._renewal = _Renewal(store, sorted(self.graphs.captured(), key=self._is_late, reverse=True))
+        self._prefill.graphs.discard_next()
+        # Chunks behind rounds, the large ones first: what they need serves the others, too.
+        chunks = self._prefill.graphs.captured()[::-1]
+        rounds = sorted(self.graphs.captured(), key=self._is_late, reverse=True)
+        self._renewal = _Renewal(store, [*chunks, *rounds])
 
     def refresh_features(self) -> int:
         """See FeatureExecutor. One graph at a time, the most used first."""
@@ -185,16 +195,20 @@ class CudaExecutor:
         return -self._uses[bucket], bucket
 
     @torch.inference_mode()
-    def _renew(self, bucket: Bucket, store: FeatureStore) -> None:
-        """Capture a round that stores features; without memory it will go without graph."""
-        # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
-        self._input.clear()
+    def _renew(self, shape: Bucket | PrefillShape, store: FeatureStore) -> None:
+        """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph."""
         self._last_end = None
-        used, self._features = self._features, store
+        used = self._features
         try:
-            self.graphs.capture_next(bucket)
+            if isinstance(shape, PrefillShape):
+                self._prefill.capture_next(shape, store)
+                return
+            # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
+            self._input.clear()
+            self._features = store
+            self.graphs.capture_next(shape)
         except torch.OutOfMemoryError:
-            log.warning("no memory for the graph of %d tokens in %d rows with features", bucket.tokens, bucket.rows)
+            log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
         finally:
             self._features = used
 
@@ -203,7 +217,8 @@ class CudaExecutor:
         """From now on rounds store features."""
         self._stage().join()
         self.graphs.adopt()
-        self._features = self._prefill.features = store
+        self._prefill.adopt(store)
+        self._features = store
 
     def lend_ring(self) -> Ring | None:
         """See FeatureExecutor."""

@@ -1,28 +1,33 @@
-"""Prefill on the GPU: chunks of prompts, kernel by kernel."""
+"""Prefill on the GPU: chunks of prompts, small ones as a graph, large ones kernel by kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.lengths import HostLengths
 from outrider.attention.paged import PagedBatch
 from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.device import put
+from outrider.graphs import GraphPool
 from outrider.models.base import CausalLM
+from verify_service.prefill_graphs import Chunk, PrefillLayout, PrefillShape, PrefillShapes, chunk_slots
 from verify_service.prompt_logprobs import PromptScores
 from verify_service.request_rows import RequestRows
 from verify_service.round import Entry
 
 
 class Prefill:
-    """Computes the KV of prompt tokens; nothing is sampled, since roots are left to decoding."""
+    """Computes the KV of prompt tokens; nothing is sampled, since roots are left to decoding.
+
+    What a forward is told is one copy to the device. Small forwards are padded to one of few shapes and read it from
+    memory that stays where it is, so that they can be captured: launching one kernel by kernel takes the host longer
+    than the device takes to run it, and the next round cannot be launched meanwhile.
+    """
 
     def __init__(
         self,
@@ -31,29 +36,106 @@ class Prefill:
         attention: AttentionBackend,
         rows: RequestRows,
         page_size: int,
-        fixed_size: int | None,
+        shapes: PrefillShapes,
     ) -> None:
-        """`fixed_size`: every forward has this many token slots and one request, so that shapes do not matter."""
         self._model = model
         self._kv = kv
         self._attention = attention
         self._rows = rows
         self._page_size = page_size
-        self._fixed_size = fixed_size
+        self._shapes = shapes
+        largest = shapes.small[-1] if shapes.small else PrefillShape(0, 0)
+        self._layout = PrefillLayout(largest)
+        device = model.device
+        self._told = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(largest.tokens, model.config.hidden_size, dtype=model.dtype, device=device)
+        """What the last small forward brought."""
+        self.graphs = GraphPool[PrefillShape]("forwards of prompts", self._body)
         self.features: FeatureStore | None = None
-        """Where features of prompts are stored, if anywhere."""
+        """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
 
     def run(self, entries: Sequence[Entry]) -> dict[Entry, PromptScores]:
         """Queue the chunks of a round. Returns what is on its way to the host of prompts that are to be described."""
         scores: dict[Entry, PromptScores] = {}
         for group in self._groups(entries):
-            batch = self._batch(group)
-            layers = self.features.inputs if self.features is not None else ()
-            hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
-            if self.features is not None:
-                self.features.write(batch.slots, features)
+            hidden = self._forward([self._chunk(entry) for entry in group])
             self._score(group, hidden, scores)
         return scores
+
+    def capture(self, use_graphs: bool, room: int) -> None:
+        """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
+        kernels to be compiled. `room`: positions that page tables and the cache have.
+        """
+        small = self._shapes.small
+        self._clear()
+        if use_graphs and small:
+            self.graphs.capture(small[::-1], together=True)
+        else:
+            for shape in small:
+                self.graphs.run(shape)
+        for counts in self._shapes.others(room):
+            self._forward([self._empty_chunk(count) for count in counts])
+
+    def capture_next(self, shape: PrefillShape, store: FeatureStore) -> None:
+        """Capture a forward that stores features there; see GraphPool.capture_next."""
+        # Queued behind forwards that may still read what they were told.
+        self._clear()
+        used, self.features = self.features, store
+        try:
+            self.graphs.capture_next(shape)
+        finally:
+            self.features = used
+
+    def adopt(self, store: FeatureStore) -> None:
+        """From now on features are stored there, by what `capture_next` captured."""
+        self.graphs.adopt()
+        self.features = store
+
+    def _groups(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+        if self._shapes.fixed:
+            yield from ([entry] for entry in entries)
+        else:
+            yield entries
+
+    def _chunk(self, entry: Entry) -> Chunk:
+        request, start = entry.request, entry.request.cached_len
+        end = start + entry.num_extend
+        row = self._rows.row(request)
+        self._rows.copy_pages(request)
+        return Chunk(row, request.tokens[start:end], start, chunk_slots(request.pages, self._page_size, start, end))
+
+    def _empty_chunk(self, num_tokens: int) -> Chunk:
+        """Tokens of nobody, which are written nowhere."""
+        return Chunk(self._rows.spare, np.zeros(num_tokens, np.int32), 0, np.full(num_tokens, -1, np.int32))
+
+    def _clear(self) -> None:
+        """Describe a small forward without tokens, whatever its shape."""
+        put(self._layout.describe((), self._rows.spare), self._model.device, into=self._told)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Queue a forward. Returns [M, hidden_size], padding included, which the next small forward overwrites."""
+        shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
+        device, tables, spare = self._model.device, self._rows.page_tables, self._rows.spare
+        if shape in self._shapes.small:
+            put(self._layout.describe(chunks, spare), device, into=self._told)
+            self.graphs.run(shape)
+            return self._hidden[: shape.tokens]
+        layout = PrefillLayout(shape)
+        words = layout.describe(chunks, spare)
+        return self._compute(layout.batch(put(words, device), shape, tables, self._page_size, layout.lengths(words)))
+
+    def _body(self, shape: PrefillShape) -> None:
+        """A small forward of what was told last; may be captured."""
+        batch = self._layout.batch(self._told, shape, self._rows.page_tables, self._page_size)
+        self._hidden[: shape.tokens].copy_(self._compute(batch))
+
+    def _compute(self, batch: PagedBatch) -> Tensor:
+        store = self.features
+        layers = store.inputs if store is not None else ()
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+        if store is not None:
+            store.write(batch.slots, features)
+        return hidden
 
     def _score(self, group: Sequence[Entry], hidden: Tensor, scores: dict[Entry, PromptScores]) -> None:
         first = 0
@@ -61,76 +143,7 @@ class Prefill:
             if positions := entry.scored:
                 start = first + positions.start - entry.request.cached_len
                 # Padding behind a chunk of fixed size keeps the products in their shape, too.
-                end = None if self._fixed_size is not None else start + len(positions)
+                end = None if self._shapes.fixed else start + len(positions)
                 scores[entry] = PromptScores(entry, positions)
                 scores[entry].compute(self._model, hidden[start:end])
             first += entry.num_extend
-
-    def warm_up(self, num_tokens: int, num_rows: int = 1) -> None:
-        """Run chunks of several requests that write nothing, so that the first prompts need not wait for kernels to be
-        compiled.
-        """
-        if self._fixed_size is not None and num_rows > 1:
-            return
-        size = self._fixed_size or num_tokens * num_rows
-        slots = put([-1] * size, self._model.device)
-        # No more than page tables have room for, however large chunks are.
-        counts = [min(num_tokens, size)] * num_rows
-        zeros, spare = [0] * num_rows, [self._rows.spare] * num_rows
-        batch = self._paged([0] * size, put(range(size), slots.device), counts, zeros, spare, slots)
-        self._model.forward(batch, self._kv, self._attention)
-
-    def _groups(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-        if self._fixed_size is None:
-            yield entries
-        else:
-            yield from ([entry] for entry in entries)
-
-    def _batch(self, entries: Sequence[Entry]) -> PagedBatch:
-        device = self._model.device
-        counts = [entry.num_extend for entry in entries]
-        total = sum(counts)
-        size = self._fixed_size or total
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for entry in entries:
-            cached = entry.request.cached_len
-            token_ids += entry.request.tokens[cached : cached + entry.num_extend]
-            positions += range(cached, cached + entry.num_extend)
-        padding = [0] * (size - total)
-        rows = [self._rows.row(entry.request) for entry in entries]
-        for entry in entries:
-            self._rows.copy_pages(entry.request)
-
-        place = put(positions + padding, device)
-        owner = torch.repeat_interleave(put(rows, device), put(counts, device), output_size=total).long()
-        slots = torch.full((size,), -1, dtype=torch.int32, device=device)
-        pages = self._rows.page_tables[owner, (place[:total] // self._page_size).long()]
-        slots[:total] = pages * self._page_size + place[:total] % self._page_size
-        cached_len = [entry.request.cached_len for entry in entries]
-        return self._paged(token_ids + padding, place, counts, cached_len, rows, slots)
-
-    def _paged(
-        self,
-        token_ids: list[int],
-        positions: Tensor,
-        counts: list[int],
-        cached_len: list[int],
-        table_rows: list[int],
-        slots: Tensor,
-    ) -> PagedBatch:
-        """Rows of `counts` tokens, one after the other, and padding behind them."""
-        device = self._model.device
-        first = [0, *accumulate(counts)]
-        return PagedBatch(
-            token_ids=put(token_ids, device),
-            positions=positions,
-            first=put(first, device),
-            cached_len=put(cached_len, device),
-            table_rows=put(table_rows, device),
-            page_tables=self._rows.page_tables,
-            slots=slots,
-            page_size=self._page_size,
-            max_row_tokens=max(counts) if self._fixed_size is None else self._fixed_size,
-            lengths=HostLengths(np.array(first, np.int32), np.array(cached_len, np.int32)),
-        )

@@ -97,8 +97,12 @@ class Drafts:
         """Tokens were committed: re-root the tree. All else that follows from it can wait for `report`."""
         link = self._links.get(request)
         if link is not None:
-            link.mirror.commit()
-            self._expectations.committed(link)
+            self.follow(link)
+
+    def follow(self, link: Link) -> None:
+        """Re-root a tree, whose request has tokens that it has not followed."""
+        link.mirror.commit()
+        self._expectations.committed(link)
 
     def waits_for(self, links: Iterable[Link]) -> None:
         """The next round is held for what these may bring."""
@@ -136,20 +140,13 @@ class Drafts:
             link.num_untold += num_tokens
             return
         num_tokens, link.num_untold = num_tokens + link.num_untold, 0
-        mirror = link.mirror
+        mirror, tokens = link.mirror, request.tokens
         link.credit = credit
         self._expectations.told(link, self._clock())
-        link.peer.health.sent(link.number, request.committed_len)
-        message = Commit(
-            request=link.number,
-            length_before=request.committed_len - num_tokens,
-            token_ids=token_array(request.tokens[-num_tokens:]),
-            epoch=mirror.epoch,
-            received_through=mirror.received_through,
-            resolved_root=mirror.resolved_root,
-            credit=credit,
-        )
-        link.peer.outbox.append(message)
+        link.peer.health.sent(link.number, len(tokens))
+        length_before, token_ids = len(tokens) - num_tokens, token_array(tokens[-num_tokens:])
+        state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
+        link.peer.outbox.append(Commit(link.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow."""
@@ -311,8 +308,8 @@ class Drafts:
             link.peer.health.forget(link.number)
             if tell:
                 link.peer.outbox.append(Close(link.number))
-            link.peer = None
         self._expectations.given_up(link)
+        link.peer = None
         link.mirror.forget()
 
     def _grow(self, peer: Peer, grow: Grow, arrived_at: float) -> None:

@@ -27,14 +27,15 @@ class Forest:
     def best(self) -> Iterator[float]:
         """Find node after node; how likely its path is committed, never more than before. Ties go to the older one."""
         self._found = found = []
-        trees = zip(self._mirrors, self._deepest, strict=True)
-        of_trees = [(mirror.below, mirror.root_cost, mirror.depths, deepest) for mirror, deepest in trees]
+        of_trees: list[tuple[list[list[tuple[float, int]]], float, list[int], int]] = []
         heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []
         for tree, mirror in enumerate(self._mirrors):
-            if mirror.has_nodes and mirror.root_depth < self._deepest[tree]:
-                siblings = mirror.below[mirror.root]
+            below, root_cost, deepest = mirror.below, mirror.root_cost, self._deepest[tree]
+            of_trees.append((below, root_cost, mirror.depths, deepest))
+            if mirror.has_nodes and mirror.root_depth < deepest:
+                siblings = below[mirror.root]
                 cost, slot = siblings[0]
-                heap.append((cost - mirror.root_cost, tree, slot, siblings, 1))
+                heap.append((cost - root_cost, tree, slot, siblings, 1))
         heapify(heap)
         while heap:
             cost, tree, slot, siblings, following = heap[0]
@@ -53,21 +54,27 @@ class Forest:
 
     def take(self, count: int) -> list[Nodes]:
         """The first `count` nodes that `best` found, tree by tree."""
-        taken: list[dict[int, int]] = [{} for _ in self._mirrors]
+        slots_of: list[list[int]] = [[] for _ in self._mirrors]
         for tree, slot in self._found[:count]:
-            places = taken[tree]
-            places[slot] = len(places)
+            slots_of[tree].append(slot)
         return [
-            _nodes(mirror, places) if places else _NONE for mirror, places in zip(self._mirrors, taken, strict=True)
+            _nodes(mirror, slots) if slots else _NONE for mirror, slots in zip(self._mirrors, slots_of, strict=True)
         ]
 
 
-def _nodes(mirror: TreeMirror, places: dict[int, int]) -> Nodes:
-    """What a round takes of a tree: slots to their places in it."""
+def _nodes(mirror: TreeMirror, slots: list[int]) -> Nodes:
+    """What a round takes of a tree, in the order of `slots`.
+
+    One loop: where many requests share a round a tree has two or three nodes, and a comprehension costs as much.
+    """
     tokens, parents, depths, root_depth = mirror.token_ids, mirror.parents, mirror.depths, mirror.root_depth
-    return Nodes(
-        [tokens[slot] for slot in places],
-        [places.get(parents[slot], -1) for slot in places],
-        [depths[slot] - root_depth for slot in places],
-        list(places),
-    )
+    places: dict[int, int] = {}
+    taken_tokens: list[int] = []
+    taken_parents: list[int] = []
+    taken_depths: list[int] = []
+    for place, slot in enumerate(slots):
+        places[slot] = place
+        taken_tokens.append(tokens[slot])
+        taken_parents.append(places.get(parents[slot], -1))
+        taken_depths.append(depths[slot] - root_depth)
+    return Nodes(taken_tokens, taken_parents, taken_depths, slots)

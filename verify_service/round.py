@@ -41,6 +41,9 @@ class Nodes:
         return Nodes(token_ids, parents, depths, [self.slots[old] for old in kept])
 
 
+_NO_NODES = Nodes()
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """One request's part of a round.
@@ -51,7 +54,7 @@ class Entry:
 
     request: Request
     num_extend: int
-    nodes: Nodes = field(default_factory=Nodes)
+    nodes: Nodes = _NO_NODES
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
     marks: Marks | None = None
@@ -81,7 +84,7 @@ class Entry:
     @property
     def num_tokens(self) -> int:
         """Token slots that the entry takes in the forward."""
-        return self.num_extend + len(self.nodes)
+        return self.num_extend + len(self.nodes.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

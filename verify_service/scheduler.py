@@ -116,6 +116,22 @@ class Scheduler:
 
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
+        return self._plain_round() or self._any_round()
+
+    def _plain_round(self) -> list[Entry]:
+        """A root of each request that runs, as nearly all rounds are; nothing if this one is not. Changes nothing."""
+        entries: list[Entry] = []
+        page_size = self._memory.page_size
+        for request in self.running:
+            cached_len = request.cached_len
+            if len(request.tokens) != cached_len + 1 or cached_len >= len(request.pages) * page_size:
+                return []
+            if request.grammar is not None and request.grammar.waits:
+                return []
+            entries.append(Entry(request, 1))
+        return entries if len(entries) <= self._limits.max_round_tokens else []
+
+    def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
         chunk, num_tokens, index = self._limits.chunk_size, 0, 0
         # Preemption shortens the list from its end.
@@ -143,6 +159,7 @@ class Scheduler:
         depths: list[int] = []
         awaited: list[Link] = []
         num_tokens = num_roots = num_apart = 0
+        link_of, max_depth = self._drafts.link, self._limits.max_depth
         for entry in entries:
             if not entry.samples:
                 if self.is_apart(entry):
@@ -152,15 +169,15 @@ class Scheduler:
                 continue
             num_tokens += entry.num_extend
             num_roots += 1
-            link = self._drafts.link(entry.request)
+            link = link_of(entry.request)
             if link is None or (room := entry.request.draft_room) <= 0:
                 continue
             if link.expects:
                 awaited.append(link)
-            if link.mirror.has_nodes:
+            if (mirror := link.mirror).has_nodes:
                 growing.append(entry)
-                mirrors.append(link.mirror)
-                depths.append(min(room, self._limits.max_depth))
+                mirrors.append(mirror)
+                depths.append(room if room < max_depth else max_depth)
         forest = Forest(mirrors, depths)
         most = self._limits.max_round_tokens - num_tokens
         beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
@@ -168,7 +185,8 @@ class Scheduler:
         return Offer(growing, forest, choice, awaited, num_tokens, beside)
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
-        """Choose nodes for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
+        """Plan and choose for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
+        self._plain_round()
         offer = self.choose(entries)
         offer.forest.take(offer.choice.num_nodes)
 

@@ -207,7 +207,8 @@ class CudaRunner(Runner):
         found = self._steps.get(bucket)
         if found is None:
             words, device = self.shape.region // 32, self._model.device
-            found = self._steps[bucket] = StepTokens.new(bucket.width, bucket.rows, words, device)
+            capacity = self._pool(bucket).capacity
+            found = self._steps[bucket] = StepTokens.new(bucket.width, bucket.rows, words, device, capacity)
         return found
 
     def _step_batch(self, bucket: Bucket, step: StepTokens) -> PagedBatch:

@@ -1,4 +1,4 @@
-"""See kernels.frontier."""
+"""See kernels.frontier. What a step chooses is in frontier_choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _SCORE: tl.constexpr = tl.constexpr(state.SCORE)
 _BASE: tl.constexpr = tl.constexpr(state.BASE)
 _STEP: tl.constexpr = tl.constexpr(state.STEP)
 _NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
-_FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
 _NUM_FIELDS: tl.constexpr = tl.constexpr(state.NUM_FIELDS)
 _NEW_ROOT: tl.constexpr = tl.constexpr(state.NEW_ROOT)
 _NEW_ROOT_SLOT: tl.constexpr = tl.constexpr(state.NEW_ROOT_SLOT)
@@ -33,9 +32,7 @@ _MORE_WORDS: tl.constexpr = tl.constexpr(state.MORE_WORDS)
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
 
-# Entries whose rank a program counts, and entries that it compares them with at a time.
-_OWN = 16
-_OTHERS = 1024
+# Entries that a program of seeds, or of the pool, sees to.
 _SEEDS = 256
 
 
@@ -127,42 +124,6 @@ def _add(entries, more, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.co
     for field in tl.static_range(_NUM_FIELDS):
         value = tl.load(more + _MORE_WORDS + field * SIZE + index, mask=used, other=0)
         tl.store(entries + field * CAPACITY + first + index, value, mask=used)
-
-
-@triton.jit
-def _usable_scores(entries, index, inside, next_free, num_free, floor, CAPACITY: tl.constexpr):
-    """Path scores of pool entries; -inf where an entry may not be run."""
-    scores = _as_float(tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0))
-    asked = inside & (scores >= floor)
-    row = tl.load(entries + _ROW * CAPACITY + index, mask=asked, other=0)
-    fixed = tl.load(entries + _SLOT * CAPACITY + index, mask=asked, other=0) >= 0
-    taken = tl.load(next_free + row, mask=asked, other=0)
-    there = tl.load(num_free + row, mask=asked, other=0)
-    return tl.where(asked & (fixed | (taken < there)), scores, _NEVER)
-
-
-@triton.jit
-def _choose(
-    header, entries, next_free, num_free, order, width, step_size,
-    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
-    """Each program finds the ranks of OWN entries, by counting those before them."""
-    limit = tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
-    begin = tl.program_id(0) * OWN
-    if begin >= limit:
-        return
-    floor = _as_float(tl.load(header + _FLOOR))
-    own = begin + tl.arange(0, OWN)
-    scores = _usable_scores(entries, own, own < limit, next_free, num_free, floor, CAPACITY)
-    if tl.max(scores, 0) == _NEVER:
-        return
-    before = tl.zeros([OWN], tl.int32)
-    for start in range(0, limit, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        rivals = _usable_scores(entries, other, other < limit, next_free, num_free, floor, CAPACITY)
-        first = (rivals[None, :] == scores[:, None]) & (other[None, :] < own[:, None])
-        before += tl.sum(((rivals[None, :] > scores[:, None]) | first).to(tl.int32), 1)
-    tl.store(order + before, own, mask=(scores != _NEVER) & (before < width))
 
 
 @triton.jit
@@ -362,15 +323,6 @@ def add_seeds(pool: Pool, more: Tensor) -> None:
     """As kernels.frontier.add_seeds."""
     size = (more.shape[0] - state.MORE_WORDS) // state.NUM_FIELDS
     _add[(1,)](pool.entries, more, CAPACITY=pool.capacity, SIZE=size, BLOCK=power_of_two(size), num_warps=4)
-
-
-def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
-    """As kernels.frontier.choose_entries."""
-    width = step.order.shape[0]
-    _choose[(triton.cdiv(pool.capacity, _OWN),)](
-        header, pool.entries, rows.next_free, rows.num_free, step.order, width, width * branching,
-        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, OWN=_OWN, OTHERS=_OTHERS, num_warps=8,
-    )  # fmt: skip
 
 
 def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:

@@ -81,7 +81,7 @@ def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens
     """As kernels.frontier.choose_entries."""
     limit = pool.max_seeds + int(header[STEP]) * step.order.shape[0] * branching
     scores = _scores(pool)[:limit]
-    usable = scores >= header[FLOOR : FLOOR + 1].view(torch.float32)
+    usable = (scores >= header[FLOOR : FLOOR + 1].view(torch.float32)) & (scores > _NEVER)
     full = rows.next_free >= rows.num_free
     usable &= (pool.entries[SLOT, :limit] >= 0) | ~full[pool.entries[ROW, :limit].clamp(0, len(full) - 1).long()]
     found = usable.nonzero()[:, 0]

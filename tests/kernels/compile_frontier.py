@@ -6,13 +6,21 @@ Run by test_frontier.py, as a process of its own: in the test's, Triton may be i
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime.jit import JITFunction
+
+from kernels.frontier_state import MORE_WORDS, NUM_FIELDS, TOLD_WORDS, Pool, StepTokens
+
+if TYPE_CHECKING:
+    from frontier_burst import Burst
+
+# A draft service's.
+_REGION, _BRANCHING, _MAX_SEEDS, _MAX_STEPS, _MORE = 512, 8, 768, 32, 64
 
 
 class _Driver:
@@ -31,10 +39,21 @@ class _Driver:
         return getattr(CudaDriver, name)
 
 
+def _burst(width: int) -> Burst:
+    """One whose pool is as large as a draft service's."""
+    from frontier_burst import Burst, Entry
+
+    burst = Burst([Entry(0, 3, 0.0, 5)], [[1, 2, 3], [4]], width, region=_REGION, device="cpu")
+    capacity = _MAX_SEEDS + _MAX_STEPS * width * _BRANCHING
+    burst.seeds = torch.zeros(NUM_FIELDS, _MAX_SEEDS, dtype=torch.int32)
+    burst.pool = Pool(torch.zeros(NUM_FIELDS, capacity, dtype=torch.int32), _MAX_SEEDS)
+    burst.step = StepTokens.new(width, 2, _REGION // 32, torch.device("cpu"), capacity)
+    burst.results = torch.zeros(_MAX_STEPS, width * (2 + 2 * _BRANCHING), dtype=torch.int32)
+    return burst
+
+
 def main() -> None:
     """Call every launcher once; each launch is a compilation."""
-    from frontier_burst import BRANCHING, Burst, Entry
-
     triton.runtime.driver.set_active(_Driver())  # type: ignore[no-untyped-call]
     compiled: list[str] = []
     run = JITFunction.run
@@ -44,20 +63,19 @@ def main() -> None:
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    from kernels.jit import frontier
+    from kernels.jit import frontier, frontier_choice
 
-    for width, region in ((8, 64), (32, 512)):
-        burst = Burst([Entry(0, 3, 0.0, 5)], [[1, 2, 3], [4]], width, region=region, device="cpu")
-        told = torch.zeros(2, 4 + region, dtype=torch.int32)
+    for width in (8, 32, 64, 128):
+        burst = _burst(width)
+        told = torch.zeros(2, TOLD_WORDS + _REGION, dtype=torch.int32)
         frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
-        frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * BRANCHING)
-        frontier.add_seeds(burst.pool, torch.zeros(4 + 8 * 64, dtype=torch.int32))
-        frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, BRANCHING)
+        frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
+        frontier.add_seeds(burst.pool, torch.zeros(MORE_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
+        frontier_choice.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
         frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
-        tokens = torch.zeros(width, BRANCHING, dtype=torch.int32)
-        frontier.append_candidates(
-            burst.header, burst.pool, burst.step, tokens, torch.zeros(width, BRANCHING), burst.results
-        )
+        tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)
+        scores = torch.zeros(width, _BRANCHING)
+        frontier.append_candidates(burst.header, burst.pool, burst.step, tokens, scores, burst.results)
     sys.stdout.write(" ".join(sorted(set(compiled))))
 
 

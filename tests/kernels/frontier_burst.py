@@ -105,7 +105,7 @@ class Burst:
             region_base=2 * PAGE,
             lag=lag,
         )
-        self.step = StepTokens.new(width, num_rows, words, torch.device(device))
+        self.step = StepTokens.new(width, num_rows, words, torch.device(device), capacity)
         self.results = torch.zeros(MAX_STEPS, width * (2 + 2 * BRANCHING), dtype=torch.int32, device=device)
 
     @classmethod
@@ -244,7 +244,7 @@ class Burst:
         for group in ("rows", "step"):
             mine, theirs = getattr(self, group), getattr(other, group)
             for field in fields(mine):
-                if field.name != "links":
+                if field.name not in ("links", "keys"):
                     yield field.name, getattr(mine, field.name).cpu(), getattr(theirs, field.name).cpu()
 
 
