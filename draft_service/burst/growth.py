@@ -225,14 +225,18 @@ class BurstGrowth(Grower):
             return None
         seconds = (flight.pending.step_seconds, self._host_seconds)
         steps = planner.more_steps(plan, *seconds, forced=bool(needy))
-        if not steps or not planner.force(plan, needy):
+        if not steps:
+            return None
+        # The others wait for these, or, if there is no place for any, for the end.
+        told = planner.force(plan, needy)
+        if needy and not told and not plan.forced:
             return None
         try:
             more = flight.pending.go_on(steps, planner.reroots(plan))
         except Exception as error:
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
-        for context in needy:
+        for context in told:
             roster.settle(context)
         if more is None:  # it is not asked again: its end says what became of it
             plan.most_steps = plan.queued_steps

@@ -204,30 +204,24 @@ class Planner:
         forest, row = self._forest, context.row
         if not self._options.most_steps or forest.may_know or forest.quotas[row] <= 0 or row not in plan.rows:
             return False
-        return not self._keeper.is_full(context)
+        # What could be run with its true feature is not left to be run without; whether it is being run is not known.
+        is_waiting = context.lag > 0 and not context.root_run and self._is_known(plan, context)
+        return not is_waiting and not self._keeper.is_full(context)
 
     def lacks(self, plan: Plan, context: DraftContext) -> bool:
-        """Whether that burst has to be given committed tokens of the request: what it could run does not hold them.
+        """Whether that burst has to be given committed tokens of the request: what it could run does not hold them."""
+        return self._keeper.is_untrue(context) if context.root_run else not self._is_known(plan, context)
 
-        What takes true features is run with those that are there by now.
-        """
-        if context.root_run:
-            return self._keeper.is_untrue(context)
-        return context.lag > 0 or plan.harvest.index_of(int(self._forest.roots[context.row])) < 0
+    def _is_known(self, plan: Plan, context: DraftContext) -> bool:
+        return plan.harvest.index_of(int(self._forest.roots[context.row])) >= 0
 
-    def force(self, plan: Plan, contexts: Sequence[DraftContext]) -> bool:
-        """Have the burst run what these requests need when it goes on; False, and nothing is done, if not all fit."""
+    def force(self, plan: Plan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
+        """Have the burst run what these requests need when it goes on; those that fit, the first ones first."""
         first, forest = len(plan.harvest.seeds), self._forest
         limit = min(plan.burst.width - plan.num_forced, self._shape.max_seeds - first)
-        if any(context.row not in plan.rows for context in contexts):
-            return False
-        forced = force(forest, contexts, first, limit)
-        if len(forced) < len(contexts):
-            for one in forced:
-                land(forest, one)
-            return False
-        plan.untold = forced
-        return True
+        rows = set(plan.rows)
+        plan.untold = force(forest, [context for context in contexts if context.row in rows], first, limit)
+        return [one.context for one in plan.untold]
 
     def reroots(self, plan: Plan) -> Reroots | None:
         """What the device is to be told of new roots when the burst goes on; None for nothing.

@@ -285,6 +285,43 @@ def test_a_burst_lands_when_much_waits_to_be_moved_to_the_context() -> None:
     request.check()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_root_that_the_part_under_way_may_have_run_is_not_run_beside_it(seed: int) -> None:
+    """A drafter of features: the host does not know that the device has it, and would give it another tree slot."""
+    draw = random.Random(seed)
+    rig = Rig(ANY, **(LONG | {"feature_size": 1}))
+    requests = [rig.open(number, [1, number, 3, 4], credit=60) for number in (1, 2)]
+    for request in requests:
+        rig.features(request.number, 0, 3)
+    for _ in range(5):
+        rig.turn()
+    for _ in range(30):
+        one = draw.choice(requests)
+        row = next(row for row, context in rig.growth._roster.rows.items() if context.tree.author.request == one.number)
+        entries, forest = rig.growth._forest.entries, rig.growth._forest
+        unrun = [entry for entry in forest.choose(40).tolist() if entries.rows[entry] == row]
+        if not unrun or len(one.tokens) > 150:
+            break
+        path, above = [], unrun[0]
+        while above != forest.roots[row]:
+            path.append(int(entries.tokens[above]))
+            above = int(entries.parents[above])
+        length = len(one.tokens)
+        rig.commit(one.number, path[::-1], credit=60)
+        for _ in range(draw.randrange(3)):
+            rig.turn()
+        rig.features(one.number, length - 1, len(path))
+        for _ in range(3):
+            rig.turn()
+            one.check()
+    rig.settle()
+    for request in requests:
+        request.check()
+        rig.close(request.number)
+    rig.settle()
+    rig.check_nothing_left()
+
+
 def test_what_others_have_to_be_moved_goes_along() -> None:
     """Or their own turn would end a burst a little later."""
     rig, (busy, other) = grown((1, 2))

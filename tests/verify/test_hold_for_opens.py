@@ -66,3 +66,54 @@ def test_a_request_that_opens_keeps_no_other_from_being_waited_for() -> None:
     assert policy.seconds([missing], 2, choice)
     assert policy.seconds([missing, opening], 2, choice)
     assert not policy.seconds([opening], 2, choice)
+
+
+def test_a_draft_that_has_only_heard_of_a_request_computes_its_prompt_still() -> None:
+    """What others' answers take meanwhile is told apart, too, and waited for only if it pays."""
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock)
+    port = Recorder()
+    drafts.connected(port)
+    budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+    policy = HoldPolicy(budget, 0.02)
+    drafts.admit(one := request([1, 2]))
+    link = drafts.link(one)
+    assert link is not None and link.peer is not None
+    peer = link.peer
+
+    def answer(to: Link, tokens: list[int]) -> None:
+        clock.now += 0.0001
+        epoch = to.mirror.epoch + 1
+        drafts.receive(port, [tree(to.number, epoch, to.request.committed_len, tokens)], clock.now)
+
+    def miss(seconds: float) -> float:
+        """How long a round would wait for an answer that comes so late."""
+        one.tokens.append(40)
+        follow(drafts, one)
+        wait = policy.seconds([link], 1, budget.choose(1, 1, []))
+        clock.now += seconds
+        answer(link, [3])
+        clock.now += ROUND
+        return wait
+
+    answer(link, [3])
+    for _ in range(7):  # more misses in a row, and it would be in doubt
+        drafts.admit(other := request([1, 2]))
+        opening = drafts.link(other)
+        assert opening is not None
+        answer(opening, [])
+        assert not opening.caught_up and peer.num_opening == 1
+        last_slow = [miss(0.012) for _ in range(4)][-1]
+        opening.request.tokens.append(3)
+        follow(drafts, other)
+        answer(opening, [4])
+        assert opening.caught_up and peer.num_opening == 0
+        last_quick = [miss(0.001) for _ in range(4)][-1]
+        drafts.close(other)
+        h = peer.health; print(last_slow, last_quick, h.misses.answer.__dict__, h.beside_opens.answer.__dict__, h.opens.__dict__, h.misses.found, link.gain, h.good, h.misses.more_gain, link.merit)
+    assert last_quick and not last_slow
+    assert peer.health.opens.typical > 0.02 and peer.health.misses.answer.typical < 0.002
+    drafts.admit(gone := request([1, 2]))
+    assert peer.num_opening == 1
+    drafts.close(gone)
+    assert peer.num_opening == 0
