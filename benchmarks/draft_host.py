@@ -46,6 +46,7 @@ _DRAWN = 4099
 PHASES = (
     ("gap", "gap between bursts"),
     ("gap_commit", "gap after commits"),
+    ("follow", "follow commits while a burst runs (no gap)"),
     ("go_on", "have a burst go on (no gap)"),
     ("take", "  read and merge a part"),
     ("land", "  read and merge"),
@@ -119,7 +120,11 @@ class Pending:
 
     def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
         """See PendingBurst."""
-        assert reroots is None, "commits arrive when a burst is over"
+        if reroots is not None:
+            # Commits arrive when a burst is over: trees are told their old roots, for the slots that come with them.
+            assert reroots.seeds is None
+            for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
+                self.state["free"][row] += slots.tolist()
         done = self.first_step + self.num_steps
         if done + num_steps > self.runner.shape.max_steps:
             return None
@@ -280,6 +285,7 @@ class Service:
         assert isinstance(growth, BurstGrowth)
         self._growth = growth
         for phase, owner, name in (
+            ("follow", growth, "_follow_ahead"),
             ("land", growth, "_land"),
             ("go_on", growth, "_go_on"),
             ("take", growth, "_take"),
@@ -296,9 +302,12 @@ class Service:
         self.runner.finish()
         before = self.clock.turn
         if commit:
+            if self._growth._flight is not None:
+                self._growth._flight.is_outdated = True  # it ends, as with a commit that its device cannot be told of
             self._commit()
-        if not self._growth.idle:
-            self._growth.grow(math.inf, never)
+        for _ in range(1 + commit):  # commits are followed first; what is under way ends then
+            if not self._growth.idle:
+                self._growth.grow(math.inf, never)
         self.requests.tell()
         received, self.peer.received = self.peer.received, []
         self.clock.time("encode", encode_draft)(received)

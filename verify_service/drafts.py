@@ -97,12 +97,8 @@ class Drafts:
         """Tokens were committed: re-root the tree. All else that follows from it can wait for `report`."""
         link = self._links.get(request)
         if link is not None:
-            self.follow(link)
-
-    def follow(self, link: Link) -> None:
-        """Re-root a tree, whose request has tokens that it has not followed."""
-        link.mirror.commit()
-        self._expectations.committed(link)
+            link.mirror.commit()
+            self._expectations.committed(link)
 
     def waits_for(self, links: Iterable[Link]) -> None:
         """The next round is held for what these may bring."""

@@ -81,7 +81,7 @@ class Engine:
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
         self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
-        self._rehearsal = Rehearsal(self.scheduler, self.drafts, executor, self._commit)
+        self._rehearsal = Rehearsal(self.scheduler, executor, self._commit)
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
         self._stopping = False

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from outrider.tree.mirror import TreeMirror
 from verify_service.drafts import Drafts
-from verify_service.link import Link
 from verify_service.request import Request
 from verify_service.round import Entry, Executor, Result
 from verify_service.scheduler import Scheduler
@@ -26,19 +24,18 @@ class Rehearsal:
     After 5 ms without it that code took 5 to 8 times as long on an H200's host.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, drafts: Drafts, executor: Executor, commit: Callable[[Entry, Result], object]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, commit: Callable[[Entry, Result], object]) -> None:
         """`commit`: what the engine does with a result; here it gets one for a request that is nobody's."""
         self._scheduler = scheduler
-        self._drafts = drafts
         self._executor = executor
         self._commit = commit
         params = SamplingParams()
         self._request = Request(
-            "", [0], 1, params, RequestSampler(params, [0], 1), 1 << 30, frozenset(), speculate=False, sink=_nobody
+            "", [0], 1, params, RequestSampler(params, [0], 1), 1 << 30, frozenset(), speculate=True, sink=_nobody
         )
-        self._link = Link(self._request, TreeMirror(self._request.tokens, 1, 1))
+        self._drafts = Drafts(vocab_size=1, max_nodes=1)
+        """Its own: those of others know nothing of it."""
+        self._drafts.admit(self._request)
         self._result = Result([0])
         self._due_at = 0.0
 
@@ -58,7 +55,7 @@ class Rehearsal:
     def _rehearse_commit(self) -> None:
         request = self._request
         self._commit(Entry(request, 1), self._result)
-        self._drafts.follow(self._link)
+        self._drafts.committed(request)
         del request.tokens[1:]
         request.cached_len = 0
 

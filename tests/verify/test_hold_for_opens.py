@@ -90,6 +90,7 @@ def test_a_draft_that_has_only_heard_of_a_request_computes_its_prompt_still() ->
         """How long a round would wait for an answer that comes so late."""
         one.tokens.append(40)
         follow(drafts, one)
+        link.gain = 2.0
         wait = policy.seconds([link], 1, budget.choose(1, 1, []))
         clock.now += seconds
         answer(link, [3])
@@ -110,7 +111,6 @@ def test_a_draft_that_has_only_heard_of_a_request_computes_its_prompt_still() ->
         assert opening.caught_up and peer.num_opening == 0
         last_quick = [miss(0.001) for _ in range(4)][-1]
         drafts.close(other)
-        h = peer.health; print(last_slow, last_quick, h.misses.answer.__dict__, h.beside_opens.answer.__dict__, h.opens.__dict__, h.misses.found, link.gain, h.good, h.misses.more_gain, link.merit)
     assert last_quick and not last_slow
     assert peer.health.opens.typical > 0.02 and peer.health.misses.answer.typical < 0.002
     drafts.admit(gone := request([1, 2]))

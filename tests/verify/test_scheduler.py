@@ -117,3 +117,22 @@ def test_generated_tokens_are_shared_or_not(share: bool, pages: int) -> None:
         memory.attach(again)
         assert len(again.pages) == found and again.cached_len == 4 * found
         memory.pool.release(again.pages)
+
+
+def test_a_round_that_only_decodes_is_laid_out_as_any_other() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=32, root_apart=True, max_round_tokens=3)
+    scheduler, seen = engine.scheduler, []
+
+    def compare() -> None:
+        running = scheduler.running
+        plain = scheduler._plain_round()
+        if plain:
+            assert [(one.request, one.num_extend) for one in scheduler._any_round()] == [(one, 1) for one in running]
+        seen.append((len(running), bool(plain)))
+
+    device.during = compare
+    answers = [submit(engine, prompt_len, max_tokens=9) for prompt_len in (1, 6, 9)]
+    run(engine, *answers)
+    assert (3, True) in seen and (3, False) in seen
+    assert not scheduler._plain_round(), "nobody runs"

@@ -212,3 +212,30 @@ def test_a_long_gap_is_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [
         "the device was idle for 9.3 ms: commit 0.10 ms, launch 9.00 ms, CPU time 0.20 ms, taken off the CPU 3 times"
     ]
+
+
+def test_a_rehearsal_leaves_no_trace() -> None:
+    device = FakeDevice(spin=True)
+    engine = fake_engine(device, root_apart=True)
+    engine.draft_connected(LocalDraft(engine, VOCAB, lambda author: chain(author, [count_up(author.committed_len)])))
+    answer = submit(engine, max_tokens=12)
+    states: list[object] = []
+
+    def rehearse() -> None:
+        request = answer.request
+        assert request is not None
+        link = engine.drafts.link(request)
+        assert link is not None
+        for _ in range(3):
+            engine._rehearsal._due_at = 0.0
+            engine._rehearsal.rehearse(engine.scheduler.plan())
+            states.append((len(request.tokens), request.cached_len, link.mirror.root_len, link.num_answers))
+        assert len(set(states[-3:])) == 1
+        assert len(engine.drafts._links) == len(engine.scheduler.running) == 1
+
+    device.during = rehearse
+    engine.start()
+    assert answer.done.wait(10)
+    engine.stop()
+    assert states and answer.token_ids == [count_up(position) for position in range(3, 15)]
+    assert len(engine._rehearsal._request.tokens) == 1

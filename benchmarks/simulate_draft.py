@@ -1,0 +1,400 @@
+"""The draft service in virtual time: its real engine and growth on a runner whose model is a `Language`.
+
+The runner's device works beside the host: steps are computed when they are queued, and over when their time has come.
+Pool, tree slots and masks follow the rules of `kernels.reference.frontier`. See `simulate_split.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from simulate_world import BRANCHING, ORIGIN, VOCAB, Actor, Costs, Language
+
+import draft_service.burst.announce as announce
+import draft_service.burst.growth as growth
+import draft_service.burst.reroot as reroot
+import draft_service.burst.roster as roster
+import draft_service.burst.runner as runner
+import draft_service.engine as draft_engine
+from draft_service.burst.buckets import Bucket, Buckets
+from draft_service.burst.options import MOST_STEPS
+from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots
+from draft_service.drafters.base import Needs
+from draft_service.drafters.model import ModelDrafter
+from draft_service.lines import HeardOnLine
+from draft_service.reporter import SessionPeer
+from draft_service.requests import Requests
+from outrider.config.draft import DraftOptions
+from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
+from outrider.process.garbage import Garbage
+from outrider.process.part_codec import pack_verify
+from outrider.sampling.params import SamplingParams
+from outrider.tree.messages import DraftMessage, VerifyMessage
+
+CONTEXT = 4096
+_WORD = 64
+_GLANCE = 3e-6
+"""Seconds between two looks at a device that works."""
+_SESSION = 1
+
+
+class Memory:
+    """What outlives a burst: of each row the states behind its context and its tree slots, and what these see.
+
+    `masks[row, slot]` are the slots that a node sees, itself included, as bits of words.
+    """
+
+    def __init__(self, shape: BurstShape, language: Language) -> None:
+        self.language = language
+        self.context = np.zeros((shape.num_rows, CONTEXT), np.uint64)
+        self.states = np.zeros((shape.num_rows, shape.region), np.uint64)
+        self.masks = np.zeros((shape.num_rows, shape.region, shape.region // _WORD), np.uint64)
+
+    def extend(self, row: int, tokens: Sequence[int], start: int) -> None:
+        """Tokens become context."""
+        before = self.context[row, start - 1 : start] if start else ORIGIN
+        self.context[row, start : start + len(tokens)] = self.language.states(before, tokens)
+
+    def write(self, nodes: NDArray[np.int64]) -> None:
+        """Run nodes: [5, N], row, parent's slot or -1, token, position and slot; none is another's parent."""
+        rows, parents, tokens, positions, slots = nodes
+        inside = parents >= 0
+        # Of a first token nothing lies before; contexts have no position -1.
+        above = np.where(positions > 0, self.context[rows, positions - 1], ORIGIN)
+        above[inside] = self.states[rows[inside], parents[inside]]
+        self.states[rows, slots] = self.language.follow(above, tokens)
+        masks = np.where(inside[:, None], self.masks[rows, parents], np.uint64(0))
+        masks[np.arange(len(slots)), slots // _WORD] |= np.uint64(1) << (slots % _WORD).astype(np.uint64)
+        self.masks[rows, slots] = masks
+
+
+class Pool:
+    """What a burst could run, as a device holds it: see kernels.reference.frontier."""
+
+    def __init__(self, burst: Burst, bucket: Bucket, shape: BurstShape, memory: Memory) -> None:
+        self._memory, self._shape, self._width = memory, shape, bucket.width
+        capacity = shape.max_seeds + shape.max_steps * bucket.width * shape.branching
+        self._entries = np.full((5, capacity), -1, np.int64)
+        """Row of the burst, parent's slot, token, position, slot."""
+        self._scores, self._bases = np.full((2, capacity), -np.inf, np.float32)
+        self._floor, self._step = burst.floor, 0
+        states = burst.rows
+        self._rows = states.rows.astype(np.intp)
+        self._free, self._next, self._end = states.free.copy(), states.free_starts.copy(), states.free_ends.copy()
+        live = np.packbits(states.live, axis=1, bitorder="little").view(np.uint64)
+        memory.masks[self._rows] &= live[:, None, :]
+        self.add_seeds(0, burst.seeds.fields)
+
+    def add_seeds(self, first: int, fields: NDArray[np.int32]) -> None:
+        """Seeds, forced ones among them, as in plan.Seeds.fields, lie in the pool from an index on."""
+        where = slice(first, first + fields.shape[1])
+        self._entries[:, where] = fields[:5]
+        self._scores[where], self._bases[where] = fields[6:].view(np.float32)
+
+    def reroot(self, told: Reroots) -> None:
+        """As reroot_pool, and add_seeds behind it."""
+        limit = self._shape.max_seeds + self._step * self._width * self._shape.branching
+        scores, bases = self._scores[:limit], self._bases[:limit]
+        ran = scores == -np.inf
+        roots = zip(told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts, told.free, strict=True)
+        for row, root, slot, shift, free in roots:
+            self._free[row, (np.arange(len(free)) + self._end[row]) % self._free.shape[1]] = free
+            self._end[row] += len(free)
+            if root >= 0:
+                slot = int(self._entries[4, root]) if ran[root] else -1
+            there = ((self._entries[0, :limit] == row) & ~ran).nonzero()[0]
+            alive = there == root
+            if slot >= 0:
+                parents = self._entries[1, there]
+                words = self._memory.masks[self._rows[row], parents, slot // _WORD]
+                alive |= (parents >= 0) & ((words >> np.uint64(slot % _WORD)) & np.uint64(1)).astype(np.bool_)
+            scores[there[~alive]] = -np.inf
+            stays = there[alive]
+            scores[stays] = np.minimum(scores[stays] - shift, 0.0)
+            bases[stays] = np.minimum(bases[stays] - shift, 0.0)
+        if told.seeds is not None:
+            self.add_seeds(told.first_seed, told.seeds.fields)
+
+    def run(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """A step: pool indices and slots [M], tokens and edges [M, k] of what it ran; -1 and -inf for none."""
+        width, branching = self._width, self._shape.branching
+        picked, slots = np.full((2, width), -1, np.int32)
+        tokens, edges = np.full((width, branching), -1, np.int32), np.full((width, branching), -np.inf, np.float32)
+        chosen = self._place(self._choose())
+        count = len(chosen)
+        first = self._shape.max_seeds + self._step * width * branching
+        self._step += 1
+        if not count:
+            return picked, slots, tokens, edges
+        nodes = self._entries[:, chosen].copy()
+        nodes[0] = self._rows[nodes[0]]
+        self._write(nodes, self._scores[chosen])
+        self._scores[chosen] = -np.inf
+        picked[:count], slots[:count] = chosen, nodes[4]
+        tokens[:count], chances = self._memory.language.candidates(self._memory.states[nodes[0], nodes[4]])
+        edges[:count] = np.log(chances)
+        end = first + count * branching
+        rows, positions = self._entries[0, chosen], self._entries[3, chosen]
+        for field, values in ((0, rows), (1, nodes[4]), (3, positions + 1)):
+            self._entries[field, first:end] = values.repeat(branching)
+        self._entries[2, first:end] = tokens[:count].reshape(-1)
+        scores = (self._bases[chosen][:, None] + edges[:count]).reshape(-1)
+        self._scores[first:end] = self._bases[first:end] = scores
+        return picked, slots, tokens, edges
+
+    def _choose(self) -> NDArray[np.intp]:
+        """As choose_entries."""
+        limit = self._shape.max_seeds + self._step * self._width * self._shape.branching
+        scores = self._scores[:limit]
+        found = ((scores >= self._floor) & (scores > -np.inf)).nonzero()[0]
+        full = (self._next >= self._end)[self._entries[0, found]]
+        found = found[(self._entries[4, found] >= 0) | ~full]
+        best: NDArray[np.intp] = found[(-scores[found]).argsort(kind="stable")[: self._width]]
+        return best
+
+    def _place(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+        """As place_entries: those that find a slot, row by row."""
+        rows, slots = self._entries[0, chosen], self._entries[4, chosen]
+        kept = np.ones(len(chosen), np.bool_)
+        for row in np.unique(rows[slots < 0]).tolist():
+            mine = ((rows == row) & (slots < 0)).nonzero()[0]
+            start, room = int(self._next[row]), int(self._end[row] - self._next[row])
+            kept[mine[room:]] = False
+            mine = mine[:room]
+            slots[mine] = self._free[row, (start + np.arange(len(mine))) % self._free.shape[1]]
+            self._next[row] += len(mine)
+        self._entries[4, chosen] = np.where(kept, slots, -1)
+        order = rows[kept].argsort(kind="stable")
+        placed: NDArray[np.intp] = chosen[kept][order]
+        return placed
+
+    def _write(self, nodes: NDArray[np.int64], scores: NDArray[np.float32]) -> None:
+        """Run what was chosen; of forced chains one token after the other."""
+        forced = (scores >= FORCED).nonzero()[0].tolist()
+        waves = np.zeros(nodes.shape[1], np.intp)
+        for before, here in pairwise(forced):
+            if nodes[0, before] == nodes[0, here] and nodes[1, here] == nodes[4, before]:
+                waves[here] = waves[before] + 1
+        for wave in range(int(waves.max()) + 1):
+            self._memory.write(nodes[:, waves == wave])
+
+
+class Event:
+    """Where a part of a burst ends, as the host sees it."""
+
+    def __init__(self, actor: Actor, at: float) -> None:
+        self._actor = actor
+        self.at = at
+
+    def query(self) -> bool:
+        """Whether it has come to that; a look takes a moment."""
+        if self._actor.now < self.at:
+            self._actor.wait(min(self._actor.now + _GLANCE, self.at))
+        return self._actor.now >= self.at
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self._actor.now = max(self._actor.now, self.at)
+
+
+class ScriptedRunner(runner.Runner):
+    """See BurstRunner. What times it expects is the real runner's own."""
+
+    def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
+        self.shape = BurstShape(
+            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=BRANCHING, max_seeds=512, max_steps=MOST_STEPS,
+            max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT, feature_size=0,
+        )  # fmt: skip
+        self.buckets = Buckets(max_width, DRAFT_ROWS)
+        self.busy = 0.0
+        """Seconds that the device has worked."""
+        self._actor, self._costs = actor, costs
+        self._cells = Memory(self.shape, language)
+        self._pools: dict[int, tuple[Burst, Pool]] = {}
+        self._results: dict[runner.Pending, BurstResult] = {}
+        self._free_at = 0.0
+        actor.pace = lambda: costs.host * (1.0 if self._free_at > actor.now else costs.idle_host)
+        self._step_seconds, self._launch_seconds = {}, 0.0
+
+    def open(self, row: int, sampling: SamplingParams) -> None:
+        """See BurstRunner."""
+
+    def close(self, row: int) -> None:
+        """See BurstRunner."""
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """See BurstRunner."""
+
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """See BurstRunner."""
+        began = self._actor.now
+        for extent in extents:
+            self._cells.extend(extent.row, extent.tokens, extent.start)
+        self._actor.spend("extend", self._costs.extend)
+        self._work(1e-3 * self._costs.extend, began)
+
+    def move(self, row: int, slots: Sequence[int], position: int) -> None:
+        """See BurstRunner."""
+        self._cells.context[row, position : position + len(slots)] = self._cells.states[row, list(slots)]
+
+    def launch(self, burst: Burst) -> runner.Pending:
+        """See BurstRunner."""
+        bucket = self.buckets.fit(burst.width, len(burst.rows))
+        pending = runner.Pending(self, burst, bucket, 0)
+        costs, rows = self._costs, len(burst.rows)
+        self._actor.spend("launch", costs.launch + costs.launch_row * rows + costs.launch_step * burst.num_steps)
+        pool = Pool(burst, bucket, self.shape, self._cells)
+        self._pools = {id(burst): (burst, pool)}
+        self._work(1e-3 * self._costs.begin)
+        self._run(pending, pool)
+        return pending
+
+    def go_on(self, pending: runner.Pending, num_steps: int, reroots: Reroots | None = None) -> runner.Pending | None:
+        """See BurstRunner."""
+        done = pending.first_step + pending.num_steps
+        found = self._pools.get(id(pending.burst))
+        if found is None or done + num_steps > self.shape.max_steps:
+            return None
+        more = runner.Pending(self, pending.burst, pending.bucket, 0, done, num_steps)
+        self._actor.spend("go_on", self._costs.go_on + self._costs.launch_step * num_steps)
+        if reroots is not None:
+            self._actor.spend("go_on", self._costs.go_on_roots + self._costs.go_on_row * len(reroots.rows))
+            found[1].reroot(reroots)
+            self._work(1e-3 * self._costs.reroot)
+        self._run(more, found[1])
+        return more
+
+    def finish(self, pending: runner.Pending) -> BurstResult:
+        """See Runner."""
+        if pending.event is not None:
+            pending.event.synchronize()
+        return self._results.pop(pending)
+
+    def _run(self, pending: runner.Pending, pool: Pool) -> None:
+        steps = [pool.run() for _ in range(pending.num_steps)]
+        columns: list[Any] = [np.stack(column) for column in zip(*steps, strict=True)]
+        first = self.shape.max_seeds + pending.first_step * pending.bucket.width * self.shape.branching
+        self._results[pending] = BurstResult(first, *columns)
+        self._work(pending.num_steps * self._costs.of_step(pending.bucket.width, len(pending.burst.rows)))
+        event: Any = Event(self._actor, self._free_at)
+        pending.event = event
+
+    def _work(self, seconds: float, began: float | None = None) -> None:
+        """Queue something on the device."""
+        start = max(self._free_at, self._actor.now if began is None else began)
+        self._free_at = start + seconds
+        self.busy += seconds
+
+    def _make_proposer(self) -> Any:
+        raise NotImplementedError
+
+    def _queue(self, pending: runner.Pending) -> None:
+        raise NotImplementedError
+
+    def _run_context(self, chunks: Sequence[Any], features: Any) -> None:
+        raise NotImplementedError
+
+
+class DraftInbox:
+    """Where the engine finds what verify sent: see draft_service.inbox."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.ended: set[int] = set()
+        self.waiting = actor.waiting
+        self._actor = actor
+        self._heard: list[HeardOnLine] = []
+
+    def next(self) -> HeardOnLine | None:
+        """The next frame, if there is one."""
+        self._heard += self._actor.take()
+        return self._heard.pop(0) if self._heard else None
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until something comes."""
+        self._actor.wait(self._actor.now + (1e9 if timeout is None else timeout))
+
+
+class DraftService:
+    """A draft service's engine that lives in virtual time."""
+
+    def __init__(
+        self, actor: Actor, costs: Costs, language: Language, deliver: Callable[[float, list[DraftMessage]], None]
+    ) -> None:
+        """`deliver` is told when messages for verify arrive there."""
+        self.runner = ScriptedRunner(actor, costs, language, 128)
+        options = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
+        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), options)
+        grown = self.requests.growth
+        assert isinstance(grown, growth.BurstGrowth)
+        self.growth = grown
+        self.totals: Counter[str] = Counter()
+        self._actor, self._costs, self._deliver = actor, costs, deliver
+        self._said: list[DraftMessage] = []
+        self._engine = self._make_engine()
+        self._charge()
+
+    def live(self) -> None:
+        """Take turns for ever."""
+        while True:
+            self._engine._turn()
+            self._actor.spend("turn", self._costs.turn)
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Verify says something, on its own thread and in its own time."""
+        at = self._actor.other.now + 1e-3 * self._costs.line
+        self._actor.post(at, HeardOnLine(_SESSION, pack_verify(messages)))
+
+    def _make_engine(self) -> draft_engine.Engine:
+        """The real one, without the door's process."""
+        engine: Any = draft_engine.Engine.__new__(draft_engine.Engine)
+        engine.requests, engine.drafter, engine.inbox = self.requests, None, DraftInbox(self._actor)
+        reporter: Any = SimpleNamespace(
+            say=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
+            tally=SimpleNamespace(slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds)),
+        )  # fmt: skip
+        engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
+        engine._peers = {_SESSION: SessionPeer(_SESSION, VOCAB, None, reporter)}
+        engine._garbage, engine._stopping, engine._turns, engine._drains = Garbage(), False, 0, 0
+        made: draft_engine.Engine = engine
+        return made
+
+    def _say(self, session: int, messages: Sequence[DraftMessage]) -> None:
+        self._actor.spend("say", self._costs.say * len(messages))
+        self._said += messages
+
+    def _flush(self, *, idle: bool) -> None:
+        self.growth.count_into(lambda name, value: self.totals.update({name: value}))
+        if self._said:
+            said, self._said = self._said, []
+            self._deliver(self._actor.now + 1e-3 * self._costs.line, said)
+
+    def _charge(self) -> None:
+        """Have host work take its time."""
+        costs, grown, rows = self._costs, self.growth, self.requests.__len__
+        for owner, name, ms in (
+            (grown._planner, "plan", lambda *_: costs.plan),
+            (grown._planner, "take", lambda *_: costs.merge + costs.merge_row * rows()),
+            (grown._planner, "more_steps", lambda *_: costs.more + costs.more_row * rows()),
+            (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
+            (grown._announcer, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
+            (grown._roster, "_look_at", lambda *_: costs.look),
+            (grown.ledger, "appended", lambda *_: costs.append),
+            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * grown.num_live / max(rows(), 1)),
+        ):
+            setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
+
+    def module_changes(self) -> list[tuple[Any, str, Any]]:
+        """What modules are to have while this lives: owner, name and value."""
+        costs, actor = self._costs, self._actor
+        follow: Any = actor.charged(
+            "follow", reroot.reroot, lambda _, steps: costs.follow + costs.follow_row * len(steps)
+        )
+        reaches = actor.charged("reaches", reroot.reaches, lambda *_: costs.reach)
+        clocks = [(one, "perf_counter", actor.clock) for one in (growth, announce, runner, draft_engine)]
+        return [*clocks, (roster, "reroot", follow), (roster, "reaches", reaches)]

@@ -1,0 +1,220 @@
+"""The simulation of the split: time, its device and its language, and that what the services say is exact in it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+
+from simulate_draft import Memory, Pool  # noqa: E402
+from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
+from simulate_world import BRANCHING, ORIGIN, VOCAB, Language, World  # noqa: E402
+
+from draft_service.burst.buckets import Bucket  # noqa: E402
+from draft_service.burst.buffers import BurstInput, RerootInput  # noqa: E402
+from draft_service.burst.plan import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds  # noqa: E402
+from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens  # noqa: E402
+from kernels.frontier_state import Pool as DevicePool  # noqa: E402
+from kernels.reference import frontier  # noqa: E402
+from outrider.tree.author import TreeAuthor  # noqa: E402
+
+LANGUAGE = Language()
+REGION, WIDTH, SEEDS = 64, 8, 24
+SHAPE = BurstShape(
+    num_rows=4, region=REGION, branching=BRANCHING, max_seeds=SEEDS, max_steps=6, max_width=WIDTH, page_size=16,
+    num_pages=64, max_context=128, feature_size=0,
+)  # fmt: skip
+
+
+def test_nobody_sees_a_message_before_it_arrives_and_waits_end_with_it() -> None:
+    world = World(latency=0.5)
+    seen: list[tuple[str, float]] = []
+
+    def verify() -> None:
+        world.draft.post(world.verify.now + 0.5, "one")
+        world.verify.spend("work", 2000)
+        assert world.verify.waiting(), "the answer came at 1.25"
+        seen.append((world.verify.take()[0], world.verify.now))
+        world.verify.wait(7.0)
+        seen.append(("nothing", world.verify.now))
+
+    def draft() -> None:
+        while True:
+            world.draft.wait(float("inf"))
+            seen.append((world.draft.take()[0], world.draft.now))
+            world.draft.spend("work", 250)
+            world.verify.post(world.draft.now + 0.5, "two")
+
+    world.run(verify, draft)
+    assert seen == [("one", 0.5), ("two", 2.0), ("nothing", 7.0)]
+
+
+def test_what_goes_wrong_in_the_draft_ends_the_world() -> None:
+    world = World(latency=0.5)
+
+    def draft() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        world.run(lambda: world.verify.wait(9.0), draft)
+
+
+def test_the_language_keeps_the_promise_of_its_chances() -> None:
+    text = LANGUAGE.text([1, 2, 3], 3000)
+    states = LANGUAGE.states(LANGUAGE.states(ORIGIN, [1, 2, 3])[-1:], text)
+    tokens, chances = LANGUAGE.candidates(states[:-1])
+    hits = tokens == np.array(text[1:])[:, None]
+    assert (np.diff(chances) <= 0).all() and (chances.sum(1) < 1).all()
+    assert hits[:, 0].mean() == pytest.approx(0.73, abs=0.04)
+    assert hits[:, :4].any(1).mean() == pytest.approx(0.94, abs=0.02)
+    assert hits.mean(0) == pytest.approx(chances.mean(0), abs=0.02)
+
+
+class Reference:
+    """The same burst on the kernels' reference."""
+
+    def __init__(self, burst: Burst, memory: Memory) -> None:
+        device = torch.device("cpu")
+        held = BurstInput(SHAPE, device)
+        held.fill(0, burst)
+        held.to_device(0, len(burst.rows))
+        size = SEEDS + SHAPE.max_steps * WIDTH * BRANCHING
+        self.header, self.rows = held.header, held.rows.head(len(burst.rows))
+        self.pool = DevicePool(torch.zeros(NUM_FIELDS, size, dtype=torch.int32), SEEDS)
+        masks = torch.from_numpy(memory.masks.view(np.int32).copy())
+        pages = torch.arange(SHAPE.num_rows * 16, dtype=torch.int32).view(SHAPE.num_rows, 16)
+        self.plan = RegionPlan(pages, masks, 16, 0, 0)
+        self.step = StepTokens.new(WIDTH, len(burst.rows), REGION // 32, device)
+        self.told = RerootInput(SHAPE, device)
+        self.results = torch.zeros(SHAPE.max_steps, WIDTH * (2 + 2 * BRANCHING), dtype=torch.int32)
+        frontier.begin_burst(self.header, held.seeds, self.pool, self.rows, self.plan)
+
+    def choose(self) -> tuple[list[int], list[int]]:
+        """Pool indices and slots that a step takes."""
+        frontier.choose_entries(self.header, self.pool, self.rows, self.step, BRANCHING)
+        frontier.place_entries(self.pool, self.rows, self.step, self.plan)
+        return self.step.picked.tolist(), self.step.slots.tolist()
+
+    def append(self, tokens: Any, edges: Any) -> None:
+        """What a step's nodes propose."""
+        tensors = (torch.from_numpy(tokens), torch.from_numpy(edges))
+        frontier.append_candidates(self.header, self.pool, self.step, *tensors, self.results)
+
+    def reroot(self, told: Reroots) -> None:
+        """New roots, and forced seeds behind them."""
+        self.told.to_device(told, len(self.rows.table_rows))
+        rows, size = self.told.rows(len(self.rows.table_rows)), WIDTH * BRANCHING
+        frontier.reroot_pool(self.header, self.pool, self.rows, self.plan, rows, size)
+        frontier.add_seeds(self.pool, self.told.seeds)
+
+
+def seeds(*chains: tuple[int, list[int], int]) -> Seeds:
+    """Forced chains below context: row of the burst, tree slots, position of the first."""
+    columns: dict[str, list[float]] = {name: [] for name in ("rows", "parents", "tokens", "positions", "slots")}
+    for row, slots, position in chains:
+        for place, slot in enumerate(slots):
+            values = (row, slots[place - 1] if place else -1, 7 + place, position + place, slot)
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+    count = len(columns["rows"])
+    arrays: Any = {name: np.array(values, np.int32) for name, values in columns.items()}
+    return Seeds.of(**arrays, features=np.full(count, -1, np.int32), scores=np.full(count, FORCED, np.float32))
+
+
+def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() -> None:
+    memory = Memory(SHAPE, LANGUAGE)
+    for row in (1, 2, 3):
+        memory.extend(row, range(row, row + 5), 0)
+    live = np.zeros(REGION, np.bool_)
+    states = [RowState(row, 5, live, list(range(20, 20 + count))) for row, count in ((2, 30), (1, 9), (3, 12))]
+    burst = Burst(RowStates.of(states, REGION), seeds((0, [3, 4], 5), (1, [9], 5), (2, [1], 5)), 2, WIDTH, -6.0)
+    reference, pool = Reference(burst, memory), Pool(burst, Bucket(WIDTH, 4), SHAPE, memory)
+
+    def step() -> tuple[list[int], list[int]]:
+        wanted = reference.choose()
+        picked, slots, tokens, edges = pool.run()
+        assert (picked.tolist(), slots.tolist()) == wanted
+        reference.append(tokens, edges)
+        return wanted
+
+    step()
+    picked, slots = step()
+    # A hit in row 0, whose root was run; a miss in row 1, with two tokens that nobody guessed.
+    hit = next(place for place, slot in enumerate(slots) if slot >= 20 and picked[place] >= SEEDS)
+    more = seeds((1, [10, 11], 6))
+    free = [np.array([5, 6], np.int32), np.array([50, 51], np.int32)]
+    indices, roots = np.array([picked[hit], -1], np.int32), np.array([-1, -1], np.int32)
+    told = Reroots(np.array([0, 1], np.int32), indices, roots, np.array([-0.5, 0.0], np.float32), free, more, 4)
+    reference.reroot(told)
+    pool.reroot(told)
+    assert any(index in (4, 5) for index in step()[0])
+    for _ in range(3):
+        step()
+
+
+def simulate(**changes: Any) -> tuple[Simulation, dict[str, float]]:
+    """A small scene."""
+    simulation = Simulation(Scene(**{"batch": 2, "answers": 2, "tokens": 32} | changes))
+    return simulation, simulation.run()
+
+
+def test_texts_are_the_targets_whatever_is_drafted_and_drafts_make_them_faster() -> None:
+    speeds = {}
+    for speculate in (True, False):
+        simulation = Simulation(Scene(2, 2, 32, speculate))
+        requests: set[Any] = set()
+        launch = simulation._device.launch
+
+        def noting(entries: Any, launch: Any = launch, requests: set[Any] = requests) -> Any:
+            requests.update(entry.request for entry in entries)
+            return launch(entries)
+
+        simulation._device.launch = noting  # type: ignore[method-assign]
+        speeds[speculate] = simulation.run()["tokens_per_second"]
+        assert len(requests) == 4 and simulation.notes.tokens == 2 * 32
+        for request in requests:
+            prompt = request.tokens[: request.prompt_len]
+            assert request.tokens[request.prompt_len :] == LANGUAGE.text(prompt, 32)
+    assert speeds[True] > 1.2 * speeds[False]
+
+
+def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    add, known = TreeAuthor.add, dict[tuple[int, ...], Any]()
+
+    def state(tokens: tuple[int, ...]) -> Any:
+        if tokens not in known:
+            known[tokens] = LANGUAGE.states(state(tokens[:-1]), tokens[-1:]) if tokens else ORIGIN
+        return known[tokens]
+
+    def check(author: TreeAuthor, parent: int, token: int, score: float, source: int) -> int | None:
+        if author.is_live(parent):
+            tokens, chances = LANGUAGE.candidates(state((*author.tokens, *author.path(parent))))
+            place = tokens[0].tolist().index(token)
+            assert score == pytest.approx(float(np.log(chances[0, place])), abs=1e-4)
+        return add(author, parent, token, score, source)
+
+    monkeypatch.setattr(TreeAuthor, "add", check)
+    _, figures = simulate(tokens=48)
+    assert figures["commits_hit_per_s"] > figures["commits_miss_per_s"] > 0
+
+
+def test_a_run_is_repeatable_and_times_leave_no_trace() -> None:
+    (first, figures), (_, again) = simulate(), simulate()
+    assert figures == again and first.world.verify.now < 60
+    import draft_service.burst.growth as growth
+
+    assert growth.perf_counter.__module__ == "time"
+
+
+def test_costs_are_changed_by_name_and_unknown_ones_refused() -> None:
+    assert parse_costs(["host=2", "line=0.5"]).line == 0.5
+    with pytest.raises(SystemExit, match="no such"):
+        parse_costs(["no such=1"])
+    assert 0 <= LANGUAGE.choose(ORIGIN)[0] < VOCAB
