@@ -283,6 +283,7 @@ class BurstGrowth(Grower):
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
             self._roster.spend(plan.rows, num_steps)
+        self._roster.leave()  # others may need their pages now
         self._roster.look_at(one for one in plan.contexts if one.between or one.lag or not one.root_run)
 
     def _apply(self) -> None:

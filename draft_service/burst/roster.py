@@ -137,12 +137,16 @@ class Roster:
             waits = not (context.root_run or context.is_due) or self.keeper.num_extendable(context)
             (self._changed if waits else self._late)[tree.handle] = context
 
-    def admit(self) -> None:
-        """Those that were closed leave their rows, and those that were opened get one."""
+    def leave(self) -> None:
+        """Those that were closed leave their rows and pages."""
         for context in self._closing:
             self._leave(context)
         self._closing.clear()
         self._told.clear()
+
+    def admit(self) -> None:
+        """Those that were closed leave their rows, and those that were opened get one."""
+        self.leave()
         for tree in self._opening.values():
             self._enter(tree)
         self._opening.clear()

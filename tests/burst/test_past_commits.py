@@ -247,6 +247,29 @@ def test_a_burst_goes_on_without_a_request_that_is_closed() -> None:
     rig.check_nothing_left()
 
 
+def test_pages_of_a_request_that_was_closed_are_there_for_others_when_the_burst_has_ended() -> None:
+    """They were kept while it ran, which is longer than anybody must be declined for."""
+    rig = Rig(ANY, **(LONG | {"num_pages": 11}))
+    request, other = rig.open(1, [1, 2, 3], 60), rig.open(2, [2, *range(3, 40)], 60)
+    rig.growth._keeper._worth_moving = 10
+    for _ in range(3):
+        rig.turn()
+    bursts = len(rig.runner.bursts)
+    assert rig.growth._keeper.pool.num_free == 1 and len(other.held())
+    rig.close(2)
+    while len(rig.runner.bursts) == bursts:
+        commit(rig, 1, continuation(request.tokens, 2))
+        for _ in range(2):
+            rig.turn()
+    while len(request.tokens) < 30:
+        commit(rig, 1, continuation(request.tokens, 2))
+        for _ in range(3):
+            rig.turn()
+    assert request.declined is None
+    rig.settle()
+    request.check()
+
+
 def test_a_tree_that_has_all_it_may_have_is_followed_by_the_burst_of_others() -> None:
     """It is not worth a step when the burst begins, but is once there is a commit."""
     rig, (request, other) = grown((1, 2), credit=20)
