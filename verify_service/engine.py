@@ -20,7 +20,7 @@ from verify_service.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.features import FeatureSender
 from verify_service.gaps import GapWatch
 from verify_service.grammars import POLL_SECONDS, Grammars
-from verify_service.hold import Hold, HoldPolicy
+from verify_service.hold import HoldPolicy
 from verify_service.inbox import Action, Inbox, ThreadInbox, Unread, unread_weight
 from verify_service.limits import EngineLimits
 from verify_service.link import DraftPort, Link
@@ -30,7 +30,7 @@ from verify_service.outcome import Commit, RoundDone
 from verify_service.rehearsal import Rehearsal
 from verify_service.request import Request
 from verify_service.round import Entry, Executor, Pending, Result
-from verify_service.scheduler import Scheduler
+from verify_service.scheduler import Offer, Scheduler
 from verify_service.submission import Update
 from verify_service.unfinished import Unfinished
 
@@ -213,8 +213,8 @@ class Engine:
         held, ready = 0.0, offer.choice.num_nodes
         self._gaps.mark("choose")
         if offer.awaited:
-            start, hold = time.monotonic(), Hold(self._hold)
-            while (seconds := hold.left(offer, held)) and held < self.limits.max_hold_seconds and not self._stopping:
+            start = time.monotonic()
+            while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
                 self.drafts.waits_for(offer.awaited)
                 # A draft cannot answer what it has not been told.
                 self._aftermath.settle()
@@ -229,6 +229,9 @@ class Engine:
         self.scheduler.take(offer)
         self._gaps.mark("take")
         return entries, held, ready
+
+    def _hold_seconds(self, offer: Offer) -> float:
+        return self._hold.seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
 
     def _wait_in_hold(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[Link]) -> None:
         """Wait for something to come, at most so long, and do it."""

@@ -36,36 +36,30 @@ class Expectations:
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
         link.caught_up = self._always
-        if link.peer is not None and not link.caught_up:
-            link.peer.num_opening += 1
         link.num_answers = link.num_late = link.num_vain = link.num_passed = 0
 
     def given_up(self, link: Link) -> None:
-        """The link's peer will grow its tree no more."""
-        if link.peer is not None and not link.caught_up:
-            link.peer.num_opening -= 1
+        """The link has no peer any more."""
         link.awaited, link.missed, link.answered_at = False, False, None
 
     def committed(self, link: Link) -> None:
         """The link's mirror was re-rooted. What followed the commit before is over; its draft is not told yet."""
         self._launched_at = math.inf
-        peer, has_nodes = link.peer, link.mirror.has_nodes
-        if link.missed and peer is not None:
-            link.answers(peer).passed(link.held, has_nodes)
-        if link.num_vain:
-            link.num_passed += link.waits_in_vain
+        if link.missed and link.peer is not None:
+            link.peer.health.misses.passed(link.held, link.mirror.has_nodes)
+        link.num_passed += link.waits_in_vain
         link.held = False
         tempts = self._turns and not link.merit.in_doubt
-        if tempts and peer is not None and (link.num_late or not link.num_answers):
-            link.answers(peer).tempt()
+        if tempts and link.peer is not None and (link.num_late or not link.num_answers):
+            link.answers(link.peer).tempt()
         elif link.answered_at is not None:
             _end_wait(link, 0.0, None)
         link.answered_at = None
         link.num_answers = link.num_late = 0
         link.asked_at = None
-        link.awaited = peer is not None and (self._always or not has_nodes)
+        link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
         link.missed = link.awaited and link.caught_up and not self._always
-        link.after_hit = self._turns and has_nodes
+        link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
 
     def told(self, link: Link, at: float) -> None:
@@ -94,11 +88,6 @@ class Expectations:
     def answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
         """The draft has said something that follows the newest commit."""
         link.num_answers += 1
-        if not link.caught_up:
-            if not link.mirror.received_through:
-                return  # it has heard of the request, and computes the prompt
-            peer.num_opening -= 1
-            peer.opened_at = arrived_at
         if arrived_at > self._launched_at:
             # What nobody could wait for says nothing of what a wait would bring.
             link.num_late += 1

@@ -16,8 +16,6 @@ _HOPE = 0.02
 """Part by which times look shorter with each commit that nobody waited for long enough."""
 _GAIN_HOPE = 0.003
 """The same of what a wait may bring: seldom tried again, because what was waited for to its end is known well."""
-_FAR_OFF = 2.0
-"""How many times as far off the mean as usual is far: one of 20, if none is a thing of its own."""
 _SLOW_FACTOR = 10.0
 _SLOW_FLOOR = 0.05
 _LOST_SECONDS = 2.0
@@ -36,7 +34,7 @@ class Wait(NamedTuple):
     gain: float
     """Accepted tokens that it is likely to bring."""
     typical: float
-    """Seconds until it should be here, from now."""
+    """Seconds until it should be here, from now; 0 when it is overdue."""
     late: float
     """The same for 19 of 20 such waits."""
     shares: NDArray[np.float64]
@@ -46,16 +44,14 @@ class Wait(NamedTuple):
 
 
 class AnswerTimes:
-    """How long something takes, in seconds: the mean of late, how far off that it is, and about the 95th percentile."""
+    """How long something takes, in seconds: the mean of late, and about the 95th percentile."""
 
     def __init__(self, typical: float = 0.002, late: float = 0.006) -> None:
         self.typical = typical
-        self.spread = typical / 4
         self.late = late
 
     def note(self, seconds: float) -> None:
         """It took so long."""
-        self.spread += _LEARN * (abs(seconds - self.typical) - self.spread)
         self.typical += _LEARN * (seconds - self.typical)
         # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
         step = _LEARN * max(self.typical, 1e-4)
@@ -64,7 +60,6 @@ class AnswerTimes:
     def forget(self) -> None:
         """Take it for a little faster than it was."""
         self.typical *= 1 - _HOPE
-        self.spread *= 1 - _HOPE
         self.late = max(self.late * (1 - _HOPE), self.typical)
 
     def not_within(self, seconds: float) -> None:
@@ -73,15 +68,8 @@ class AnswerTimes:
             self.note(_IN_VAIN * seconds)
 
     def left(self, waited: float) -> tuple[float, float]:
-        """What is left of `typical` and `late` after waiting for `waited` seconds.
-
-        What is overdue is no nearer for that: it takes about as long again as such things are off their mean. What is
-        far overdue is one of the few that are late: something keeps the draft.
-        """
-        spread, late = min(self.spread, self.typical), max(self.late - waited, 0.0)
-        if waited > self.typical + _FAR_OFF * spread:
-            return max(late, spread), late
-        return max(self.typical - waited, spread), late
+        """What is left of `typical` and `late` after waiting for `waited` seconds."""
+        return max(self.typical - waited, 0.0), max(self.late - waited, 0.0)
 
 
 class Answers:
@@ -149,10 +137,8 @@ class PeerHealth:
         """After commits that left no nodes."""
         self.hits = Answers(self._hoped)
         """After those that left some, where an answer to them is waited for."""
-        self.beside_opens = Answers(self._hoped, self._hoped_found)
-        """After commits that left no nodes while the draft computed a prompt, of another request."""
         self.opens = AnswerTimes()
-        """Of the first nodes for requests that were opened, prompt and all."""
+        """Of the first answers to requests that were opened, prompt and all."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
 

@@ -9,16 +9,9 @@ import numpy as np
 from verify_service.budget import Budget, Choice
 from verify_service.health import PROMISE_NODES, Wait
 from verify_service.link import Link
-from verify_service.scheduler import Offer
 
 MIN_GAIN = 1.02
 """Holding must promise this much more tokens per second: estimates are no better than that."""
-
-_MOST_WORTHS = 2
-"""A wait of which nothing comes lasts so many times as long, at most, as what it was begun for is worth.
-
-Not just as long: where an answer usually takes nearly that time, the wait would often end shortly before it comes.
-"""
 
 _COUNTS = np.arange(1, PROMISE_NODES + 1)
 
@@ -77,23 +70,21 @@ class HoldPolicy:
 
         As the round now has the number of nodes that suits it best, so has the one after the wait.
         """
-        # What is later than nearly all that came is not counted on.
-        real = [wait for wait in waits if wait is not None and (wait.late or self._turns)]
+        real = [wait for wait in waits if wait is not None]
         if not real:
             return 0.0
         gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
         promised = np.minimum(choice.num_nodes + len(real) * _COUNTS, self._budget.max_nodes)
         seconds, _ = self._budget.cost.after(num_tokens, int(promised[-1]) + 1)
         then = np.array(seconds)[promised] + beside
-        typical, late = max(wait.typical for wait in real), max(wait.late for wait in real)
-        # All are here when the last one is: one of many is late.
-        typical += max(late - typical, 0.0) * (1 - 1 / len(real))
+        typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
         rate = MIN_GAIN * self._rate(choice, sum(wait.found * wait.gain for wait in real))
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0
-        return min(pays, self._max_seconds if self._turns else late, self._max_seconds)
+        longest = self._max_seconds if self._turns else max(wait.late for wait in real)
+        return min(pays, longest, self._max_seconds)
 
     def _rate(self, choice: Choice, found: float) -> float:
         """Tokens a second without a wait.
@@ -102,22 +93,3 @@ class HoldPolicy:
         round after, as far as it was so lately, which makes a wait as long as a round worth less than the round.
         """
         return (choice.expected + found / 2) / choice.seconds
-
-
-class Hold:
-    """One round's wait. What is late may be worth waiting for still, but not without end: see `_MOST_WORTHS`."""
-
-    def __init__(self, policy: HoldPolicy) -> None:
-        self._policy = policy
-        self._awaited: list[tuple[Link, int]] = []
-        self._until = 0.0
-
-    def left(self, offer: Offer, held: float) -> float:
-        """How long to wait at most, from now, `held` seconds after the round could have begun; 0 means no more."""
-        seconds = self._policy.seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
-        if not seconds:
-            return 0.0
-        awaited = [(link, link.num_answers) for link in offer.awaited]
-        if awaited != self._awaited:
-            self._awaited, self._until = awaited, held + _MOST_WORTHS * seconds
-        return max(min(seconds, self._until - held), 0.0)

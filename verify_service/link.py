@@ -128,7 +128,7 @@ class Link:
     after_hit: bool = False
     """Whether the last commit left nodes."""
     caught_up: bool = False
-    """Whether the draft has sent nodes, and knew of what was then the last commit: before, it computes the prompt."""
+    """Whether the draft has ever answered to what was then the last commit: before, it computes the prompt."""
     num_answers: int = 0
     """Messages that followed the last commit."""
     num_late: int = 0
@@ -156,7 +156,7 @@ class Link:
         """Whether the draft may bring nodes soon that a round would want."""
         if not self.awaited and self.answered_at is None:
             return False
-        return not (self.paused or (self.num_vain and self.waits_in_vain) or self.merit.in_doubt)
+        return not (self.paused or self.waits_in_vain or self.merit.in_doubt)
 
     @property
     def waits_in_vain(self) -> bool:
@@ -219,11 +219,7 @@ class Link:
 
     def answers(self, peer: Peer) -> Answers:
         """What the draft sent lately after commits like the last one."""
-        if self.after_hit:
-            return peer.health.hits
-        asked_at = self.asked_at
-        is_beside = peer.num_opening or (asked_at is not None and peer.opened_at > asked_at)
-        return peer.health.beside_opens if is_beside else peer.health.misses
+        return peer.health.hits if self.after_hit else peer.health.misses
 
 
 @dataclass(eq=False, slots=True)
@@ -243,10 +239,6 @@ class Peer:
     outbox: list[VerifyMessage] = field(default_factory=list)
     draining: bool = False
     """It goes away: what it has it keeps, and nothing new is opened with it."""
-    num_opening: int = 0
-    """Its requests that have not caught up: it computes their prompts, or waits for features of them."""
-    opened_at: float = float("-inf")
-    """When the last one did."""
     missed_at: float | None = None
     """When it was first found lost; None while it is not."""
     merit: Merit = field(default_factory=Merit)

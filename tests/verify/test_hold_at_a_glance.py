@@ -28,8 +28,7 @@ def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link
     peers = list(service.peers.values())
     for peer, (answer, more, more_gain, found) in zip(peers, drafts, strict=True):
         peer.health.opens.typical = 3 * answer
-        peer.num_opening = 1 if answer > more else 0
-        for answers in (peer.health.misses, peer.health.hits, peer.health.beside_opens):
+        for answers in (peer.health.misses, peer.health.hits):
             answers.answer.typical = answers.answer.late = answer
             answers.more.typical = answers.more.late = more
             answers.more_gain, answers.found = more_gain, found
