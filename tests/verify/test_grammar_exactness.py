@@ -82,7 +82,9 @@ def test_tokens_are_the_same_with_any_draft(start: Start, truth: list[Answer], k
     constrained = [answer for (_, params), answer in zip(jobs(), answers, strict=True) if params.grammar is not None]
     accepted = sum(answer.num_accepted for answer in constrained)
     if name in ("right", "mixed"):
-        assert accepted > 0.5 * sum(len(answer.token_ids) for answer in constrained)
+        # Beside an engine that never sleeps, a draft in another thread is in time less often on a busy machine.
+        share = 0.25 if kind == "spinning" else 0.5
+        assert accepted > share * sum(len(answer.token_ids) for answer in constrained)
     if name in ("wrong", "random", "mixed"):
         assert engine.drafts.dropped["grammar"] > 0
     if name == "none":
