@@ -119,10 +119,8 @@ class Pending:
         return True
 
     def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
-        """See PendingBurst."""
+        """See PendingBurst. Trees are told their old roots alone, for slots: commits arrive when a burst is over."""
         if reroots is not None:
-            # Commits arrive when a burst is over: trees are told their old roots, for the slots that come with them.
-            assert reroots.seeds is None
             for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
                 self.state["free"][row] += slots.tolist()
         done = self.first_step + self.num_steps
@@ -302,12 +300,11 @@ class Service:
         self.runner.finish()
         before = self.clock.turn
         if commit:
-            if self._growth._flight is not None:
-                self._growth._flight.is_outdated = True  # it ends, as with a commit that its device cannot be told of
+            if (flight := self._growth._flight) is not None:
+                flight.is_outdated = True  # it ends, as with a commit that its device cannot be told of
             self._commit()
-        for _ in range(1 + commit):  # commits are followed first; what is under way ends then
-            if not self._growth.idle:
-                self._growth.grow(math.inf, never)
+        for _ in range(1 + commit):  # commits are followed first, and what is under way ends then
+            self._growth.grow(math.inf, never)
         self.requests.tell()
         received, self.peer.received = self.peer.received, []
         self.clock.time("encode", encode_draft)(received)

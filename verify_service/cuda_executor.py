@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.attention.prompts import PromptShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
@@ -29,7 +30,7 @@ from verify_service.feature_plan import FeaturePlan
 from verify_service.feature_ports import require
 from verify_service.feature_ring import Ring
 from verify_service.feature_staging import FeatureStaging, StagedRows
-from verify_service.prefill_graphs import PrefillShape, PrefillShapes
+from verify_service.prefill_graphs import PrefillShapes
 from verify_service.prompt_logprobs import PromptScores, with_prompt
 from verify_service.request import Request
 from verify_service.request_rows import NoRows, RequestRows
@@ -64,7 +65,7 @@ class _Renewal:
     """Features that rounds will store when all graphs have been captured anew."""
 
     store: FeatureStore
-    stale: list[Bucket | PrefillShape]
+    stale: list[Bucket | PromptShape]
     """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
 
 
@@ -125,7 +126,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry]) -> CudaRound:
         """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
+        decode = [entry for entry in entries if self._decodes(entry)]
         prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
         if self._staging is not None:
@@ -149,7 +150,7 @@ class CudaExecutor:
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
-        decode = [entry for entry in entries if entry.samples or self._decodes(entry)]
+        decode = [entry for entry in entries if self._decodes(entry)]
         if decode:
             self._output.read(len(decode))
             self._rehearsal.fill(decode, self._no_rows, self._bucket(decode))
@@ -195,12 +196,12 @@ class CudaExecutor:
         return -self._uses[bucket], bucket
 
     @torch.inference_mode()
-    def _renew(self, shape: Bucket | PrefillShape, store: FeatureStore) -> None:
+    def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:
         """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph."""
         self._last_end = None
         used = self._features
         try:
-            if isinstance(shape, PrefillShape):
+            if isinstance(shape, PromptShape):
                 self._prefill.capture_next(shape, store)
                 return
             # The last round's results were read and the next one is not laid out, so that an empty one does no harm.

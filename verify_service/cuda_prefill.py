@@ -10,12 +10,13 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch
+from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.device import put
 from outrider.graphs import GraphPool
 from outrider.models.base import CausalLM
-from verify_service.prefill_graphs import Chunk, PrefillLayout, PrefillShape, PrefillShapes, chunk_slots
+from verify_service.prefill_graphs import PrefillShapes, chunk_slots
 from verify_service.prompt_logprobs import PromptScores
 from verify_service.request_rows import RequestRows
 from verify_service.round import Entry
@@ -44,13 +45,13 @@ class Prefill:
         self._rows = rows
         self._page_size = page_size
         self._shapes = shapes
-        largest = shapes.small[-1] if shapes.small else PrefillShape(0, 0)
-        self._layout = PrefillLayout(largest)
+        largest = shapes.small[-1] if shapes.small else PromptShape(0, 0)
+        self._layout = PromptLayout(largest)
         device = model.device
         self._told = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest.tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         """What the last small forward brought."""
-        self.graphs = GraphPool[PrefillShape]("forwards of prompts", self._body)
+        self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body)
         self.features: FeatureStore | None = None
         """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
 
@@ -76,7 +77,7 @@ class Prefill:
         for counts in self._shapes.others(room):
             self._forward([self._empty_chunk(count) for count in counts])
 
-    def capture_next(self, shape: PrefillShape, store: FeatureStore) -> None:
+    def capture_next(self, shape: PromptShape, store: FeatureStore) -> None:
         """Capture a forward that stores features there; see GraphPool.capture_next."""
         # Queued behind forwards that may still read what they were told.
         self._clear()
@@ -97,22 +98,23 @@ class Prefill:
         else:
             yield entries
 
-    def _chunk(self, entry: Entry) -> Chunk:
+    def _chunk(self, entry: Entry) -> PromptChunk:
         request, start = entry.request, entry.request.cached_len
         end = start + entry.num_extend
         row = self._rows.row(request)
         self._rows.copy_pages(request)
-        return Chunk(row, request.tokens[start:end], start, chunk_slots(request.pages, self._page_size, start, end))
+        slots = chunk_slots(request.pages, self._page_size, start, end)
+        return PromptChunk(row, request.tokens[start:end], start, slots)
 
-    def _empty_chunk(self, num_tokens: int) -> Chunk:
+    def _empty_chunk(self, num_tokens: int) -> PromptChunk:
         """Tokens of nobody, which are written nowhere."""
-        return Chunk(self._rows.spare, np.zeros(num_tokens, np.int32), 0, np.full(num_tokens, -1, np.int32))
+        return PromptChunk(self._rows.spare, np.zeros(num_tokens, np.int32), 0, np.full(num_tokens, -1, np.int32))
 
     def _clear(self) -> None:
         """Describe a small forward without tokens, whatever its shape."""
         put(self._layout.describe((), self._rows.spare), self._model.device, into=self._told)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def _forward(self, chunks: Sequence[PromptChunk]) -> Tensor:
         """Queue a forward. Returns [M, hidden_size], padding included, which the next small forward overwrites."""
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
         device, tables, spare = self._model.device, self._rows.page_tables, self._rows.spare
@@ -120,11 +122,11 @@ class Prefill:
             put(self._layout.describe(chunks, spare), device, into=self._told)
             self.graphs.run(shape)
             return self._hidden[: shape.tokens]
-        layout = PrefillLayout(shape)
+        layout = PromptLayout(shape)
         words = layout.describe(chunks, spare)
         return self._compute(layout.batch(put(words, device), shape, tables, self._page_size, layout.lengths(words)))
 
-    def _body(self, shape: PrefillShape) -> None:
+    def _body(self, shape: PromptShape) -> None:
         """A small forward of what was told last; may be captured."""
         batch = self._layout.batch(self._told, shape, self._rows.page_tables, self._page_size)
         self._hidden[: shape.tokens].copy_(self._compute(batch))

@@ -304,8 +304,8 @@ class Drafts:
             link.peer.health.forget(link.number)
             if tell:
                 link.peer.outbox.append(Close(link.number))
+            link.peer = None
         self._expectations.given_up(link)
-        link.peer = None
         link.mirror.forget()
 
     def _grow(self, peer: Peer, grow: Grow, arrived_at: float) -> None:

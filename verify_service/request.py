@@ -85,8 +85,6 @@ class Request:
     def cut(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
         """The tokens of a round that may be committed, and why the answer ends with them if it does."""
         room = self.draft_room + 1
-        if len(token_ids) < room and self.stop_ids.isdisjoint(token_ids):
-            return token_ids, None
         if not self.stop_ids.isdisjoint(token_ids):
             stop = next(index for index, token in enumerate(token_ids) if token in self.stop_ids)
             if stop < room:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draft_service.burst.context import DraftContext
+from draft_service.burst.entries import Ints
 from draft_service.burst.forced import Forced, force, land, lay_out
 from draft_service.burst.forest import DraftForest
 from draft_service.burst.harvest import Harvest
@@ -131,17 +133,10 @@ class Planner:
         goes_on = options.most_steps > 0
         room = max_seeds - max_seeds // _LATE_SEEDS if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
-        left = forest.quotas - forest.num_run
-        there = np.zeros(self._shape.num_rows, np.bool_)
-        worth = forest.entries.rows[chosen]
-        if goes_on:
-            worth = worth[(forest.entries.ranks[chosen] >= forest.floor) & (left[worth] > 0)]
-        if not forced and not len(worth):
+        there, num_worth = self._rows_of(chosen, goes_on=goes_on)
+        if not forced and not num_worth:
             return None
-        there[worth] = True
-        if goes_on:  # commits may come to any of them
-            able = [row for row, context in self._contexts.items() if context.root_run and forest.quotas[row] > 0]
-            there[able] = True
+        left = forest.quotas - forest.num_run
         for one in forced:
             there[one.context.row] = True
             left[one.context.row] -= one.has_root
@@ -152,7 +147,7 @@ class Planner:
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
-        width = self._width(num_forced, num_fresh, len(worth), len(rows), int(left.sum()))
+        width = self._width(num_forced, num_fresh, num_worth, len(rows), int(left.sum()))
         fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
         fair = min(fair, width * most_steps)
         lent = forest.slots.lend(rows, np.minimum(left, fair))
@@ -185,6 +180,23 @@ class Planner:
             num_steps,
             contexts=[one.context for one in forced],
         )
+
+    def _rows_of(self, chosen: Ints, *, goes_on: bool) -> tuple[NDArray[np.bool_], int]:
+        """[R] rows that a burst of these entries holds, its forced ones aside; how many of them are worth running now.
+
+        One that goes on holds all trees that may grow: commits may come to any of them.
+        """
+        forest = self._forest
+        there = np.zeros(self._shape.num_rows, np.bool_)
+        worth = forest.entries.rows[chosen]
+        if goes_on:
+            able = (forest.quotas > forest.num_run)[worth]
+            worth = worth[(forest.entries.ranks[chosen] >= forest.floor) & able]
+            there[[row for row, context in self._contexts.items() if context.root_run and forest.quotas[row] > 0]] = (
+                True
+            )
+        there[worth] = True
+        return there, len(worth)
 
     def more_steps(self, plan: Plan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from burst_host import Host
 from test_runner import make_runner, prompt
 
 from draft_service.burst import context_forward
-from draft_service.burst.context_forward import Forward
 from draft_service.burst.cuda_runner import CudaRunner
+from outrider.attention.prompts import PromptShape
 from outrider.models.drafters.base import DraftModel
 
 
 @pytest.fixture
-def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, list[Forward]]:
+def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, list[PromptShape]]:
     """A runner whose forwards are as captured ones, run kernel by kernel; and their shapes."""
     monkeypatch.setattr(context_forward, "_TOKENS", (2, 5, 32))
     monkeypatch.setattr(context_forward, "_ROWS", (1, 3))
@@ -24,10 +22,10 @@ def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, li
     assert isinstance(runner, CudaRunner)
     forwards = runner._contexts
     forwards._captured = True
-    shapes: list[Forward] = []
+    shapes: list[PromptShape] = []
     run = forwards._graphs.run
 
-    def noted(shape: Forward) -> None:
+    def noted(shape: PromptShape) -> None:
         shapes.append(shape)
         run(shape)
 
@@ -35,7 +33,7 @@ def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, li
     return Host(runner, model), shapes
 
 
-def test_padding_changes_nothing(padded: tuple[Host, list[Forward]]) -> None:
+def test_padding_changes_nothing(padded: tuple[Host, list[PromptShape]]) -> None:
     """Lengths on both sides of each size, one row and several, the second part behind what is cached of the first."""
     host, shapes = padded
     for row, length in enumerate((5, 12, 9)):
@@ -49,7 +47,7 @@ def test_padding_changes_nothing(padded: tuple[Host, list[Forward]]) -> None:
     assert {shape.tokens for shape in shapes} == {2, 5, 7} and {shape.rows for shape in shapes} == {1, 3}
 
 
-def test_what_is_too_large_is_run_as_it_is(padded: tuple[Host, list[Forward]]) -> None:
+def test_what_is_too_large_is_run_as_it_is(padded: tuple[Host, list[PromptShape]]) -> None:
     host, shapes = padded
     host.open_all({row: prompt(5, row) for row in range(4)})
     assert all(shape.rows == 1 for shape in shapes)
@@ -58,7 +56,7 @@ def test_what_is_too_large_is_run_as_it_is(padded: tuple[Host, list[Forward]]) -
 
 
 def test_captures_find_nothing_of_each_other(
-    padded: tuple[Host, list[Forward]], monkeypatch: pytest.MonkeyPatch
+    padded: tuple[Host, list[PromptShape]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shapes lay the same memory out in different ways: what is a slot to one is a token to another."""
     host, shapes = padded
@@ -70,11 +68,3 @@ def test_captures_find_nothing_of_each_other(
     assert len(set(shapes)) == 6 and torch.equal(host.runner.memory.kv.k, kv)  # type: ignore[attr-defined]
     host.step(2, 8)
     assert host.num_checked >= 4
-
-
-def test_fields_begin_where_pointers_are_aligned() -> None:
-    for shape in (Forward(1, 7), Forward(33, 7), Forward(512, 127)):
-        bounds = shape.bounds
-        assert all(start % 4 == 0 for start, _ in bounds)
-        assert [end - start for start, end in bounds] == [shape.tokens] * 3 + [shape.rows + 1, shape.rows, shape.rows]
-        assert all(end <= start for (_, end), (start, _) in pairwise(bounds))

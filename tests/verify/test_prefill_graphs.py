@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ import torch
 from cuda_harness import make_paged_engine
 from prefill_pair import PrefillPair, run_story
 
+from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
 from outrider.models.base import CausalLM
 from verify_service.cuda_executor import CudaExecutor
 from verify_service.feature_plan import FeaturePlan
-from verify_service.prefill_graphs import Chunk, PrefillLayout, PrefillShape, PrefillShapes, chunk_slots
+from verify_service.prefill_graphs import PrefillShapes, chunk_slots
 from verify_service.round_buffers import Bucket
 
 LAYERS = (0, 1, 3)
@@ -23,22 +25,22 @@ EXACT = 1e-4
 
 def test_a_forward_takes_the_first_shape_that_holds_it() -> None:
     shapes = PrefillShapes(2048, 64)
-    assert shapes.fit(1, 1) == shapes.fit(64, 7) == PrefillShape(64, 7)
-    assert shapes.fit(65, 1) == shapes.fit(100, 4) == PrefillShape(128, 7)
+    assert shapes.fit(1, 1) == shapes.fit(64, 7) == PromptShape(64, 7)
+    assert shapes.fit(65, 1) == shapes.fit(100, 4) == PromptShape(128, 7)
     # More rows than short forwards have.
-    assert shapes.fit(40, 8) == shapes.fit(192, 15) == PrefillShape(192, 15)
-    assert shapes.fit(385, 1) == PrefillShape(512, 15)
+    assert shapes.fit(40, 8) == shapes.fit(192, 15) == PromptShape(192, 15)
+    assert shapes.fit(385, 1) == PromptShape(512, 15)
     assert shapes.small == sorted(shapes.small)
 
 
 def test_what_is_too_large_is_not_padded_but_for_empty_rows() -> None:
     shapes = PrefillShapes(2048, 64)
-    assert shapes.fit(513, 1) == PrefillShape(513, 7)
-    assert shapes.fit(2048, 15) == PrefillShape(2048, 15)
-    assert shapes.fit(100, 16) == PrefillShape(100, 64)
+    assert shapes.fit(513, 1) == PromptShape(513, 7)
+    assert shapes.fit(2048, 15) == PromptShape(2048, 15)
+    assert shapes.fit(100, 16) == PromptShape(100, 64)
     assert not {shapes.fit(513, 1), shapes.fit(100, 16)} & set(shapes.small)
     # As a round without an engine may be.
-    assert shapes.fit(5000, 100) == PrefillShape(5000, 100)
+    assert shapes.fit(5000, 100) == PromptShape(5000, 100)
 
 
 @pytest.mark.parametrize(
@@ -54,18 +56,18 @@ def test_no_shape_is_larger_than_forwards(chunk_size: int, max_rows: int, small:
 
 
 def test_a_fixed_shape_is_the_only_one() -> None:
-    for size, small in ((512, [PrefillShape(512, 1)]), (2048, [])):
+    for size, small in ((512, [PromptShape(512, 1)]), (2048, [])):
         shapes = PrefillShapes(size, 64, fixed=True)
-        assert shapes.fit(1, 1) == shapes.fit(size, 1) == PrefillShape(size, 1)
+        assert shapes.fit(1, 1) == shapes.fit(size, 1) == PromptShape(size, 1)
         assert shapes.small == small
 
 
 def test_without_padding_every_forward_has_its_own_shape() -> None:
     shapes = PrefillShapes(2048, 64, padded=False)
-    assert shapes.fit(5, 3) == PrefillShape(5, 3) and not shapes.small
+    assert shapes.fit(5, 3) == PromptShape(5, 3) and not shapes.small
 
 
-def kinds(shapes: PrefillShapes, room: int = 1 << 20) -> list[PrefillShape]:
+def kinds(shapes: PrefillShapes, room: int = 1 << 20) -> list[PromptShape]:
     """Of what is run before the first request, beside small forwards."""
     return [shapes.fit(sum(counts), len(counts)) for counts in shapes.others(room)]
 
@@ -80,11 +82,25 @@ def test_what_is_not_captured_is_warmed_up() -> None:
     assert PrefillShapes(2048, 8).others(1000) == [[1000]]
 
 
+def test_fields_begin_where_pointers_are_aligned() -> None:
+    tables = torch.zeros(10, 4, dtype=torch.int32)
+    for shape in (PromptShape(1, 7), PromptShape(33, 7), PromptShape(512, 127)):
+        layout = PromptLayout(shape)
+        batch = layout.batch(torch.arange(layout.size, dtype=torch.int32), shape, tables, 4)
+        told = (batch.token_ids, batch.positions, batch.slots, batch.first, batch.cached_len, batch.table_rows)
+        assert [len(field) for field in told] == [shape.tokens] * 3 + [shape.rows + 1, shape.rows, shape.rows]
+        assert all(field[0] % 4 == 0 for field in told)
+        assert all(before[-1] < after[0] for before, after in pairwise(told))
+
+
 def test_a_description_is_padded_whatever_shape_is_cut_out() -> None:
-    layout = PrefillLayout(PrefillShape(20, 5))
-    chunks = [Chunk(3, [7, 8, 9], 4, np.array([40, 41, 50], np.int32)), Chunk(1, [6], 0, np.array([12], np.int32))]
+    layout = PromptLayout(PromptShape(20, 5))
+    chunks = [
+        PromptChunk(3, [7, 8, 9], 4, np.array([40, 41, 50], np.int32)),
+        PromptChunk(1, [6], 0, np.array([12], np.int32)),
+    ]
     told = torch.from_numpy(layout.describe(chunks, spare_row=9))
-    for shape in (PrefillShape(8, 3), PrefillShape(20, 5)):
+    for shape in (PromptShape(8, 3), PromptShape(20, 5)):
         batch = layout.batch(told, shape, torch.zeros(10, 4, dtype=torch.int32), 4)
         tokens, rows = shape.tokens - 4, shape.rows - 2
         assert batch.token_ids.tolist() == [7, 8, 9, 6] + [0] * tokens
@@ -115,19 +131,19 @@ def test_padded_chunks_store_what_others_store(
 class NotedChunks:
     """A pool that notes for which features forwards are captured; to run one is to run its work."""
 
-    def __init__(self, executor: CudaExecutor, shapes: Sequence[PrefillShape]) -> None:
+    def __init__(self, executor: CudaExecutor, shapes: Sequence[PromptShape]) -> None:
         self._executor = executor
-        self._graphs: dict[PrefillShape, FeatureStore | None] = dict.fromkeys(shapes)
-        self._next: dict[PrefillShape, FeatureStore | None] = {}
-        self.order: list[PrefillShape] = []
+        self._graphs: dict[PromptShape, FeatureStore | None] = dict.fromkeys(shapes)
+        self._next: dict[PromptShape, FeatureStore | None] = {}
+        self.order: list[PromptShape] = []
         self.num_discarded = 0
-        self.full: PrefillShape | None = None
+        self.full: PromptShape | None = None
         """A shape for whose next graph there is no memory."""
 
-    def captured(self) -> list[PrefillShape]:
+    def captured(self) -> list[PromptShape]:
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: PrefillShape) -> None:
+    def capture_next(self, shape: PromptShape) -> None:
         self.order.append(shape)
         if shape == self.full:
             raise torch.OutOfMemoryError("no room")
@@ -141,7 +157,7 @@ class NotedChunks:
         self.num_discarded += bool(self._next)
         self._next = {}
 
-    def run(self, shape: PrefillShape) -> None:
+    def run(self, shape: PromptShape) -> None:
         assert self._graphs.get(shape, self._executor._prefill.features) is self._executor._prefill.features
         self._executor._prefill._body(shape)
 
