@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from report import Row, cpu_name, write_report
+from told_trees import ToldTrees
 
 from draft_service.burst.buckets import Bucket, Buckets
 from draft_service.burst.buffers import BurstInput, BurstOutput
@@ -270,8 +271,8 @@ class Service:
         told = DraftOptions(max_positions=8192, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
         self.peer = Peer()
-        self._luck = np.random.default_rng(1)
-        self._credit = max(8, min(64, 4 * options.nodes // num_requests))
+        self._told = ToldTrees(VOCAB, seed=1)
+        self._credit = options.credit or max(8, min(64, 4 * options.nodes // num_requests))
         self._num_requests = num_requests
         self._features = options.features
         self._handle = self.clock.time("handle", self.requests.handle)
@@ -308,6 +309,9 @@ class Service:
         self.requests.tell()
         received, self.peer.received = self.peer.received, []
         self.clock.time("encode", encode_draft)(received)
+        for one in received:
+            if isinstance(one, Grow):
+                self._told.note(one)
         before["launch"] -= before["fill"]
         if "take" in before:
             del before["launch"]
@@ -323,15 +327,7 @@ class Service:
     def _commit(self) -> None:
         for number in range(self._num_requests):
             author = self.requests._trees[self.peer, number].author
-            tokens: list[int] = []
-            node: int | None = author.root
-            while node is not None and len(tokens) < 8:
-                below = author.children(node)
-                chances = [math.exp(author.node(child).score) for child in below.values()]
-                pick = self._luck.choice(len(below) + 1, p=[*chances, max(0.0, 1 - sum(chances))]) if below else 0
-                token = [*below, int(self._luck.integers(VOCAB))][pick]
-                tokens.append(token)
-                node = below.get(token)
+            tokens = self._told.commit(number, author.epoch, author.root)
             known, sent = author.committed_len, author.next_id - 1
             # As if verify had seen all but what came last; it resolves what it finds.
             message = Commit(
@@ -386,6 +382,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--nodes", type=int, default=64, help="tree nodes of a verify round, over all requests")
+    parser.add_argument("--credit", type=int, help="nodes that a request may have, if not what those make")
     parser.add_argument("--every", type=int, default=3, help="bursts from one commit to the next")
     parser.add_argument("--turns", type=int, default=400)
     parser.add_argument("--features", action="store_true", help="a drafter that takes the target's features")

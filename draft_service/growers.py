@@ -22,8 +22,9 @@ _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
 _MODEL_NODES = 1 << 16
 """As many as verify gives credit for: what lies far below the root is where the next rounds begin."""
-_MODEL_FLOOR = 0.001
-"""So little, because a model runs ahead of verify by a round: by two accept lengths of the path from the root."""
+_MODEL_FLOOR = 0.0002
+"""So little, because a model runs ahead of verify by a round, and a round ends with a token that was unlikely: what
+lies below it counts from there."""
 
 
 def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:

@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from typing import Protocol
 
+import numpy as np
+
 from draft_service.drafters.base import AnyDrafter
 from draft_service.grammars import DraftGrammars
 from draft_service.growers import build_grower
@@ -197,7 +199,7 @@ class Requests:
             detail = f"{length} tokens, at most {self._max_positions}"
             self._decline(peer, request, DeclineReason.TOO_LONG, detail)
             return False
-        if int(tokens.min()) < 0 or int(tokens.max()) >= peer.vocab_size:
+        if int(tokens.view(np.uint32).max()) >= peer.vocab_size:  # negative ones are larger than any
             self.dropped["malformed"] += 1
             detail = f"a token id is outside the vocabulary of {peer.vocab_size}"
             self._decline(peer, request, DeclineReason.INVALID, detail)

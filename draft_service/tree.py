@@ -102,11 +102,11 @@ class Ledger:
         self._counted[tree.handle] = num_live
         self.untold[tree.handle] = tree
 
-    def appended(self, tree: Tree, source: int) -> None:
-        """A node was appended."""
-        self.num_live += 1
-        self._counted[tree.handle] += 1
-        self.grown[source] += 1
+    def appended(self, tree: Tree, source: int, count: int = 1) -> None:
+        """Nodes were appended."""
+        self.num_live += count
+        self._counted[tree.handle] += count
+        self.grown[source] += count
         self.untold[tree.handle] = tree
 
 

@@ -98,7 +98,7 @@ class TreeGrowth:
         """Take in the guesses of an expanded node."""
         if not self.author.is_live(node_id):
             return
-        above = self.author.node(node_id).path_score
+        above = self.author.from_start(node_id)[0]
         for candidate in candidates:
             self._push(above + candidate.score, node_id, candidate.token, candidate.score, candidate.source)
         if self.limits.shared and node_id not in self._asked:
@@ -137,7 +137,7 @@ class TreeGrowth:
 
     def ask_root(self) -> None:
         """Have the root expanded, perhaps once more."""
-        self._root_score = self.author.node(self.author.root).path_score
+        self._root_score = self.author.from_start(self.author.root)[0]
         self._push(self._root_score, self.author.root, _EXPAND, 0.0, 0)
 
     def _frontier_node(self, node_id: int) -> FrontierNode:
@@ -153,7 +153,7 @@ class TreeGrowth:
     def _queue(self, node_id: int) -> None:
         """Have a node expanded, once it is not too deep."""
         if self.author.depth(node_id) < self.limits.depth:
-            self._push(self.author.node(node_id).path_score, node_id, _EXPAND, 0.0, 0)
+            self._push(self.author.from_start(node_id)[0], node_id, _EXPAND, 0.0, 0)
         else:
             self._too_deep.append(node_id)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draft_service.drafters.base import AnyDrafter, build_drafter
-from draft_service.drafters.model import find_mapper
+from draft_service.drafters.model import find_mapper, workplace
 from draft_service.engine import Engine
 from draft_service.feature_ring import MemoryMapper
 from draft_service.profile import describe
@@ -76,7 +76,8 @@ def serve_engine(pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], options
         return made
     engine, ready = made
     pipe.send(ready)
-    engine.run()
+    with workplace(engine.drafter):
+        engine.run()
     pipe.drain(FAREWELL_SECONDS)
     return EXIT_OK if engine.inbox.stopped else EXIT_FAILURE
 

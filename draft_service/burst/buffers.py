@@ -32,6 +32,9 @@ NUM_COPIES = 2
 
 Words = NDArray[np.int32]
 
+_NOTHING_TOLD = np.array([-1, -1, 0, 0], np.int32)
+"""A row that has its root still: see kernels.frontier.reroot_pool."""
+
 
 class _Layout:
     """Where fields lie in a run of int32 words; free slots, of which there may be many, last."""
@@ -69,6 +72,32 @@ class _Layout:
         return begin + num_rows * region
 
 
+class _Copies:
+    """Queues copies between host memory and a device, through views that are kept: there are few different ones."""
+
+    def __init__(self, hosts: list[Tensor], device: Tensor) -> None:
+        self._hosts = hosts
+        self._device = device
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def to_device(self, copy: int, end: int) -> None:
+        """Queue one of the first words, `end` of them."""
+        there, here = self._find(copy, 0, end)
+        there.copy_(here, non_blocking=True)
+
+    def to_host(self, copy: int, begin: int, end: int) -> None:
+        """Queue one of these words."""
+        there, here = self._find(copy, begin, end)
+        here.copy_(there, non_blocking=True)
+
+    def _find(self, copy: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        found = self._views.get((copy, begin, end))
+        if found is None:
+            found = (self._device[begin:end], self._hosts[copy][begin:end])
+            self._views[copy, begin, end] = found
+        return found
+
+
 class BurstInput:
     """A burst's description, in host memory twice and on the device once."""
 
@@ -78,6 +107,7 @@ class BurstInput:
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self._device = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._copies = _Copies(self._pinned, self._device)
         self._host = [layout.views(memory.numpy()) for memory in self._pinned]
         views = {name: self._device[begin:end].view(size) for name, (begin, end, size) in layout.fields.items()}
         self.header: Tensor = views.pop("header")
@@ -97,10 +127,11 @@ class BurstInput:
                 f"{shape.max_seeds}, {shape.num_rows} and 1 to {shape.max_steps}"
             )
         # A negative one is a large one without its sign.
-        if count and seeds.rows.view(np.uint32).max() >= num_rows:
+        if np.count_nonzero(seeds.rows.view(np.uint32) >= num_rows):
             raise ValueError(f"seeds of rows outside the burst's {num_rows}")
         host = self._host[copy]
-        host["header"][:] = (0, count, _bits(burst.floor), 0)
+        header = host["header"]
+        header[0], header[1], header[2], header[3] = 0, count, _bits(burst.floor), 0
         host["seeds"][:, :count] = seeds.fields
         _fill_rows(host, rows, self._shape.num_rows)
 
@@ -110,8 +141,7 @@ class BurstInput:
 
     def to_device(self, copy: int, num_rows: int) -> None:
         """Queue the copy of a description with so many rows."""
-        size = self._layout.used(num_rows)
-        self._device[:size].copy_(self._pinned[copy][:size], non_blocking=True)
+        self._copies.to_device(copy, self._layout.used(num_rows))
 
 
 class RerootInput:
@@ -127,6 +157,7 @@ class RerootInput:
         self._host: list[Words] = [memory.numpy() for memory in self._pinned]
         self._turn = 0
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copies = _Copies(self._pinned, self._device)
         self.rows(shape.num_rows)[:, : NEW_ROOT_SLOT + 1] = -1
 
     @property
@@ -147,17 +178,15 @@ class RerootInput:
         words = self._host[self._turn]
         self._fill_seeds(words, reroots)
         told = words[self._begin : end].reshape(count, self._line)
-        told[:, [NEW_ROOT, NEW_ROOT_SLOT]] = -1
-        told[:, NUM_MORE] = 0
-        told[reroots.rows, NEW_ROOT] = reroots.indices
-        nowhere = (reroots.indices < 0) & (reroots.slots < 0)
-        told[reroots.rows, NEW_ROOT_SLOT] = np.where(nowhere, NOT_HERE, reroots.slots)
-        told[reroots.rows, SHIFT] = reroots.shifts.view(np.int32)
-        told[reroots.rows, NUM_MORE] = [len(slots) for slots in reroots.free]
-        for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
-            if len(slots):
-                told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = slots
-        self._device[:end].copy_(self._pinned[self._turn][:end], non_blocking=True)
+        told[:, :TOLD_WORDS] = _NOTHING_TOLD
+        rows, indices, roots = reroots.rows.tolist(), reroots.indices.tolist(), reroots.slots.tolist()
+        shifts = reroots.shifts.view(np.int32).tolist()
+        for row, index, root, shift, free in zip(rows, indices, roots, shifts, reroots.free, strict=True):
+            line = told[row]
+            line[NEW_ROOT], line[NEW_ROOT_SLOT] = index, NOT_HERE if index < 0 and root < 0 else root
+            line[SHIFT], line[NUM_MORE] = shift, len(free)
+            line[TOLD_WORDS : TOLD_WORDS + len(free)] = free
+        self._copies.to_device(self._turn, end)
         self._turn = (self._turn + 1) % NUM_COPIES
 
     def _fill_seeds(self, words: Words, reroots: Reroots) -> None:
@@ -188,10 +217,10 @@ def _fill_rows(host: dict[str, Words], rows: RowStates, spare_row: int) -> None:
     host["num_free"][:count] = rows.free_ends
     host["next_free"][:count] = rows.free_starts
     host["free"][:count] = rows.free
-    host["live"][:count] = np.packbits(rows.live, axis=1, bitorder="little").view("<i4")
-    beyond = rows.live[:, ::-1].argmax(1)  # slots behind the last live one; 0, too, if there is none
-    ends = rows.live.shape[1] - beyond
-    host["region_len"][:count] = ends * rows.live[np.arange(count), ends - 1]
+    packed = np.packbits(rows.live, axis=1, bitorder="little")
+    host["live"][:count] = packed.view("<i4")
+    # One past the last live slot, which is the highest bit of all; 0 if there is none.
+    host["region_len"][:count] = [int.from_bytes(bits.tobytes(), "little").bit_length() for bits in packed]
 
 
 class BurstOutput:
@@ -204,6 +233,7 @@ class BurstOutput:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self._words: list[Words] = [memory.numpy() for memory in self._pinned]
+        self._copies = _Copies(self._pinned, self._device)
 
     def steps(self, width: int) -> Tensor:
         """On the device, [max_steps, width * (2 + 2 * k)]."""
@@ -213,8 +243,7 @@ class BurstOutput:
     def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
         line = bucket.width * (2 + 2 * self._shape.branching)
-        where = slice(first_step * line, (first_step + num_steps) * line)
-        self._pinned[copy][where].copy_(self._device[where], non_blocking=True)
+        self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
     def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""

@@ -22,28 +22,28 @@ class Entries:
     Attributes:
         count: rows in use; only these count in the arrays.
         num_dead: those of them that are dead.
-        columns: int32 [4, capacity], what the next four are views of, in the order of a burst's seeds.
+        columns: int32 [3, capacity], what the next three are views of.
         rows: int32, the runner's row of its request.
-        above: int32, tree slot of its parent, where that was run.
         tokens, positions: int32, the token and its position in the sequence.
         parents: intp, entry of its parent; -1 for a root.
         edges: float32, natural-log chance of the token after its parent.
-        scores: float64, that of the path from the root, at most 0; DEAD.
+        scores: float64, that of the path from the root, at most 0; DEAD. One more, DEAD for ever, is entry -1's.
         ranks: float64, the same where the entry may be run next: its parent was, and it was not. -inf elsewhere.
         slots: int32, tree slot of its KV; -1 if it was not run.
         nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if a grammar keeps it out.
-        parental: bool, whether entries may hang below it.
+        parental: bool, whether entries may hang below it though it was not run; they may below all that were.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.count = 0
         self.num_dead = 0
-        self.columns = np.zeros((4, capacity), np.int32)
-        self.rows, self.above, self.tokens, self.positions = self.columns
+        self.columns = np.zeros((3, capacity), np.int32)
+        self.rows, self.tokens, self.positions = self.columns
         self.parents = np.zeros(capacity, np.intp)
         self.edges = np.zeros(capacity, np.float32)
-        self.scores = np.zeros(capacity, np.float64)
+        self.scores = np.zeros(capacity + 1, np.float64)
+        self.scores[-1] = DEAD
         self.ranks = np.zeros(capacity, np.float64)
         self.slots = np.full(capacity, -1, np.int32)
         self.nodes = np.full(capacity, -1, np.int64)
@@ -59,10 +59,12 @@ class Entries:
         parents: Ints,
         tokens: NDArray[np.int32],
         edges: NDArray[np.float32],
-        slots: NDArray[np.int32],
         bounds: Sequence[tuple[int, int]],
     ) -> None:
-        """Add candidates below entries that were run in these slots. Those within bounds have parents before them."""
+        """Add candidates below entries that were run. Those within bounds have parents before them.
+
+        Below dead ones they are dead; see `count_dead`.
+        """
         first = self.count
         self.count = end = first + len(parents)
         rows, positions, scores = self.rows, self.positions, self.scores
@@ -72,19 +74,15 @@ class Entries:
             positions[new] = positions[above] + 1
             scores[new] = scores[above] + edges[low:high]
         self.parents[first:end] = parents
-        self.above[first:end] = slots
         self.tokens[first:end] = tokens
         self.edges[first:end] = edges
         self.ranks[first:end] = scores[first:end]
-        self.num_dead += int(np.count_nonzero(scores[first:end] == DEAD))  # below what died meanwhile
-        self.parental[parents] = True
 
     def append_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> Ints:
         """Add roots, and return them."""
         first = self.count
         self.count = end = first + len(rows)
         self.rows[first:end] = rows
-        self.above[first:end] = -1
         self.tokens[first:end] = tokens
         self.positions[first:end] = positions
         self.parents[first:end] = -1
@@ -106,8 +104,7 @@ class Entries:
         self.nodes[entry] = node
         self.scores[entry] = score = self.scores[parent] + edge
         self.parental[parent] = True
-        self.above[entry] = slot = self.slots[parent]
-        self.ranks[entry] = score if slot >= 0 else DEAD
+        self.ranks[entry] = score if self.slots[parent] >= 0 else DEAD
         return entry
 
     def kill(self, entries: Ints) -> None:
@@ -115,6 +112,11 @@ class Entries:
         self.num_dead += int(np.count_nonzero(self.scores[entries] > DEAD))
         self.scores[entries] = DEAD
         self.ranks[entries] = DEAD
+
+    def count_dead(self, first: int) -> None:
+        """Entries from this one on are new, and some may be dead already."""
+        alive = self.scores[first : self.count] > DEAD
+        self.num_dead += len(alive) - int(np.count_nonzero(alive))
 
     def compact(self) -> Ints:
         """Drop dead entries; returns where each entry went, [count before + 1], -1 for gone, and for the last one."""

@@ -143,7 +143,7 @@ def land(forest: DraftForest, one: Forced) -> None:
             forest.slots.live[context.row, slot] = True
             context.between[index] = Between(slot, is_true)
     if unused:
-        forest.slots.free(np.full(len(unused), context.row, np.int32), np.array(unused, np.int32))
+        forest.slots.free_of(context.row, unused)
 
 
 def _runs(one: Forced) -> Iterator[tuple[int, int]]:

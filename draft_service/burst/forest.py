@@ -40,7 +40,7 @@ class DraftForest:
         roots: intp [R], entry of the root; -1 for a row that is not open.
         root_positions: int32 [R], its position in the sequence.
         num_run: intp [R], entries that were run, the root included.
-        quotas: int32 [R], entries that may be run; 0 while the tree is not to grow.
+        quotas: intp [R], entries that may be run; 0 while the tree is not to grow.
         last_positions: int32 [R], position of the deepest node that may be run.
         shifts: float64 [R], path scores that roots took along since the burst under way was told of them, added up.
     """
@@ -51,12 +51,17 @@ class DraftForest:
         self.entries = Entries(max_entries)
         self.slots = TreeSlots(rows, shape.region)
         self.floor = max(floor, _NO_FLOOR)
+        # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
+        # The device, which shifts scores in float32, may run a child of a new root whose edge is just below.
+        self._least_edge = self.floor - _ROUNDING
         self.roots = np.full(rows, -1, np.intp)
         self.root_positions = np.zeros(rows, np.int32)
         self.num_run = np.zeros(rows, np.intp)
-        self.quotas = np.zeros(rows, np.int32)
+        self.quotas = np.zeros(rows, np.intp)
         self.last_positions = np.zeros(rows, np.int32)
         self.shifts = np.zeros(rows)
+        self.open: set[int] = set()
+        """Rows that have a tree."""
         self.may_know = False
         """Whether what a burst brings may be there already: others append to the trees."""
 
@@ -67,6 +72,7 @@ class DraftForest:
     def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
         """The same for several rows."""
         self.make_room(len(rows))
+        self.open.update(rows.tolist())
         self.roots[rows] = self.entries.append_roots(rows, tokens, positions, nodes)
         self.root_positions[rows] = positions
 
@@ -75,6 +81,7 @@ class DraftForest:
         entries = self.entries
         entries.kill(np.flatnonzero(entries.rows[: entries.count] == row))
         self.slots.reset(row)
+        self.open.discard(row)
         self.roots[row] = -1
         self.num_run[row] = 0
         self.quotas[row] = 0
@@ -88,9 +95,11 @@ class DraftForest:
         found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
         if not len(found):
             return found
-        left = self.quotas - self.num_run
-        last = np.where((self.quotas if beyond else left) > 0, self.last_positions, -1)
-        found = found[entries.positions[found] <= last[entries.rows[found]]]
+        left = self.quotas if beyond else self.quotas - self.num_run
+        last = np.where(left > 0, self.last_positions, -1)
+        within = entries.positions[found] <= last[entries.rows[found]]
+        if np.count_nonzero(within) < len(within):
+            found = found[within]
         worst_first = entries.ranks[found]
         if len(found) > limit:
             best = worst_first.argpartition(len(found) - limit)[-limit:]
@@ -121,27 +130,27 @@ class DraftForest:
         num_steps, width, branching = result.tokens.shape
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
         tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
-        # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
-        # The device, which shifts scores in float32, may run a child of a new root whose edge is just below.
-        keep = edges >= self.floor - _ROUNDING
+        keep = edges >= self._least_edge
         places = harvest.places(first + len(tokens))
-        nobody = harvest.seeds < 0
-        if np.count_nonzero(nobody):
-            blank = np.zeros(len(places), np.bool_)
-            blank[: len(nobody)] = nobody
-            keep &= ~blank[picked].repeat(branching)
+        if harvest.num_strangers:
+            strange = np.zeros(len(places), np.bool_)
+            strange[: len(harvest.seeds)] = harvest.seeds < 0
+            strange = strange[picked]
+            harvest.num_strangers -= int(np.count_nonzero(strange))
+            keep &= ~strange.repeat(branching)
         if self.may_know:
             self._find_known(result, picked, tokens, keep, places)
         kept = keep.nonzero()[0]
-        harvest.bring(start, kept + first)
-        nodes, parents = places[picked], kept // branching
-        ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
-        entries.append_children(nodes[parents], tokens[kept], edges[kept], slots[parents], list(pairwise(ends)))
+        harvest.bring(start, first, kept)
+        nodes, bounds = places[picked], [(0, len(kept))]
+        if num_steps > 1:
+            ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
+            bounds = list(pairwise(ends))
+        entries.append_children(nodes.repeat(branching)[kept], tokens[kept], edges[kept], bounds)
         if self.may_know:
             self._ran_again(nodes, slots, start)
         else:
-            there = (nodes >= 0).nonzero()[0]
-            self._ran(nodes[there], slots[there])
+            self._ran(nodes, slots, start, harvest.row)
 
     def make_room(self, count: int) -> bool:
         """Have room for so many entries: dead ones go, then the least promising; False if that does not do."""
@@ -167,7 +176,7 @@ class DraftForest:
         asked = np.zeros(len(picked), np.bool_)
         while True:  # once for each level of a tree that was there
             above = places[picked]
-            more = ((above >= 0) & entries.parental[above] & ~asked).nonzero()[0]
+            more = ((above >= 0) & (entries.parental[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[0]
             if not len(more):
                 return
             asked[more] = True
@@ -188,38 +197,47 @@ class DraftForest:
             keep[offered] = False
             places[offered + result.first] = matches
 
-    def _ran(self, nodes: Ints, slots: Int32s) -> None:
-        """These entries were run in these slots. Of those that are dead by now the slots are free."""
+    def _ran(self, nodes: Ints, slots: Int32s, count: int, row: int = -1) -> None:
+        """These entries were run in these slots, -1 for none, and brought those from `count` on; see Harvest.row.
+
+        Of those that are dead by now the slots are free.
+        """
         entries = self.entries
         alive = entries.scores[nodes] > DEAD
-        rows = entries.rows[nodes]
-        self.slots.fill(rows, slots, alive)
         if np.count_nonzero(alive) < len(alive):
-            nodes, slots, rows = nodes[alive], slots[alive], rows[alive]
+            dead = (~alive & (nodes >= 0)).nonzero()[0]
+            if len(dead):
+                self.slots.waste(row if row >= 0 else entries.rows[nodes[dead]], slots[dead])
+                entries.count_dead(count)
+            nodes, slots = nodes[alive], slots[alive]
+        if row >= 0:
+            self.slots.fill(row, slots)
+            self.num_run[row] += len(nodes)
+        else:
+            rows = entries.rows[nodes]
+            self.slots.fill(rows, slots)
+            self.num_run += np.bincount(rows, minlength=len(self.num_run))
         entries.slots[nodes] = slots
         entries.ranks[nodes] = DEAD
-        self.num_run += np.bincount(rows, minlength=len(self.num_run))
 
     def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
         """The same where some were run before, which keep their slots, and where entries below `count` have others."""
         entries = self.entries
-        there = (nodes >= 0).nonzero()[0]
-        there = there[entries.scores[nodes[there]] > DEAD]
-        nodes, slots = nodes[there], slots[there]
+        entries.count_dead(count)
+        alive = entries.scores[nodes] > DEAD
+        nodes, slots = nodes[alive], slots[alive]
         fresh = entries.slots[nodes] < 0
-        self._ran(nodes[fresh], slots[fresh])
+        self._ran(nodes[fresh], slots[fresh], count)
         before = nodes[nodes < count]
-        parental = before[entries.parental[before]]
-        if len(parental):
-            self._admit_children(parental)
+        if len(before):
+            self._admit_children(before)
 
-    def _admit_children(self, parental: Ints) -> None:
+    def _admit_children(self, parents: Ints) -> None:
         """What hung below entries before they were run may be run now."""
         entries, count = self.entries, self.entries.count
         wanted = np.zeros(count + 1, np.bool_)
-        wanted[parental] = True
+        wanted[parents] = True
         waiting = (wanted[entries.parents[:count]] & (entries.slots[:count] < 0)).nonzero()[0]
-        entries.above[waiting] = entries.slots[entries.parents[waiting]]
         entries.ranks[waiting] = entries.scores[waiting]
 
     def _compact(self) -> None:
@@ -251,7 +269,8 @@ class DraftForest:
                 if self.roots[row] != entry or entries.scores[entry] != 0.0:
                     raise RuntimeError(f"entry {entry} is a second root, or scores {entries.scores[entry]}")
                 continue
-            if (parent, int(entries.tokens[entry])) in seen or not entries.parental[parent]:
+            known = entries.parental[parent] or entries.slots[parent] >= 0
+            if (parent, int(entries.tokens[entry])) in seen or not known:
                 raise RuntimeError(f"entry {entry} is there twice, or its parent does not know of it")
             seen.add((parent, int(entries.tokens[entry])))
             if (

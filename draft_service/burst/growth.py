@@ -217,7 +217,8 @@ class BurstGrowth(Grower):
     def _go_on(self, flight: _Flight) -> PendingBurst | None:
         """Have the device go on with the burst under way; None where something waits for its end."""
         plan, planner, roster = flight.plan, self._planner, self._roster
-        plan.gone.update(row for row in roster.take_closed() if row in plan.rows)
+        if roster.is_leaving:
+            plan.gone.update(row for row in roster.take_closed() if row in plan.rows)
         if flight.is_outdated or roster.has_news({one.context for one in plan.forced}):
             return None
         needy = roster.to_run(planner.needs_run)

@@ -16,8 +16,17 @@ class Harvest:
 
     seeds: Ints
     """[N] entry of each seed; -1 for one that is no entry, whose candidates are dropped."""
+    row: int = -1
+    """That of all entries, if there is but one."""
+    num_indices: int = 0
+    """Pool indices that there may be, if that is known."""
+    num_strangers: int = 0
+    """Seeds that are no entries and were not run yet."""
     _places: Ints = field(default_factory=lambda: np.empty(0, np.intp))
-    _brought: list[tuple[int, Ints]] = field(default_factory=list)  # see `bring`
+    _brought: list[tuple[int, int, Ints]] = field(default_factory=list)  # see `bring`
+
+    def __post_init__(self) -> None:
+        self.num_strangers = int(np.count_nonzero(self.seeds < 0))
 
     def places(self, end: int) -> Ints:
         """[end + 1 or more] entry of each pool index below `end`, to be written to; -1 for none. The last is nobody's.
@@ -26,7 +35,7 @@ class Harvest:
         """
         held = self._places
         if len(held) <= end:
-            places = np.empty(max(end + 1, 2 * len(held)), np.intp)
+            places = np.empty(max(end, 2 * len(held), self.num_indices) + 1, np.intp)
             places.fill(-1)
             known = held[:-1] if len(held) else self.seeds
             places[: len(known)] = known
@@ -36,13 +45,14 @@ class Harvest:
     def add(self, entries: Ints) -> None:
         """Further seeds follow those that there are."""
         first, self.seeds = len(self.seeds), np.concatenate([self.seeds, entries])
+        self.num_strangers += int(np.count_nonzero(entries < 0))
         if len(self._places):
             self._places[first : len(self.seeds)] = entries
 
-    def bring(self, first: int, indices: Ints) -> None:
-        """A part brought entries `first`, `first` + 1, ..., which have these pool indices."""
-        self._places[indices] = np.arange(first, first + len(indices))
-        self._brought.append((first, indices))
+    def bring(self, start: int, first: int, kept: Ints) -> None:
+        """A part brought entries `start`, `start` + 1, ..., whose pool indices are `first` more than `kept`."""
+        self._places[first:][kept] = np.arange(start, start + len(kept))
+        self._brought.append((start, first, kept))
 
     def index_of(self, entry: int) -> int:
         """Pool index of an entry, the newest if it is a seed again; -1 for one that is not in the pool."""
@@ -52,5 +62,5 @@ class Harvest:
         part = bisect_right(self._brought, entry, key=lambda part: part[0]) - 1
         if part < 0:
             return -1
-        first, indices = self._brought[part]
-        return int(indices[entry - first]) if entry < first + len(indices) else -1
+        start, first, kept = self._brought[part]
+        return first + int(kept[entry - start]) if entry < start + len(kept) else -1

@@ -133,21 +133,21 @@ class Planner:
         goes_on = options.most_steps > 0
         room = max_seeds - max_seeds // _LATE_SEEDS if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
-        there, num_worth = self._rows_of(chosen, goes_on=goes_on)
+        chosen_rows = forest.entries.rows[chosen]
+        there, num_worth = self._rows_of(chosen, chosen_rows, goes_on=goes_on)
         if not forced and not num_worth:
             return None
         left = forest.quotas - forest.num_run
         for one in forced:
             there[one.context.row] = True
             left[one.context.row] -= one.has_root
-        if goes_on:
-            chosen = chosen[there[forest.entries.rows[chosen]]]
-        columns = forest.entries.columns[:, chosen]
-        rows = there.nonzero()[0].astype(np.int32)
+        if goes_on and np.count_nonzero(kept := there[chosen_rows]) < len(chosen):
+            chosen, chosen_rows = chosen[kept], chosen_rows[kept]
+        rows = there.nonzero()[0]
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
-        width = self._width(num_forced, num_fresh, num_worth, len(rows), int(left.sum()))
+        width = self._width(num_forced, num_fresh, num_worth, len(rows), sum(left.tolist()))
         fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
         fair = min(fair, width * most_steps)
         lent = forest.slots.lend(rows, np.minimum(left, fair))
@@ -159,20 +159,18 @@ class Planner:
         if forced:
             layout = lay_out(forest, forced, self._index)
             fields[:, :num_forced], entries[:num_forced], parts = layout.fields, layout.entries, layout.features
-        fields[:4, num_forced:] = columns
-        fields[0, num_forced:] = self._index[columns[0]]
-        fields[4:6, num_forced:] = -1
-        fields[6:, num_forced:].view(np.float32)[:] = forest.entries.scores[chosen]
+        self._lay_out_chosen(chosen, chosen_rows, fields[:, num_forced:])
         entries[num_forced:] = chosen
         slots = forest.slots
+        num_indices = max_seeds + most_steps * width * self._shape.branching
         lens = self._keeper.context_lens[rows]
-        states = RowStates(rows, lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
+        states = RowStates(rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
         return Plan(
             burst,
             rows.tolist(),
             forced,
-            Harvest(entries),
+            Harvest(entries, int(rows[0]) if len(rows) == 1 else -1, num_indices),
             lent,
             most_steps,
             fair,
@@ -181,22 +179,30 @@ class Planner:
             contexts=[one.context for one in forced],
         )
 
-    def _rows_of(self, chosen: Ints, *, goes_on: bool) -> tuple[NDArray[np.bool_], int]:
+    def _lay_out_chosen(self, chosen: Ints, rows: Int32s, fields: Int32s) -> None:
+        """Entries and their rows as seeds; `fields` [8, N] as in Seeds."""
+        entries = self._forest.entries
+        fields[0] = self._index[rows]
+        fields[1] = entries.slots[entries.parents[chosen]]
+        fields[2] = entries.tokens[chosen]
+        fields[3] = entries.positions[chosen]
+        fields[4:6] = -1
+        fields[6:].view(np.float32)[:] = entries.scores[chosen]
+
+    def _rows_of(self, chosen: Ints, rows: Int32s, *, goes_on: bool) -> tuple[NDArray[np.bool_], int]:
         """[R] rows that a burst of these entries holds, its forced ones aside; how many of them are worth running now.
 
-        One that goes on holds all trees that may grow: commits may come to any of them.
+        One that goes on holds all trees that may grow: commits may come to any of them. `rows`: of the entries.
         """
         forest = self._forest
         there = np.zeros(self._shape.num_rows, np.bool_)
-        worth = forest.entries.rows[chosen]
         if goes_on:
-            able = (forest.quotas > forest.num_run)[worth]
-            worth = worth[(forest.entries.ranks[chosen] >= forest.floor) & able]
-            there[[row for row, context in self._contexts.items() if context.root_run and forest.quotas[row] > 0]] = (
-                True
-            )
-        there[worth] = True
-        return there, len(worth)
+            able = (forest.quotas > forest.num_run)[rows]
+            rows = rows[able & (forest.entries.ranks[chosen] >= forest.floor)]
+            for row, context in self._contexts.items():
+                there[row] = context.root_run and forest.quotas[row] > 0
+        there[rows] = True
+        return there, len(rows)
 
     def more_steps(self, plan: Plan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do.
@@ -208,7 +214,7 @@ class Planner:
         if forced or plan.moved or steps <= 0:
             return steps
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
-        is_able = plan.num_lent > plan.num_nodes + running or len(self._spent(plan))
+        is_able = plan.num_lent > plan.num_nodes + running or bool(self._spent(plan))
         return steps if plan.is_full and is_able else 0
 
     def follows(self, plan: Plan, context: DraftContext) -> bool:
@@ -229,6 +235,8 @@ class Planner:
 
     def force(self, plan: Plan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
         """Have the burst run what these requests need when it goes on; those that fit, the first ones first."""
+        if not contexts:
+            return []
         first, forest = len(plan.harvest.seeds), self._forest
         limit = min(plan.burst.width - plan.num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
@@ -241,11 +249,11 @@ class Planner:
         Trees that may grow and have no slot left are told their old roots again, for the slots that come with them.
         """
         forest, spent = self._forest, self._spent(plan)
-        if not plan.moved and not plan.untold and not plan.gone and not len(spent):
+        if not (plan.moved or plan.untold or plan.gone or spent):
             return None
         if plan.moved or plan.untold:
             plan.spreads_from = plan.queued_steps
-        rows = np.array(sorted({*plan.moved, *plan.gone, *spent.tolist()}), np.int32)
+        rows = np.array(sorted({*plan.moved, *plan.gone, *spent}), np.intp)
         roots = forest.roots[rows]
         slots = forest.entries.slots[roots]
         if plan.gone:
@@ -274,32 +282,32 @@ class Planner:
         plan.forced += plan.untold
         plan.untold = []
 
-    def _spent(self, plan: Plan) -> Int32s:
+    def _spent(self, plan: Plan) -> list[int]:
         """Rows that may run more nodes, and have slots for them, but were lent none that is not filled.
 
         What a burst runs below nodes that have died by then takes slots from what is left of a tree.
         """
-        forest, rows = self._forest, plan.burst.rows.rows
-        able = (forest.quotas > forest.num_run)[rows] & (forest.slots.num_free[rows] > 0)
-        able &= forest.entries.slots[forest.roots[rows]] >= 0
-        if not able.any():
-            return rows[:0]
-        rows = rows[able & ~forest.slots.is_lent(rows)]
+        return [row for row in plan.rows if not self._forest.slots.is_lent(row) and self._is_able(plan, row)]
+
+    def _is_able(self, plan: Plan, row: int) -> bool:
+        forest = self._forest
+        if forest.quotas[row] <= forest.num_run[row] or not forest.slots.num_free[row]:
+            return False
         # Committed tokens that are still to be run hang below no root.
-        waiting = {one.context.row for one in plan.forced}
-        return rows[[row not in waiting for row in rows.tolist()]] if waiting else rows
+        is_waiting = any(one.context.row == row for one in plan.forced)
+        return bool(forest.entries.slots[forest.roots[row]] >= 0) and not is_waiting
 
     def take(self, plan: Plan, result: BurstResult) -> None:
         """Take a part of a burst's result into the forest."""
         self._forest.merge(plan.harvest, result)
-        ran = result.picked >= 0
-        plan.num_nodes += int(np.count_nonzero(ran))
-        is_spread = plan.landed_steps + len(ran) - plan.spreads_from >= _SPREAD_STEPS
+        ran = [len(step) - step.count(-1) for step in result.picked.tolist()]
+        plan.num_nodes += sum(ran)
+        plan.landed_steps += len(ran)
+        is_spread = plan.landed_steps - plan.spreads_from >= _SPREAD_STEPS
         enough = max(plan.burst.width // _ENOUGH, 1) if is_spread else 1
-        plan.is_full = int(np.count_nonzero(ran[-1])) >= enough
+        plan.is_full = ran[-1] >= enough
         if plan.forced:
             self._land_forced(plan, result)
-        plan.landed_steps += len(ran)
 
     def land(self, plan: Plan, result: BurstResult) -> None:
         """The same for the last part, and for what waited for it."""
@@ -321,7 +329,7 @@ class Planner:
                 waiting.append(one)
         plan.forced = waiting
 
-    def _num_steps(self, num_fresh: int, rows: Int32s) -> int:
+    def _num_steps(self, num_fresh: int, rows: Ints) -> int:
         options = self._options
         if options.lockstep_steps:
             return min(options.fresh_steps, *(max(1, self._contexts[row].steps_left) for row in rows.tolist()))

@@ -14,8 +14,9 @@ _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
 _FIRST_STEPS = 2
 """The same where a burst goes on: verify has what they brought while the device is at the next ones."""
-MOST_STEPS = 32
-"""Steps of a burst with those by which it goes on, past commits, too: several rounds of a large target."""
+MOST_STEPS = 64
+"""Steps of a burst with those by which it goes on, past commits, too: many rounds of a large target, since the device
+has nothing to do between two bursts."""
 _FEW_ROWS = 4
 PART_SECONDS = 0.0004
 """What the host has to do for a part takes about so long, as long as nothing is known of it."""

@@ -8,6 +8,7 @@ burst deepens a tree without the host looking at it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -268,6 +269,9 @@ class BurstRunner(Protocol):
     """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
 
     shape: BurstShape
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """What a thread is in that calls this often: else each call has to see to device and gradients."""
 
     def open(self, row: int, sampling: SamplingParams) -> None:
         """A request begins in a free row."""

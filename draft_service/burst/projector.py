@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,9 +15,18 @@ from outrider.tree.messages import Features
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+def working_on(device: torch.device) -> AbstractContextManager[None]:
+    """Work on a device meanwhile, whichever thread this is, and without gradients.
+
+    Where that is so already, to find it out takes a tenth of the time that entering takes.
+    """
+    if torch.is_inference_mode_enabled() and (device.type != "cuda" or torch.cuda.current_device() == device.index):
+        return nullcontext()
+    return _enter(device)
+
+
 @contextmanager
-def working_on(device: torch.device) -> Iterator[None]:
-    """Work on a device meanwhile, whichever thread this is, and without gradients."""
+def _enter(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
 

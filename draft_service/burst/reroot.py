@@ -44,31 +44,26 @@ class Walked:
 
 def reroot(forest: DraftForest, steps: Sequence[Step]) -> list[Walked]:
     """Follow committed tokens in trees of different rows; what hangs off their paths is dead afterwards."""
-    entries, count = forest.entries, forest.entries.count
-    stepped = np.array([step.row for step in steps])
-    committing = np.zeros(len(forest.roots), np.bool_)
-    committing[stepped] = True
-    touched = (committing[entries.rows[:count]] & (entries.scores[:count] > DEAD)).nonzero()[0]
-    lengths = np.array([len(step.tokens) for step in steps])
+    entries, touched = forest.entries, _touch(forest, steps)
+    parents = entries.parents[touched]
+    # Entries that others may hang below.
+    inner = entries.slots[touched] >= 0
+    if forest.may_know:
+        inner |= entries.parental[touched]
     if len(steps) == 1:
-        slots, last = _walk_one(forest, touched, steps[0])
+        slots, last = _walk_one(forest, touched, parents, steps[0])
     else:
-        paths = _walk(forest, touched, steps, int(lengths.max()))[stepped]
-        last = paths[np.arange(len(steps)), lengths]
-        slots = _take_slots(entries, paths, lengths)
-    found = last >= 0
-    if steps[0].afresh:
-        found[:] = False
-    roots = last[found]
-    alive = _below(entries, touched, roots)
-    _bury(forest, touched[~alive])
-    _keep(forest, touched[alive], roots, stepped, steps)
-    was_found = found.tolist()
-    fresh = [step for step, there in zip(steps, was_found, strict=True) if not there]
+        slots, last = _walk_many(forest, touched, parents, steps)
+    found = [place >= 0 and not step.afresh for place, step in zip(last, steps, strict=True)]
+    dead = _beside(touched, parents, inner, [place for place, there in zip(last, found, strict=True) if there])
+    _bury(forest, touched[dead], steps)
+    _keep(forest, touched[~dead], steps, touched[last].tolist(), found)
+    fresh = [step for step, there in zip(steps, found, strict=True) if not there]
     if fresh:
-        positions = (forest.root_positions[stepped] + lengths)[~found]
-        forest.set_roots(stepped[~found], [step.tokens[-1] for step in fresh], positions, [step.node for step in fresh])
-    return [Walked(*one) for one in zip(slots, was_found, strict=True)]
+        rows = np.array([step.row for step in fresh])
+        positions = forest.root_positions[rows] + np.array([len(step.tokens) for step in fresh])
+        forest.set_roots(rows, [step.tokens[-1] for step in fresh], positions, [step.node for step in fresh])
+    return [Walked(*one) for one in zip(slots, found, strict=True)]
 
 
 def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
@@ -83,27 +78,56 @@ def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
     return True
 
 
-def _walk_one(forest: DraftForest, touched: Ints, step: Step) -> tuple[list[list[int]], Ints]:
-    """`_walk` and `_take_slots` for a single step, and the entry at its end or -1: few calls, for few rows."""
-    entries = forest.entries
-    parents, tokens = entries.parents[touched], entries.tokens[touched]
+def _touch(forest: DraftForest, steps: Sequence[Step]) -> Ints:
+    """[T] entries of the trees that are to follow, ascending."""
+    entries, count = forest.entries, forest.entries.count
+    alive = entries.scores[:count] > DEAD
+    if len(steps) < len(forest.open):
+        committing = np.zeros(len(forest.roots), np.bool_)
+        committing[[step.row for step in steps]] = True
+        alive &= committing[entries.rows[:count]]
+    return alive.nonzero()[0]
+
+
+def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: Step) -> tuple[list[list[int]], list[int]]:
+    """`_walk_many` for a single step: few calls, for few rows."""
+    entries, last = forest.entries, -1
     path = [int(forest.roots[step.row])]
     for token in step.tokens:
-        hits = touched[(parents == path[-1]) & (tokens == token)]
-        if not len(hits):
+        places = (parents == path[-1]).nonzero()[0]
+        below = touched[places]
+        tokens = entries.tokens[below].tolist()
+        if token not in tokens:
+            last = -1
             break
-        path.append(int(hits[0]))
-    count = len(step.tokens)
-    above = path[:count]
-    slots = [entries.slots[above].tolist()]
+        child = tokens.index(token)
+        last = int(places[child])
+        path.append(int(below[child]))
+    above = path[: len(step.tokens)]
+    slots = entries.slots[above].tolist()
     entries.slots[above] = -1
-    return slots, np.array(path[count:] or [-1])
+    return [slots], [last]
 
 
-def _walk(forest: DraftForest, touched: Ints, steps: Sequence[Step], longest: int) -> Ints:
+def _walk_many(
+    forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Step]
+) -> tuple[list[list[int]], list[int]]:
+    """Of each step the tree slots of `Walked`, which stay live as committed tokens, and the new root's place or -1.
+
+    Places are those among the touched entries.
+    """
+    stepped = np.array([step.row for step in steps])
+    lengths = np.array([len(step.tokens) for step in steps])
+    paths = _walk(forest, touched, parents, steps, int(lengths.max()))[stepped]
+    roots = paths[np.arange(len(steps)), lengths]
+    last = np.where(roots < 0, -1, touched.searchsorted(roots))
+    return _take_slots(forest.entries, paths, lengths), last.tolist()
+
+
+def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Step], longest: int) -> Ints:
     """[R, longest + 1] entries along the tokens of each row's step, its root first; -1 where there are none."""
     entries, num_rows = forest.entries, len(forest.roots)
-    parents, tokens, rows = entries.parents[touched], entries.tokens[touched], entries.rows[touched]
+    tokens, rows = entries.tokens[touched], entries.rows[touched]
     wanted = np.full((longest, num_rows), -1, np.int32)
     for step in steps:
         wanted[: len(step.tokens), step.row] = step.tokens
@@ -133,54 +157,66 @@ def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]
     return [slots[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _below(entries: Entries, touched: Ints, roots: Ints) -> NDArray[np.bool_]:
-    """[T] which of the touched entries are these roots or hang below them."""
-    count = entries.count
-    kept = np.zeros(count + 1, np.bool_)
-    kept[roots] = True
-    # Of each the parent, then its grandparent, then that of four levels up, ...; `count` is nobody.
-    ups = np.full(count + 1, count)
-    ups[touched] = entries.parents[touched]
-    ups[roots] = roots
-    while True:
-        further = ups[ups]
-        if not np.count_nonzero(further != ups):
-            alive: NDArray[np.bool_] = kept[ups[touched]]
-            return alive
-        ups = further
+def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[int]) -> NDArray[np.bool_]:
+    """[T] which of the touched entries are neither new roots, which lie in these places, nor hang below one.
+
+    `inner`: those that others may hang below, which are few: the others go with their parents.
+    """
+    if not where:
+        return np.ones(len(touched), np.bool_)
+    inner[where] = True
+    those = touched[inner]
+    count = len(those)
+    places = np.empty(int(touched[-1]) + 2, np.intp)  # of inner entries among each other; the last is nobody's
+    places[-1] = count
+    places[those] = np.arange(count)
+    # Of each the parent, then its grandparent, then that of four levels up, ...; `count`, more than levels, is nobody.
+    above = places[parents]
+    ups = np.empty(count + 1, np.intp)
+    ups[:count], ups[count] = above[inner], count
+    tops = places[touched[where]]
+    ups[tops] = tops  # here all ways end that do not lead to nobody
+    for _ in range(count.bit_length()):
+        ups = ups[ups]
+    dead: NDArray[np.bool_] = ups[above] == count
+    dead[where] = False
+    return dead
 
 
-def _bury(forest: DraftForest, dead: Ints) -> None:
+def _bury(forest: DraftForest, dead: Ints, steps: Sequence[Step]) -> None:
+    """Entries of their trees that were alive are not any more, and their slots are free."""
     entries = forest.entries
     entries.kill(dead)
     slots = entries.slots[dead]
-    ran = slots >= 0
-    if ran.any():
+    ran = (slots >= 0).nonzero()[0]
+    if len(steps) == 1:
+        forest.slots.free_of(steps[0].row, slots[ran])
+    else:
         forest.slots.free(entries.rows[dead[ran]], slots[ran])
 
 
-def _keep(forest: DraftForest, alive: Ints, roots: Ints, stepped: Ints, steps: Sequence[Step]) -> None:
-    """Count the survivors from their new roots."""
-    entries = forest.entries
-    rows = entries.rows[alive]
-    base = np.zeros(len(forest.roots))
-    restarted = np.zeros(len(forest.roots), np.bool_)
-    base[entries.rows[roots]] = entries.scores[roots]
-    restarted[stepped] = [step.restarted for step in steps]
-    entries.scores[alive] -= base[rows]
-    entries.ranks[alive] -= base[rows]
-    entries.nodes[alive[restarted[rows]]] = -1
-    forest.num_run[stepped] = 0
-    forest.roots[stepped] = -1
-    ran = rows[entries.slots[alive] >= 0]
-    forest.num_run += np.bincount(ran, minlength=len(forest.roots))
-    root_rows = entries.rows[roots]
-    forest.roots[root_rows] = roots
-    forest.root_positions[root_rows] = entries.positions[roots]
-    forest.shifts[root_rows] += base[root_rows]
-    entries.parents[roots] = -1
-    entries.edges[roots] = 0.0
-    entries.ranks[roots] = DEAD
-    nodes = np.zeros(len(forest.roots), np.int64)
-    nodes[stepped] = [step.node for step in steps]
-    entries.nodes[roots] = nodes[root_rows]
+def _keep(forest: DraftForest, alive: Ints, steps: Sequence[Step], roots: list[int], found: list[bool]) -> None:
+    """Count the survivors from their new roots, as far as these were `found`."""
+    entries, num_rows = forest.entries, len(forest.roots)
+    bases = [float(entries.scores[root]) if there else 0.0 for root, there in zip(roots, found, strict=True)]
+    ran = entries.slots[alive] >= 0
+    if len(steps) == 1:
+        shifts: NDArray[np.float64] | float = bases[0]
+        counts = [int(np.count_nonzero(ran))]
+    else:
+        stepped, rows, base = [step.row for step in steps], entries.rows[alive], np.zeros(num_rows)
+        base[stepped] = bases
+        shifts = base[rows]
+        counts = np.bincount(rows[ran], minlength=num_rows)[stepped].tolist()
+    entries.scores[alive] -= shifts
+    entries.ranks[alive] -= shifts
+    for step, root, there, shift, count in zip(steps, roots, found, bases, counts, strict=True):
+        row = step.row
+        if step.restarted:
+            entries.nodes[alive[entries.rows[alive] == row]] = -1
+        forest.num_run[row], forest.roots[row] = count, root if there else -1
+        if there:
+            forest.root_positions[row] = entries.positions[root]
+            forest.shifts[row] += shift
+            entries.parents[root], entries.edges[root] = -1, 0.0
+            entries.ranks[root], entries.nodes[root] = DEAD, step.node

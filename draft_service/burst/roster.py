@@ -62,8 +62,8 @@ class Roster:
 
     def has_news(self, excluded: Container[DraftContext] = ()) -> bool:
         """Whether something waits for `admit` or `follow` that a burst should end for, the `excluded` aside."""
-        if self._opening:
-            return True
+        if self._opening or not self._changed:
+            return bool(self._opening)
         return any(context not in excluded for context in self._changed.values())
 
     @property

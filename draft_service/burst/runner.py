@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from time import perf_counter
@@ -41,7 +42,7 @@ def on_device(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate
 
     @wraps(method)
     def run(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with working_on(self.memory.kv.k.device):
+        with self.at_work():
             return method(self, *args, **kwargs)
 
     return run
@@ -170,6 +171,10 @@ class Runner(ABC):
         self._step_seconds: dict[Bucket, float] = {}
         self._launch_seconds = 0.0
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """What a thread is in that calls this often: else each call has to see to device and gradients."""
+        return working_on(self.memory.kv.k.device)
+
     @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
         """See BurstRunner."""
@@ -243,7 +248,7 @@ class Runner(ABC):
         self._launched.remove(pending)
         if pending.error is not None:
             raise pending.error
-        if pending.event is not None:
+        if pending.event is not None and not pending.event.query():
             pending.event.synchronize()
         return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +50,22 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     return ModelDrafter(runner, (model_algorithm(options).lower(),), needs)
 
 
+def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
+    """What the thread is in that drafts: that of the model, if there is one."""
+    model = next(_models(drafter), None)
+    return nullcontext() if model is None else model.runner.at_work()
+
+
 def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
     """Maps verify's memory where a model runs that takes features; None where none does, or not on a GPU."""
-    for part in drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,):
-        if isinstance(part, ModelDrafter) and part.needs.feature_layers:
+    for model in _models(drafter):
+        if model.needs.feature_layers:
             find: Any = importlib.import_module("draft_service.burst.cuda_memory").cuda_mapper
-            mapper: MemoryMapper | None = find(part.runner)
+            mapper: MemoryMapper | None = find(model.runner)
             return mapper
     return None
+
+
+def _models(drafter: AnyDrafter) -> Iterator[ModelDrafter]:
+    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,)
+    return (part for part in parts if isinstance(part, ModelDrafter))

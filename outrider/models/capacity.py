@@ -14,7 +14,7 @@ from outrider.models.footprint import ITEM_BYTES, Elements, kv_elements, model_e
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
 """What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
-DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 512, 256 << 20
+DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 768, 256 << 20
 """Requests and tree slots of each that a draft service on a GPU makes room for, and what it keeps for graphs and
 for what a forward needs beside its logits."""
 GRAPH_BYTES = 4 << 20

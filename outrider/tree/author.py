@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import Enum
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,10 +40,21 @@ class Node(NamedTuple):
     score: float
     """Edge log-probability, at most 0."""
     source: int
-    path_score: float
-    """Sum of the edge scores from node 0 of the epoch."""
-    depth: int
-    """Draft tokens from node 0 of the epoch."""
+    below: dict[int, int]
+    """Token to id of its children; not to be changed."""
+
+
+_new_node = tuple.__new__
+"""Takes Node and its values; quicker than NamedTuple's own."""
+
+
+class _Bulk(NamedTuple):
+    """The newest nodes of an author, of consecutive ids up to the last: most die without anybody asking for them."""
+
+    parents: list[int]
+    tokens: list[int]
+    scores: list[float]
+    sources: list[int]
 
 
 class Guide(Protocol):
@@ -74,6 +86,7 @@ class TreeAuthor:
         self._vocab_size = vocab_size
         self._acked_len = 0
         self._next_id = 1
+        self._num_told = 0  # nodes of `_bulk` that `take` has given
         self._start_epoch()
 
     @property
@@ -89,7 +102,7 @@ class TreeAuthor:
     @property
     def num_live(self) -> int:
         """Nodes below the root."""
-        return len(self._nodes) - 1
+        return len(self._nodes) + len(self._bulk.parents) - 1
 
     def apply(self, commit: Commit) -> Outcome:
         """Follow a commit. It is applied by its length alone, so duplicates and overlaps are harmless."""
@@ -128,7 +141,7 @@ class TreeAuthor:
 
     def forbids(self, parent: int, token: int) -> bool:
         """Whether a grammar rules out `token` behind a node, if that is live."""
-        return self.guide is not None and parent in self._nodes and not self.guide.allows(parent, token)
+        return self.guide is not None and self.is_live(parent) and not self.guide.allows(parent, token)
 
     def add(self, parent: int, token: int, score: float, source: int) -> int | None:
         """Append a node. None if its parent is dead, it is an alias, the token is illegal, or the credit is used up.
@@ -139,54 +152,94 @@ class TreeAuthor:
         """
         if not _LEAST <= score <= 0.0:
             raise ValueError(f"edge score {score} is not a finite log-probability")
-        nodes = self._nodes
+        nodes = self._settled() if self._bulk.parents else self._nodes
         above = nodes.get(parent)
         if above is None or len(nodes) > self.credit or not 0 <= token < self._vocab_size:
             return None
-        siblings = self._children[parent]
+        siblings = above[4]
         if token in siblings or self.forbids(parent, token):
             return None
         node_id = self._next_id
         self._next_id += 1
         siblings[token] = node_id
-        node = Node(parent, token, score, source, above[4] + score, above[5] + 1)
-        nodes[node_id] = self._untaken[node_id] = node
-        self._children[node_id] = {}
+        nodes[node_id] = self._untaken[node_id] = _new_node(Node, (parent, token, score, source, {}))
+        summed = self._sums.get(parent)
+        if summed is not None:
+            self._sums[node_id] = summed[0] + score, summed[1] + 1
         return node_id
+
+    def extend(self, parents: list[int], tokens: list[int], scores: list[float], source: int) -> int | None:
+        """Append nodes of consecutive ids at once, and return the first; a parent may be one of them that comes before.
+
+        None, and nothing is changed, if `add` would refuse one of them or a guide is to be asked. That none is an alias
+        is the caller's to know.
+        """
+        first, bulk, count = self._next_id, self._bulk, len(tokens)
+        late = first - len(bulk.parents)
+        if self.guide is not None or not 0 < count <= self.credit - self.num_live:
+            return None
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return None
+        if not (max(scores) <= 0.0 and sum(scores) >= _LEAST):  # a sum is finite only if all of them are
+            return None
+        if not self._nodes.keys() >= {parent for parent in parents if not late <= parent < first + count}:
+            return None
+        bulk.parents.extend(parents)
+        bulk.tokens.extend(tokens)
+        bulk.scores.extend(scores)
+        bulk.sources.extend(repeat(source, count))
+        self._next_id += count
+        return first
 
     def child(self, parent: int, token: int) -> int | None:
         """Id of the live child of `parent` that holds `token`."""
-        return self._children.get(parent, {}).get(token)
+        above = self._settled().get(parent)
+        return None if above is None else above.below.get(token)
 
     def children(self, node_id: int) -> dict[int, int]:
         """Token to id of a live node's children; not to be changed."""
-        return self._children[node_id]
+        return self._settled()[node_id].below
 
     def node(self, node_id: int) -> Node:
         """A live node. Raises KeyError for a dead one."""
-        return self._nodes[node_id]
+        node = self._nodes.get(node_id)
+        return self._settled()[node_id] if node is None else node
 
     def live_ids(self) -> list[int]:
         """Ids of the live nodes, the root included, in id order."""
-        return sorted(self._nodes)
+        return list(self._settled())
 
     def is_live(self, node_id: int) -> bool:
         """Whether the node is the root or below it."""
-        return node_id in self._nodes
+        return node_id in self._nodes or self._first_late <= node_id < self._next_id
 
     def depth(self, node_id: int) -> int:
         """Draft tokens from the root to the node."""
-        return self._nodes[node_id].depth - self._nodes[self.root].depth
+        return self.from_start(node_id)[1] - self._sums[self.root][1]
 
     def path_score(self, node_id: int) -> float:
         """Sum of the edge scores from the root to the node."""
-        return self._nodes[node_id].path_score - self._nodes[self.root].path_score
+        return self.from_start(node_id)[0] - self._sums[self.root][0]
+
+    def from_start(self, node_id: int) -> tuple[float, int]:
+        """Sum of the edge scores from node 0 of the epoch to a live node, and draft tokens from there."""
+        sums = self._sums
+        if node_id in sums:
+            return sums[node_id]
+        nodes, walked = self._settled(), []
+        while node_id not in sums:
+            walked.append(node_id)
+            node_id = nodes[node_id].parent
+        score, depth = sums[node_id]
+        for below in reversed(walked):
+            score, depth = sums[below] = score + nodes[below].score, depth + 1
+        return score, depth
 
     def path(self, node_id: int) -> list[int]:
         """Draft tokens from below the root to the node."""
-        tokens = []
+        tokens, nodes = [], self._settled()
         while node_id != self.root:
-            node = self._nodes[node_id]
+            node = nodes[node_id]
             tokens.append(node.token)
             node_id = node.parent
         tokens.reverse()
@@ -200,32 +253,45 @@ class TreeAuthor:
     @property
     def has_untaken(self) -> bool:
         """Whether `take` has nodes to give."""
-        return bool(self._untaken)
+        return bool(self._untaken) or self._num_told < len(self._bulk.parents)
 
     def take(self, max_nodes: int) -> Grow | None:
         """What verify has not been told, in one message of consecutive ids; call again until None.
 
         Without new nodes, an unacknowledged commit yields an empty message.
         """
-        length = len(self.tokens)
-        if not self._untaken:
-            if self._acked_len == length:
-                return None
-            self._acked_len = length
-            return Grow(self.request, self.epoch, self.base_len, length, self._next_id)
-        first, nodes = self._next_run(max_nodes)
+        length, acked = len(self.tokens), self._acked_len
         self._acked_len = length
-        parents, token_ids, scores, sources = list(zip(*nodes, strict=True))[:4]
+        if self._num_told < len(self._bulk.parents):
+            if not self._untaken:
+                return self._take_bulk(max_nodes)
+            self._settled()
+        if not self._untaken:
+            return None if acked == length else Grow(self.request, self.epoch, self.base_len, length, self._next_id)
+        first, nodes = self._next_run(max_nodes)
+        parents, tokens, scores, sources, _ = zip(*nodes, strict=True)
+        return self._grow(first, parents, tokens, scores, sources)
+
+    def _take_bulk(self, max_nodes: int) -> Grow:
+        bulk, start = self._bulk, self._num_told
+        first, self._num_told = self._first_late + start, min(start + max_nodes, len(bulk.parents))
+        taken = slice(start, self._num_told)
+        return self._grow(first, bulk.parents[taken], bulk.tokens[taken], bulk.scores[taken], bulk.sources[taken])
+
+    def _grow(
+        self, first: int, parents: Sequence[int], tokens: Sequence[int], scores: Sequence[float], sources: Sequence[int]
+    ) -> Grow:
+        count = len(parents)  # `fromiter` takes half the time of `array`
         return Grow(
             request=self.request,
             epoch=self.epoch,
             base_len=self.base_len,
-            acked_len=length,
+            acked_len=len(self.tokens),
             first_id=first,
-            parents=np.array(parents, np.uint32),
-            token_ids=np.array(token_ids, np.int32),
-            scores=np.array(scores, np.float32),
-            sources=np.array(sources, np.uint8),
+            parents=np.fromiter(parents, np.uint32, count),
+            token_ids=np.fromiter(tokens, np.int32, count),
+            scores=np.fromiter(scores, np.float32, count),
+            sources=np.fromiter(sources, np.uint8, count),
         )
 
     def _next_run(self, max_nodes: int) -> tuple[int, list[Node]]:
@@ -245,20 +311,58 @@ class TreeAuthor:
         self.base_len = self.committed_len
         self.root = 0
         self._next_id = 1
-        self._nodes: dict[int, Node] = {0: Node(-1, self.tokens[-1], 0.0, 0, 0.0, 0)}
-        self._children: dict[int, dict[int, int]] = {0: {}}
+        self._nodes: dict[int, Node] = {0: Node(-1, self.tokens[-1], 0.0, 0, {})}
         self._untaken: dict[int, Node] = {}
+        self._sums: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # see `from_start`
+        self._clear_bulk()
+
+    def _clear_bulk(self) -> None:
+        self._bulk = _Bulk([], [], [], [])
+        self._num_told = 0
+
+    @property
+    def _first_late(self) -> int:
+        """Id of the first node that is in `_bulk` and not in `_nodes`."""
+        return self._next_id - len(self._bulk.parents)
+
+    def _settled(self) -> dict[int, Node]:
+        """All live nodes."""
+        if self._bulk.parents:
+            first = self._first_late + self._num_told
+            self._bring_bulk(self._nodes)
+            self._untaken.update((node_id, self._nodes[node_id]) for node_id in range(first, self._next_id))
+        return self._nodes
+
+    def _bring_bulk(self, nodes: dict[int, Node], start: int = 0) -> None:
+        """What was appended in bulk below these nodes is among them from now on, and the rest is dead.
+
+        `start`: how many of them cannot be below.
+        """
+        columns = [column[start:] for column in self._bulk] if start else self._bulk
+        ids = range(self._first_late + start, self._next_id)
+        for node_id, parent, token, score, source in zip(ids, *columns, strict=True):
+            if parent in nodes:
+                nodes[parent][4][token] = node_id
+                nodes[node_id] = _new_node(Node, (parent, token, score, source, {}))
+        self._clear_bulk()
 
     def _walk(self, tokens: list[int]) -> list[int] | None:
         """Node ids along the committed tokens from the root, or None where the tree lacks one."""
-        walked = []
-        node_id = self.root
-        for token in tokens:
-            below = self._children[node_id].get(token)
-            if below is None:
-                return None
-            walked.append(below)
-            node_id = below
+        nodes, bulk, late = self._nodes, self._bulk, self._first_late
+        walked, node_id, at = [], self.root, 0
+        try:
+            for token in tokens:
+                node = nodes.get(node_id)
+                below = None if node is None else node[4].get(token)
+                if below is None:  # parents come before their children
+                    at = bulk.parents.index(node_id, at)
+                    while bulk.tokens[at] != token:
+                        at = bulk.parents.index(node_id, at + 1)
+                    below = late + at
+                walked.append(below)
+                node_id = below
+        except ValueError:
+            return None
         return walked
 
     def _lost(self, commit: Commit, root: int) -> bool:
@@ -266,17 +370,28 @@ class TreeAuthor:
         return commit.epoch == self.epoch and commit.received_through >= root and commit.resolved_root != root
 
     def _reroot(self, walked: list[int]) -> None:
-        self.root = walked[-1]
-        old_nodes, old_children = self._nodes, self._children
-        nodes: dict[int, Node] = {}
-        children: dict[int, dict[int, int]] = {}
-        stack = [self.root]
-        for node_id in stack:
-            nodes[node_id] = old_nodes[node_id]
-            children[node_id] = below = old_children[node_id]
-            if below:
-                stack += below.values()
-        self._nodes, self._children = nodes, children
+        if self.has_untaken:
+            self._settled()
+        old, late = self._nodes, self._first_late
+        score, depth = self._sums[self.root]
+        for node_id in walked:
+            edge = old[node_id].score if node_id < late else self._bulk.scores[node_id - late]
+            score, depth = score + edge, depth + 1
+        self.root = root = walked[-1]
+        if root < late:
+            nodes = {root: old[root]}
+            for node_id, node in old.items():  # parents come before their children
+                if node[0] in nodes:
+                    nodes[node_id] = node
+        else:
+            at, bulk = root - late, self._bulk
+            nodes = {root: Node(bulk.parents[at], bulk.tokens[at], bulk.scores[at], bulk.sources[at], {})}
+        self._nodes = nodes
+        if self._bulk.parents:
+            self._bring_bulk(nodes, max(root + 1 - late, 0))
+        known = self._sums.items() if len(self._sums) > 1 else ()
+        self._sums = {node_id: summed for node_id, summed in known if node_id in nodes}
+        self._sums[root] = score, depth
         if self._untaken:
             # Committed nodes that were never sent still are: verify cannot resolve its commit without them.
             keep = nodes.keys() | set(walked)

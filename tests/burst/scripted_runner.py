@@ -7,6 +7,7 @@ ancestors that are not visible, slots filled twice, pages that are missing, feat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from scripted_rows import Model, Row, check, feature_of
@@ -78,6 +79,10 @@ class ScriptedRunner:
         self.first_tokens: dict[int, int] = {}
         """By row, the token without KV of a drafter of features; the test knows it."""
         self._first_token = first_token
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """See BurstRunner."""
+        return nullcontext()
 
     def open(self, row: int, sampling: SamplingParams) -> None:
         check(0 <= row < self.shape.num_rows and row not in self.rows, f"row {row} is not free")

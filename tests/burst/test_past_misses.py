@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
@@ -54,6 +55,27 @@ def test_a_request_that_misses_again_before_its_root_was_run_waits_for_that() ->
     assert request.held() and other.held()
     request.check()
     other.check()
+
+
+def test_requests_whose_committed_tokens_do_not_fit_at_once_are_given_them_by_later_parts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig, requests = grown((1, 2, 3, 4), max_width=8)
+    bursts = len(rig.runner.bursts)
+    rig.runner.pending.ready = False  # type: ignore[union-attr]
+    for request in requests:
+        rig.commit(request.number, [39, 38, 37, 36, 35], credit=60)
+    with caplog.at_level(logging.ERROR, "draft_service"):
+        rig.turn()
+        rig.runner.pending.ready = True  # type: ignore[union-attr]
+        for _ in range(8):
+            rig.turn()
+        assert len(rig.runner.bursts) == bursts
+        rig.settle()
+    assert not caplog.records
+    for request in requests:
+        assert request.held()
+        request.check()
 
 
 def test_a_burst_lands_when_it_has_no_place_for_more_committed_tokens() -> None:

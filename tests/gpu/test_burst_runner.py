@@ -170,7 +170,7 @@ def test_built_from_options(folder: Path) -> None:
     options = DraftOptions(max_requests=4, max_total_tokens=2048, speculative_eagle_topk=4)
     runner = build_runner(draft(folder, "plain", torch.bfloat16, "cuda"), options)
     assert isinstance(runner, CudaRunner)
-    assert (runner.shape.num_rows, runner.shape.region, runner.shape.num_pages) == (4, 512, 64)
+    assert (runner.shape.num_rows, runner.shape.region, runner.shape.num_pages) == (4, 768, 64)
     host = Host(runner, draft(folder, "plain", torch.float32, "cpu"), TOLERANCE[torch.bfloat16])
     host.open(1, prompt(30))
     assert len(host.step(8, 64)) > 100

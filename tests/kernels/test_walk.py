@@ -216,7 +216,7 @@ def check_lossy(cases: list[Case], vocab_size: int, seed: int, device: str, cand
         assert out.accepted[row, : len(accepted)].tolist() == [trial.index(row, node) for node in accepted]
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=st.lists(lossy_trees(), min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_lossy_walks_equal_the_rule(device: str, cases: list[Case], seed: int) -> None:
     check_lossy(cases, VOCAB, seed, device)

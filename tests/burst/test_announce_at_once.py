@@ -1,0 +1,93 @@
+"""Nodes that are appended to the authors at once are told as they would be one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from growth_rig import GOES_ON, VOCAB, Rig, continuation
+
+from draft_service.burst.announce import Announcer
+from outrider.tree.author import TreeAuthor
+from outrider.tree.messages import Grow
+
+
+class Notes:
+    """What was said, and how often nodes were appended at once."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.num_batches = 0
+
+
+def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_once: bool, **shape: int) -> Notes:
+    """What a service tells of requests with changing credits, commits, pauses and misses."""
+    notes, extend = Notes(), TreeAuthor.extend
+
+    def counted(author: TreeAuthor, *columns: Any) -> int | None:
+        first = extend(author, *columns) if at_once else None
+        notes.num_batches += first is not None
+        return first
+
+    rig, luck = Rig(**shape), random.Random(seed)
+    deliver = rig.deliver
+
+    def note() -> None:
+        for one in rig.peer.received:
+            assert isinstance(one, Grow)
+            columns = [part.tolist() for part in (one.parents, one.token_ids, one.scores, one.sources)]
+            notes.said.append((one.request, one.epoch, one.base_len, one.acked_len, one.first_id, columns))
+        deliver()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeAuthor, "extend", counted)
+        patch.setattr(rig, "deliver", note)
+        for number in range(num_requests):
+            rig.open(number, [1, 2, 3 + number], credit=luck.choice((8, 24, 300)))
+        for _ in range(30):
+            number = luck.randrange(num_requests)
+            tokens = rig.open_requests[number].tokens
+            match luck.randrange(6):
+                case 0:
+                    rig.commit(number, [luck.randrange(VOCAB)], credit=luck.choice((4, 24, 300)))
+                case 1 | 2:
+                    rig.commit(number, continuation(tokens, 2, luck), credit=luck.choice((4, 24, 300)))
+                case 3:
+                    rig.pause(number)
+                    rig.turn(wait=False)
+                    rig.resume(number, credit=luck.choice((4, 24)))
+                case _:
+                    rig.turn(wait=luck.random() < 0.5)
+        rig.settle()
+    for request in rig.open_requests.values():
+        request.check()
+    return notes
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize("shape", [{}, GOES_ON])
+def test_verify_is_told_the_same(monkeypatch: pytest.MonkeyPatch, num_requests: int, shape: dict[str, int]) -> None:
+    for seed in range(8):
+        one, other = (told(monkeypatch, num_requests, seed, at_once=way, **shape) for way in (True, False))
+        assert one.said == other.said
+        assert one.num_batches and not other.num_batches
+
+
+def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(**GOES_ON)
+    rig.open(1, [1, 2, 3], credit=300)
+    nodes, run, counts = rig.growth._forest.entries.nodes, Announcer.run, list[int]()
+
+    def watched(announcer: Announcer, *_: Any) -> None:
+        for most in (5, 0):
+            queue, before = announcer._queue, rig.requests.growth.num_live
+            run(announcer, 0.0, lambda: False, most)
+            counts.append(rig.requests.growth.num_live - before)
+            assert counts[-1] == min(len(queue), most or 64), "it is late already"
+            assert (nodes[queue[: counts[-1]]] > 0).all() and (nodes[queue[counts[-1] :]] == -1).all()
+
+    monkeypatch.setattr(Announcer, "run", watched)
+    rig.settle()
+    assert 5 in counts and max(counts) > 5
+    rig.open_requests[1].check()
