@@ -81,28 +81,28 @@ class Costs:
     """A forward of prompts, on host and device."""
     plan: float = 0.03
     """To see whether there is anything to launch; the rest of it is in `launch`."""
-    launch: float = 0.27
+    launch: float = 0.22
     """Of the host for a burst; `launch_step` of each step, also where it goes on."""
     launch_row: float = 0.012
     launch_step: float = 0.005
-    go_on: float = 0.06
+    go_on: float = 0.07
     go_on_roots: float = 0.03
     go_on_row: float = 0.003
-    more: float = 0.009
-    more_row: float = 0.001
-    roots: float = 0.04
+    more: float = 0.004
+    more_row: float = 0.0005
+    roots: float = 0.004
     """What the device is to be told of new roots, whether there are any or not."""
-    roots_row: float = 0.0053
-    merge: float = 0.06
+    roots_row: float = 0.001
+    merge: float = 0.05
     merge_row: float = 0.003
-    follow: float = 0.17
+    follow: float = 0.12
     """Following commits, and `follow_row` of each of them; `reach` to find its path while a burst runs."""
     follow_row: float = 0.02
     reach: float = 0.015
     look: float = 0.007
-    prepare: float = 0.075
-    prepare_row: float = 0.0115
-    append: float = 0.004
+    prepare: float = 0.03
+    prepare_row: float = 0.01
+    append: float = 0.0008
     """Of a node."""
     say: float = 0.015
     """Of a message to verify."""

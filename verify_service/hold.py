@@ -11,7 +11,9 @@ from verify_service.health import PROMISE_NODES, Wait
 from verify_service.link import Link
 
 MIN_GAIN = 1.02
-"""Holding must promise this much more tokens per second: estimates are no better than that."""
+"""Holding must promise this much more tokens per second of a draft that shares its cores with rounds: what it takes
+then is known no better than that. One with a device of its own is waited for where that costs nothing: as many tokens
+per second take fewer rounds."""
 
 _COUNTS = np.arange(1, PROMISE_NODES + 1)
 
@@ -34,6 +36,7 @@ class HoldPolicy:
         self._max_seconds = max_seconds
         self._lockstep = lockstep
         self._turns = turns
+        self._min_gain = MIN_GAIN if turns else 1.0
 
     def seconds(self, awaited: Sequence[Link], num_tokens: int, choice: Choice, beside: float = 0.0) -> float:
         """How long to wait at most, from now; 0 means not at all.
@@ -61,7 +64,7 @@ class HoldPolicy:
 
         In rounds of many requests some nearly always await something, and the device has nothing to do meanwhile.
         """
-        rate = MIN_GAIN * self._rate(choice, 0.0)
+        rate = self._min_gain * self._rate(choice, 0.0)
         most = (choice.expected + sum(link.most_gain for link in awaited)) / rate - choice.seconds
         return all(most <= link.least_seconds for link in awaited)
 
@@ -79,7 +82,7 @@ class HoldPolicy:
         then = np.array(seconds)[promised] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
-        rate = MIN_GAIN * self._rate(choice, sum(wait.found * wait.gain for wait in real))
+        rate = self._min_gain * self._rate(choice, sum(wait.found * wait.gain for wait in real))
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0

@@ -186,21 +186,31 @@ def test_texts_are_the_targets_whatever_is_drafted_and_drafts_make_them_faster()
 
 
 def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    add, known = TreeAuthor.add, dict[tuple[int, ...], Any]()
+    add, extend, known = TreeAuthor.add, TreeAuthor.extend, dict[tuple[int, ...], Any]()
 
     def state(tokens: tuple[int, ...]) -> Any:
         if tokens not in known:
             known[tokens] = LANGUAGE.states(state(tokens[:-1]), tokens[-1:]) if tokens else ORIGIN
         return known[tokens]
 
-    def check(author: TreeAuthor, parent: int, token: int, score: float, source: int) -> int | None:
+    def check(author: TreeAuthor, parent: int, token: int, score: float) -> None:
         if author.is_live(parent):
             tokens, chances = LANGUAGE.candidates(state((*author.tokens, *author.path(parent))))
             place = tokens[0].tolist().index(token)
             assert score == pytest.approx(float(np.log(chances[0, place])), abs=1e-4)
+
+    def check_one(author: TreeAuthor, parent: int, token: int, score: float, source: int) -> int | None:
+        check(author, parent, token, score)
         return add(author, parent, token, score, source)
 
-    monkeypatch.setattr(TreeAuthor, "add", check)
+    def check_all(author: TreeAuthor, *columns: Any) -> int | None:
+        first = extend(author, *columns)
+        for node in zip(*columns[:3], strict=True):  # parents may be among them
+            check(author, *node)
+        return first
+
+    monkeypatch.setattr(TreeAuthor, "add", check_one)
+    monkeypatch.setattr(TreeAuthor, "extend", check_all)
     _, figures = simulate(tokens=48)
     assert figures["commits_hit_per_s"] > figures["commits_miss_per_s"] > 0
 

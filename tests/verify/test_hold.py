@@ -251,13 +251,13 @@ def test_a_lockstep_engine_takes_a_fixed_number_of_nodes_in_every_round() -> Non
 
 
 def test_credit_follows_what_rounds_take_and_stays_within_a_tree(peer: Peer) -> None:
-    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) == 16
-    assert peer.drafts.credit(peer.request, share=1, num_nodes=9) == 36
-    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) < 36
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) == 32
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=7) == 56
+    assert peer.drafts.credit(peer.request, share=1, num_nodes=1) < 56
     assert peer.drafts.credit(peer.request, share=63, num_nodes=60) == 64
     for _ in range(40):
         last = peer.drafts.credit(peer.request, share=1, num_nodes=0)
-    assert last == 16
+    assert last == 32
 
 
 @pytest.mark.parametrize("delay", [0.03, 0.3])

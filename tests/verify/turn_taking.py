@@ -17,7 +17,7 @@ from scripted_peer import Clock, Recorder, request
 from outrider.tree.author import Outcome, TreeAuthor
 from outrider.tree.messages import Commit, DraftMessage, Open, VerifyMessage
 from verify_service.budget import Budget, CostModel
-from verify_service.drafts import Drafts
+from verify_service.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.forest import Forest
 from verify_service.hold import HoldPolicy
 
@@ -50,7 +50,7 @@ class TurnTaking:
         self.held = 0.0
         self.num_held = self.num_rounds = 0
         self._machine, self._wait, self._longest = machine, wait, longest
-        self._drafts = Drafts(VOCAB, max_nodes=64, clock=self.clock, turns=True)
+        self._drafts = Drafts(VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, turns=True)
         self._budget = Budget(CostModel(machine.rounds, WIDTHS), 15)
         self._policy = HoldPolicy(self._budget, longest, turns=True)
         self._random = random.Random(7)
