@@ -363,9 +363,8 @@ class Host:
         mapped = self.model.target_ids
         ids = np.arange(len(logits)) if mapped is None else mapped.cpu().numpy()
         scale, temperature = self.model.edge_scale, sampling.temperature
-        if temperature:
-            noise = gumbel(sampling.seed, sampling.choice_index, node.position + 1, ids)
-            logits = scale.log_q * logits + scale.noise * temperature * torch.from_numpy(noise)
+        noise = gumbel(sampling.seed, sampling.choice_index, node.position + 1, ids)
+        logits = scale.log_q * logits + scale.noise * temperature * torch.from_numpy(noise)
         scores, order = logits.log_softmax(-1).sort(descending=True)
         count = self.runner.shape.branching
         return ids[order[:count].numpy()].tolist(), scores[:count].numpy()

@@ -34,8 +34,8 @@ def grown(cluster: Cluster) -> dict[str, float]:
 
 
 async def test_head_and_n_grams_grow_one_tree_and_change_no_token(default_cluster: Cluster) -> None:
-    plain = await generate(default_cluster, chat(QUESTION, speculate=False, max_tokens=60))
-    drafted = await generate(default_cluster, chat(QUESTION, max_tokens=60))
+    plain = await generate(default_cluster, chat(QUESTION, speculate=False, max_tokens=40))
+    drafted = await generate(default_cluster, chat(QUESTION, max_tokens=40))
     assert drafted.token_ids == plain.token_ids
     nodes = grown(default_cluster)
     assert {"eagle3", "ngram"} <= set(nodes) and nodes["eagle3"] > 0

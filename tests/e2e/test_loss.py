@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -12,11 +13,19 @@ from client import COPY_PROMPT, Answer, chat, generate, stream
 
 from outrider.cli.cluster import Cluster
 
+MAX_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster) -> Answer:
+    """What decoding without drafts gives."""
+    return asyncio.run(generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=MAX_TOKENS)))
+
 
 async def disturbed(cluster: Cluster, after: int, disturb: Callable[[], None]) -> Answer:
     """An answer with something happening once `after` tokens have come."""
     answer, done = Answer(), False
-    async for response in stream(cluster, chat(COPY_PROMPT, max_tokens=60)):
+    async for response in stream(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS)):
         answer.take(response)
         if not done and len(answer.token_ids) >= after:
             disturb()
@@ -33,30 +42,27 @@ async def accepts_again(cluster: Cluster) -> bool:
     return False
 
 
-async def test_a_killed_draft_costs_no_token_and_speculation_resumes(cluster: Cluster) -> None:
-    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+async def test_a_killed_draft_costs_no_token_and_speculation_resumes(cluster: Cluster, plain: Answer) -> None:
     got = await disturbed(cluster, 10, cluster.draft.kill)
     assert got.token_ids == plain.token_ids and got.text == plain.text
-    without = await generate(cluster, chat(COPY_PROMPT, max_tokens=60))
+    without = await generate(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS))
     assert without.token_ids == plain.token_ids
     cluster.restart("draft")
     assert await accepts_again(cluster)
 
 
-async def test_a_stopped_draft_costs_no_token_and_speculation_resumes(cluster: Cluster) -> None:
-    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+async def test_a_stopped_draft_costs_no_token_and_speculation_resumes(cluster: Cluster, plain: Answer) -> None:
     try:
         got = await disturbed(cluster, 10, cluster.draft.pause)
         assert got.token_ids == plain.token_ids
-        after = await generate(cluster, chat(COPY_PROMPT, max_tokens=60))
+        after = await generate(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS))
         assert after.token_ids == plain.token_ids
     finally:
         cluster.draft.resume()
     assert await accepts_again(cluster)
 
 
-async def test_a_draft_killed_and_restarted_within_one_stream_costs_no_token(cluster: Cluster) -> None:
-    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=60))
+async def test_a_draft_killed_and_restarted_within_one_stream_costs_no_token(cluster: Cluster, plain: Answer) -> None:
     got = await disturbed(cluster, 10, lambda: cluster.restart("draft"))
     assert got.token_ids == plain.token_ids
 

@@ -60,9 +60,21 @@ def test_edges_are_chances_at_the_ends_of_the_range(scale: EdgeScale, temperatur
     assert (scores.exp().sum(1) <= 1 + 1e-5).all()
 
 
-def test_edges_of_a_low_temperature_come_near_those_without_noise() -> None:
-    scale = EdgeScale(log_q=1.0, noise=1.05)
+@pytest.mark.parametrize("scale", [EdgeScale(), HEAD_SCALE])
+def test_edges_of_a_low_temperature_come_near_those_without_noise(scale: EdgeScale) -> None:
     logits = np.random.default_rng(4).normal(0, 3, (4, SIZE)).astype(np.float32)
     torch.testing.assert_close(
         proposed(scale, 1e-4, logits, 1)[1], proposed(scale, 0.0, logits, 1)[1], atol=5e-3, rtol=0
     )
+
+
+def test_the_best_edge_is_its_chance_to_be_the_targets_likeliest() -> None:
+    # As above, but greedily: the target's likeliest token is never drawn.
+    random = np.random.default_rng(5)
+    drafted = random.normal(0, 2, (PLACES, SIZE)).astype(np.float32)
+    taken = (drafted + SPREAD * random.gumbel(size=drafted.shape)).argmax(1)
+
+    tokens, scores = proposed(EdgeScale(1 / SPREAD, 1 / SPREAD), 0.0, drafted, 7)
+
+    found = float((tokens[:, 0].numpy() == taken).mean())
+    assert float(scores[:, 0].exp().mean()) == pytest.approx(found, abs=0.05)

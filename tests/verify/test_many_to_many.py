@@ -99,7 +99,7 @@ def test_a_verify_survives_the_loss_of_one_of_its_drafts(stack: ExitStack, folde
     wait_until(lambda: metric(drafts[1].metrics_url("draft"), "outrider_draft_commits_total") > before)
 
 
-@pytest.mark.parametrize("drain_seconds", [0.0, 20.0])
+@pytest.mark.parametrize("drain_seconds", [pytest.param(0.0, marks=pytest.mark.slow), 20.0])
 def test_a_draft_is_replaced_by_one_with_another_drafter_while_streams_run(
     stack: ExitStack, folder: Path, tmp_path: Path, drain_seconds: float
 ) -> None:
