@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from simulate_world import BRANCHING, ORIGIN, VOCAB, Actor, Costs, Language
+from simulate_language import BRANCHING, ORIGIN, VOCAB, Language
+from simulate_world import Actor, Costs
 
 import draft_service.burst.announce as announce
 import draft_service.burst.growth as growth
@@ -138,7 +139,7 @@ class Pool:
         self._scores[chosen] = -np.inf
         picked[:count], slots[:count] = chosen, nodes[4]
         tokens[:count], chances = self._memory.language.candidates(self._memory.states[nodes[0], nodes[4]])
-        edges[:count] = np.log(chances)
+        edges[:count] = self._memory.language.scores(chances)
         end = first + count * branching
         rows, positions = self._entries[0, chosen], self._entries[3, chosen]
         for field, values in ((0, rows), (1, nodes[4]), (3, positions + 1)):

@@ -4,7 +4,7 @@ What is run is the project's own code: growth, rosters and forests of the draft;
 mirrors of verify. Time alone is invented: devices take what they were measured to take, and so does host work, charged
 phase by phase (`simulate_world.Costs`, each of which `--cost` changes). So the effect of a rule or of a faster phase on
 tokens per second can be seen in a minute on a CPU, without noise. Agreement of the models is that of SmolLM2 and its
-0.10-noise copy (`simulate_world.Language`).
+0.10-noise copy (`simulate_language.Language`).
 
 python benchmarks/simulate_split.py --batch 1 16 --answers 32
 python benchmarks/simulate_split.py --batch 16 --cost host=0.5 --set launch._ROW_WIDTH=6
@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from report import Row, cpu_name, write_report
 from simulate_draft import DraftService
-from simulate_world import VOCAB, Actor, Costs, Language, Notes, VerifyInbox, World
+from simulate_language import VOCAB, Language
+from simulate_world import Actor, Costs, Notes, VerifyInbox, World
 
 import draft_service.burst.announce as announce
 import draft_service.burst.growth as growth
@@ -347,6 +348,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with other texts")
     parser.add_argument("--cost", nargs="*", default=[], help="name=ms: see simulate_world.Costs")
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
+    parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     told = parser.parse_args()
     for change in told.set:
@@ -356,7 +358,8 @@ def main() -> None:
     rows: list[Row] = []
     for batch in told.batch:
         answers = told.answers or (6 if batch == 1 else 2 * batch)
-        scene = Scene(batch, answers, told.tokens, costs=parse_costs(told.cost))
+        language = Language(flatten=told.flatten)
+        scene = Scene(batch, answers, told.tokens, costs=parse_costs(told.cost), language=language)
         scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
         runs = [Simulation(one).run() for one in scenes]
         plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]

@@ -1,4 +1,4 @@
-"""A world in virtual time: two actors that exchange messages, costs, a language of both models, and what is noted.
+"""A world in virtual time: two actors that exchange messages, costs, and what is noted.
 
 Either actor runs on a thread of its own, one at a time; the other has stopped at a time that it has reached. Nobody
 sees a message before it arrives, and nobody goes further than the other could still send to. See `simulate_split.py`.
@@ -24,20 +24,8 @@ from verify_service.inbox import Action
 from verify_service.round import Entry
 from verify_service.submission import Update
 
-UInt64s = NDArray[np.uint64]
-
-VOCAB = 49152
-BRANCHING = 8
-_STRIDE = 997
-"""Between a position's candidates, as token ids."""
-_U = np.uint64
 _USUAL_LEARN = 0.05
 """As verify's metrics have it."""
-_SPREAD = _U(0x9E3779B97F4A7C15)
-_FLUENT = _U(1)
-"""The bit of a state that says whether it is part of a fluent stretch."""
-ORIGIN = np.zeros(1, np.uint64)
-"""State before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,80 +243,6 @@ class Actor:
         self.baton.acquire()
         if self._world.over:
             raise OverError
-
-
-def _mix(values: UInt64s) -> UInt64s:
-    values = (values ^ (values >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> _U(27))) * _U(0x94D049BB133111EB)
-    return values ^ (values >> _U(31))
-
-
-def _chance(values: UInt64s) -> NDArray[np.float64]:
-    drawn: NDArray[np.float64] = (values >> _U(11)).astype(np.float64) * 2.0**-53
-    return drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Language:
-    """What follows a path of tokens: the draft's candidates with their true chances, and the target's choice of them.
-
-    All is drawn from a hash of the path, its state. A position is likely, open or flat, by chance, but in fluent
-    stretches, which last: a state is of such a one as the one before was, or drawn anew with a chance of `switch`. The
-    defaults do about what the 0.10-noise copy of SmolLM2-135M was measured to do: right in 73 % of the positions, 94 %
-    within four and 98 % within eight, and accepted by lockstep trees as often, depth by depth.
-    """
-
-    fluent: float = 0.20
-    switch: float = 0.1
-    shares: tuple[float, float] = (0.28, 0.62)
-    """Of likely positions, and of likely and open ones."""
-    low: tuple[float, float, float, float] = (0.95, 0.40, 0.28, 0.97)
-    high: tuple[float, float, float, float] = (1.0, 1.0, 0.55, 1.0)
-    """Bounds of the first candidate's chance: likely, open, flat, fluent."""
-    tail: tuple[float, ...] = (0.46, 0.21, 0.115, 0.055, 0.037, 0.028, 0.018)
-    """Parts of what is left that the others have."""
-
-    def follow(self, states: UInt64s, tokens: NDArray[Any]) -> UInt64s:
-        """States one token further."""
-        drawn = _mix((states >> _U(1)) * _SPREAD + tokens.astype(np.uint64) + _U(1))
-        fresh = (_chance(_mix(drawn ^ _U(0x2222))) < self.fluent).astype(np.uint64)
-        fluent = np.where(_chance(_mix(drawn ^ _U(0x1111))) < self.switch, fresh, states & _FLUENT)
-        return (drawn & ~_FLUENT) | fluent
-
-    def candidates(self, states: UInt64s) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Tokens and their chances, [N, BRANCHING] each, likeliest first."""
-        kinds = np.searchsorted(self.shares, _chance(_mix(states ^ _U(0x6666))))
-        kinds[(states & _FLUENT) > 0] = 3
-        low, high = np.array(self.low)[kinds], np.array(self.high)[kinds]
-        first = low + (high - low) * _chance(_mix(states ^ _U(0x3333))) - 1e-6
-        chances = np.concatenate([first[:, None], (1 - first)[:, None] * self.tail], axis=1)
-        chances = -np.sort(-chances, axis=1)
-        base = (_mix(states ^ _U(0x4444)) % _U(VOCAB)).astype(np.int64)
-        tokens = (base[:, None] + _STRIDE * np.arange(BRANCHING)) % VOCAB
-        return tokens.astype(np.int32), chances
-
-    def choose(self, state: UInt64s) -> tuple[int, int]:
-        """The target's token behind one state, [1], and which of the candidates it is; BRANCHING if none of them."""
-        tokens, chances = self.candidates(state)
-        rank = int(np.count_nonzero(chances[0].cumsum() <= _chance(_mix(state ^ _U(0x5555)))[0]))
-        return (int(tokens[0, 0]) + _STRIDE * rank) % VOCAB, rank
-
-    def states(self, before: UInt64s, tokens: Sequence[int]) -> UInt64s:
-        """[N] states after each of the tokens that follow one state, [1]."""
-        states = []
-        for token in tokens:
-            before = self.follow(before, np.array([token]))
-            states.append(before[0])
-        return np.array(states, np.uint64)
-
-    def text(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What the target says behind a prompt."""
-        state = self.states(ORIGIN, prompt)[-1:]
-        text: list[int] = []
-        for _ in range(count):
-            text.append(self.choose(state)[0])
-            state = self.follow(state, np.array(text[-1:]))
-        return text
 
 
 class VerifyInbox:

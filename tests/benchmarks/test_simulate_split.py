@@ -15,7 +15,8 @@ sys.path.insert(0, str(FOLDER))
 
 from simulate_draft import Memory, Pool  # noqa: E402
 from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
-from simulate_world import BRANCHING, ORIGIN, VOCAB, Language, World  # noqa: E402
+from simulate_language import BRANCHING, ORIGIN, VOCAB, Language  # noqa: E402
+from simulate_world import World  # noqa: E402
 
 from draft_service.burst.buckets import Bucket  # noqa: E402
 from draft_service.burst.buffers import BurstInput, RerootInput  # noqa: E402
@@ -75,6 +76,14 @@ def test_the_language_keeps_the_promise_of_its_chances() -> None:
     assert hits[:, 0].mean() == pytest.approx(0.73, abs=0.04)
     assert hits[:, :4].any(1).mean() == pytest.approx(0.94, abs=0.02)
     assert hits.mean(0) == pytest.approx(chances.mean(0), abs=0.02)
+
+
+def test_scores_of_a_flatter_draft_promise_less_and_keep_their_order() -> None:
+    _, chances = LANGUAGE.candidates(LANGUAGE.states(ORIGIN, range(500)))
+    assert (LANGUAGE.scores(chances) == np.log(chances)).all()
+    flat = np.exp(Language(flatten=1.5).scores(chances))
+    assert flat[:, 0].mean() < chances[:, 0].mean() - 0.1
+    assert (np.diff(flat) <= 0).all() and (flat.sum(1) < 1).all()
 
 
 class Reference:
