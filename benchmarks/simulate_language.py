@@ -56,7 +56,7 @@ class Language:
     tail: tuple[float, ...] = (0.46, 0.21, 0.115, 0.055, 0.037, 0.028, 0.018)
     """Parts of what is left that the others have."""
     flatten: float = 1.0
-    """The draft's scores are of chances to the power of 1 / `flatten`: above 1, those of a draft that promises too little."""
+    """Scores are of chances to the power of 1 / `flatten`: above 1, the draft promises too little."""
 
     def follow(self, states: UInt64s, tokens: NDArray[Any]) -> UInt64s:
         """States one token further."""

@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verify_service.figures import RoundFigures
 from verify_service.inbox import Action
 from verify_service.round import Entry
