@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -45,6 +45,14 @@ class Stream:
                 raise EOFError("the stream has ended")
             self._received = decode_draft(batch)
         return self._received.pop(0)
+
+    async def ended(self) -> grpc.StatusCode:
+        """How the stream ended. gRPC does not tell before all that came has been read."""
+        with suppress(EOFError, grpc.aio.AioRpcError):
+            while True:
+                await self.receive()
+        code: grpc.StatusCode = await self.call.code()
+        return code
 
     async def hello(self) -> DraftMessage:
         await self.send(HELLO)

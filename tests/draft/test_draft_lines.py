@@ -104,8 +104,7 @@ async def hear_out(line: Line[DraftBatch]) -> None:
 
 async def ends(stream: Stream) -> grpc.StatusCode:
     async with asyncio.timeout(20):
-        code: grpc.StatusCode = await stream.call.code()
-        return code
+        return await stream.ended()
 
 
 async def test_trees_grow_on_a_line_and_the_stream_stays_silent(tmp_path: Path) -> None:
