@@ -24,7 +24,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
 from outrider.training.answers import Answers, answer_questions
-from outrider.training.dense import target_states
+from outrider.training.evaluate import read_text
 from outrider.training.evaluation_stage import load_drafter
 from outrider.training.prompts import ChatForm, read_questions
 from outrider.training.rollout import TextDraft
@@ -49,10 +49,7 @@ def count(target: CausalLM, model: DraftModel, answers: Answers, factors: Sequen
     sums: Counter[str] = Counter()
     for number in range(len(answers.categories)):
         token_ids = torch.from_numpy(answers.texts.sequence(number)).long().to(target.device)
-        features = None
-        if model.feature_layers:
-            features = target_states(target, token_ids[None], model.feature_layers)[0][0].to(model.dtype)
-        draft = TextDraft(model, token_ids, features)
+        draft = read_text(target, model, token_ids)
         first = int(answers.texts.prompt_lens[number])
         # Row b is of position b: what it says is the token after b, or for a head after b + 1.
         rows = draft.rows[first - 1 - draft.offset : len(token_ids) - 1 - draft.offset]

@@ -77,10 +77,7 @@ def _measure(
     tree: TreeShape,
 ) -> tuple[Flags, Counts]:
     """What `teacher_forced` gives for an answer, and the accepted nodes [T] of trees."""
-    features = None
-    if model.feature_layers:
-        features = target_states(target, token_ids[None], model.feature_layers)[0][0].to(model.dtype)
-    draft = TextDraft(model, token_ids, features)
+    draft = read_text(target, model, token_ids)
     seed = answers.seeds[number]
     ranking = Ranking(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
     agree = teacher_forced(draft, ranking, depth)
@@ -88,6 +85,15 @@ def _measure(
     # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
     accepts = tree_accepts(draft, ranking, tree, first_root, all_roots=target.device.type == "cuda")
     return agree, accepts.cpu().numpy()
+
+
+@torch.inference_mode()
+def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextDraft:
+    """`model` over a text, int64 [T], with the target's features if it takes any."""
+    features = None
+    if model.feature_layers:
+        features = target_states(target, token_ids[None], model.feature_layers)[0][0].to(model.dtype)
+    return TextDraft(model, token_ids, features)
 
 
 @torch.inference_mode()

@@ -13,8 +13,8 @@ import torch
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from simulate_draft import Memory, Pool  # noqa: E402
 from simulate_language import BRANCHING, ORIGIN, VOCAB, Language  # noqa: E402
+from simulate_pool import Memory, Pool  # noqa: E402
 from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
 from simulate_world import World  # noqa: E402
 
