@@ -305,6 +305,7 @@ class Simulation:
             "accept_length": notes.tokens / max(notes.request_rounds, 1),
             "nodes": notes.drafted_tokens / rounds,
             "hit_rate": notes.hits / max(notes.drafted, 1),
+            "ready_rate": notes.found / max(notes.drafted, 1),
             "rounds": notes.rounds,
             "round_wall_ms": 1e3 * seconds / rounds,
             "gpu_ms": 1e3 * statistics.mean(notes.gpu),

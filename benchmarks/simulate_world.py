@@ -270,6 +270,7 @@ class Notes:
     request_rounds: int = 0
     drafted: int = 0
     hits: int = 0
+    found: int = 0
     held: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     gpu: list[float] = field(default_factory=list)
@@ -295,6 +296,7 @@ class Notes:
         if nodes:
             self.usual += (_USUAL_LEARN if self.usual else 1.0) * (nodes - self.usual)
         self.hits += bool(figures.ready) and figures.ready >= self.usual / 2
+        self.found += bool(figures.ready) and figures.ready >= nodes / 2
 
     def flush(self) -> None:
         """See Observer."""

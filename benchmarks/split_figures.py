@@ -88,6 +88,7 @@ def _ahead(measured: Measured) -> None:
     verify = measured.verify
     drafted = max(verify.counter(f"{_VERIFY}drafted_rounds"), 1)
     measured.add("hit_rate", verify.counter(f"{_VERIFY}hit_rounds") / drafted, "ratio")
+    measured.add("ready_rate", verify.counter(f"{_VERIFY}ready_rounds") / drafted, "ratio")
     measured.add("ready_draft_tokens", verify.histogram(f"{_VERIFY}ready_draft_tokens").mean, "tokens")
     _times(measured, "hit_wait_ms", verify.histogram(f"{_VERIFY}hit_wait_seconds"), (50, 90, 99))
     _times(measured, "draft_answer_ms", verify.histogram(f"{_VERIFY}draft_answer_times_seconds"), (50, 90, 99))

@@ -13,6 +13,8 @@ MAX_SPLITS = 32
 CHOSEN_SPLITS = 24
 # As many are worth several programs on a processor.
 WORTHY_SPLITS = 16
+# Of a row: with more, tiles of short splits are too many.
+FEW_TOKENS = 32
 # Queries of the smallest tile.
 SMALL_ROWS = 16
 
@@ -69,9 +71,12 @@ def region_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype
     config = tree_config(row_tokens, group, dtype)
     if dtype == torch.float32:
         return config
-    if SMALL_ROWS < row_tokens * group <= 2 * SMALL_ROWS:
-        config = replace(config, rows=2 * SMALL_ROWS)
-    return replace(config, span=1 if head_dim <= 64 else min(config.span, 2))
+    if head_dim > 64:
+        if SMALL_ROWS < row_tokens * group <= 2 * SMALL_ROWS:
+            config = replace(config, rows=2 * SMALL_ROWS)
+        return replace(config, span=min(config.span, 2))
+    few = row_tokens * group > SMALL_ROWS and row_tokens <= FEW_TOKENS
+    return replace(config, span=1, keys=32 if few else config.keys)
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:

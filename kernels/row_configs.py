@@ -54,9 +54,9 @@ def usual_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConf
     if size <= _GROUP_SIZE:
         return RowConfig()
     if not whole:
-        config = RowConfig(cut=_CUT)
+        config = RowConfig(cut=_CUT, warps=8)
         programs = ceil_div(num_out, config.tile) * ceil_div(num_rows, config.block_m) * ceil_div(size, _CUT)
-        return config if programs <= _CROWD else replace(config, block_m=32)
+        return config if programs <= _CROWD else replace(config, block_m=32, warps=4)
     return RowConfig(tile=32 if size <= _MIDDLE_SIZE else 16, parts=4)
 
 

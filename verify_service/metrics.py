@@ -61,6 +61,9 @@ class VerifyMetrics:
         self._hit_rounds = counter(
             "hit_rounds", "Of these, those with at least half of the usual number of nodes there without waiting."
         )
+        self._ready_rounds = counter(
+            "ready_rounds", "Drafted rounds with at least half of the nodes that they took there without waiting."
+        )
         self._ready_nodes = histogram(
             "ready_draft_tokens", "Tree nodes there for a round without waiting, where a draft serves.", _NODES_BUCKETS
         )
@@ -163,6 +166,8 @@ class VerifyMetrics:
         # Rounds without any nodes say nothing of how many would have paid.
         if report.num_nodes:
             self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
+        if figures.ready and figures.ready >= report.num_nodes / 2:
+            self._ready_rounds.inc()
         if figures.ready and figures.ready >= self._usual_nodes / 2:
             self._hit_rounds.inc()
             if figures.gap is not None:

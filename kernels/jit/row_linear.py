@@ -160,15 +160,15 @@ def _norm_linear(
 @triton.jit(do_not_specialize=["num_rows"])
 def _cut_linear(
     rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr, CUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of weight rows, tiles of rows, cuts of CUT columns).
+    """Grid (tiles of weight rows, tiles of rows, CUTS cuts of CUT columns).
 
     The last program of a tile to end adds up what all of them found, in the order of the columns.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    cut, cuts = tl.program_id(2), tl.num_programs(2)
+    cut = tl.program_id(2)
     column = cut * CUT + tl.arange(0, CUT)
     within = (column < size)[None, :]
     local = tl.arange(0, TILE)
@@ -183,24 +183,27 @@ def _cut_linear(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < num_rows
     part = tl.load(rows + row[:, None] * size + column[None, :], mask=there[:, None] & within, other=0.0)
+    inside = (target < num_out)[:, None] & there[None, :]
+    places = row[None, :] * num_out + target[:, None]
+    # Here and not where it is used: that is the end of the launch, which all wait for.
+    if residual is not None:
+        added = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
     acc = tl.dot(weights, tl.trans(part), input_precision="ieee")
 
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    place = partials + (tile * cuts).to(tl.int64) * (TILE * BLOCK_M)
+    place = partials + (tile * CUTS).to(tl.int64) * (TILE * BLOCK_M)
     place += local[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     tl.store(place + cut * (TILE * BLOCK_M), acc)
     tl.debug_barrier()
-    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == cuts - 1:
-        acc = tl.zeros([TILE, BLOCK_M], tl.float32)
-        for other in range(cuts):
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == CUTS - 1:
+        acc = tl.load(place)
+        for other in tl.static_range(1, CUTS):
             acc += tl.load(place + other * (TILE * BLOCK_M))
         tl.store(counters + tile, 0)
         if bias is not None:
             acc += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)[:, None]
-        inside = (target < num_out)[:, None] & there[None, :]
-        places = row[None, :] * num_out + target[:, None]
         if residual is not None:
-            acc += tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+            acc += added
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -276,7 +279,7 @@ def norm_linear(
         partials, counters = scratch(rows.device, tiles * grid[2] * config.tile * block_m, tiles)
         _cut_linear[grid](
             rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
-            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, PDL=pdl, num_warps=config.warps, **options,
+            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, CUTS=grid[2], PDL=pdl, num_warps=config.warps, **options,
         )  # fmt: skip
         return
     width = config.tile // 2 if gated else config.tile
