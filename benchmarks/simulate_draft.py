@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from simulate_language import BRANCHING, VOCAB, Language
+from simulate_language import VOCAB, Language
 from simulate_pool import CONTEXT, Memory, Pool
 from simulate_world import Actor, Costs
 
@@ -65,7 +65,7 @@ class ScriptedRunner(runner.Runner):
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
         self.shape = BurstShape(
-            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=BRANCHING, max_seeds=512, max_steps=MOST_STEPS,
+            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=language.branching, max_seeds=512, max_steps=MOST_STEPS,
             max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT, feature_size=0,
         )  # fmt: skip
         self.buckets = Buckets(max_width, DRAFT_ROWS)

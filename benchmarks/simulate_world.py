@@ -55,7 +55,7 @@ class Costs:
     """From engine to engine."""
     client: float = 3.0
     """From the end of an answer until the next request has come."""
-    step: tuple[tuple[int, float], ...] = ((8, 0.513), (16, 0.55), (32, 0.61), (64, 0.715), (128, 0.93))
+    step: tuple[tuple[int, float], ...] = ((8, 0.50), (16, 0.51), (32, 0.56), (64, 0.68), (128, 0.90))
     """Of a draft step by its nodes."""
     step_row: float = 0.012
     """Of each request of its burst but the first."""

@@ -13,7 +13,7 @@ import torch
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
 
-from simulate_language import BRANCHING, ORIGIN, VOCAB, Language  # noqa: E402
+from simulate_language import ORIGIN, VOCAB, Language  # noqa: E402
 from simulate_pool import Memory, Pool  # noqa: E402
 from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
 from simulate_world import World  # noqa: E402
@@ -29,7 +29,7 @@ from outrider.tree.author import TreeAuthor  # noqa: E402
 LANGUAGE = Language()
 REGION, WIDTH, SEEDS = 64, 8, 24
 SHAPE = BurstShape(
-    num_rows=4, region=REGION, branching=BRANCHING, max_seeds=SEEDS, max_steps=6, max_width=WIDTH, page_size=16,
+    num_rows=4, region=REGION, branching=Language().branching, max_seeds=SEEDS, max_steps=6, max_width=WIDTH, page_size=16,
     num_pages=64, max_context=128, feature_size=0,
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ class Reference:
         held = BurstInput(SHAPE, device)
         held.fill(0, burst)
         held.to_device(0, len(burst.rows))
-        size = SEEDS + SHAPE.max_steps * WIDTH * BRANCHING
+        size = SEEDS + SHAPE.max_steps * WIDTH * SHAPE.branching
         self.header, self.rows = held.header, held.rows.head(len(burst.rows))
         self.pool = DevicePool(torch.zeros(NUM_FIELDS, size, dtype=torch.int32), SEEDS)
         masks = torch.from_numpy(memory.masks.view(np.int32).copy())
@@ -102,12 +102,12 @@ class Reference:
         self.plan = RegionPlan(pages, masks, 16, 0, 0)
         self.step = StepTokens.new(WIDTH, len(burst.rows), REGION // 32, device)
         self.told = RerootInput(SHAPE, device)
-        self.results = torch.zeros(SHAPE.max_steps, WIDTH * (2 + 2 * BRANCHING), dtype=torch.int32)
+        self.results = torch.zeros(SHAPE.max_steps, WIDTH * (2 + 2 * SHAPE.branching), dtype=torch.int32)
         frontier.begin_burst(self.header, held.seeds, self.pool, self.rows, self.plan)
 
     def choose(self) -> tuple[list[int], list[int]]:
         """Pool indices and slots that a step takes."""
-        frontier.choose_entries(self.header, self.pool, self.rows, self.step, BRANCHING)
+        frontier.choose_entries(self.header, self.pool, self.rows, self.step, SHAPE.branching)
         frontier.place_entries(self.pool, self.rows, self.step, self.plan)
         return self.step.picked.tolist(), self.step.slots.tolist()
 
@@ -119,7 +119,7 @@ class Reference:
     def reroot(self, told: Reroots) -> None:
         """New roots, and forced seeds behind them."""
         self.told.to_device(told, len(self.rows.table_rows))
-        rows, size = self.told.rows(len(self.rows.table_rows)), WIDTH * BRANCHING
+        rows, size = self.told.rows(len(self.rows.table_rows)), WIDTH * SHAPE.branching
         frontier.reroot_pool(self.header, self.pool, self.rows, self.plan, rows, size)
         frontier.add_seeds(self.pool, self.told.seeds)
 
