@@ -1,6 +1,6 @@
-"""What a draft step costs on a GPU beside its products: tree attention with a region, proposals, moves; microseconds.
+"""What a draft step costs on a GPU beside its products: attention of branches, proposals, moves; microseconds.
 
-Tree attention of M tokens in a region of 256 used slots stands beside that of a round of M tokens over the same
+Attention of M tokens with 12 ancestors each in a region stands beside that of a round of M tokens over the same
 context. Every case is one CUDA graph; attention goes over as many layers as the L2 cache cannot hold, or 30.
 
 python benchmarks/kernels_draft.py --out benchmarks/results/kernels_draft.json
@@ -20,13 +20,14 @@ from kernels_attention import COLD_BYTES, graph_us
 from report import Row, write_report
 from torch import Tensor
 
-from kernels.attention import TreeRegion, tree_attention
+from kernels.attention import tree_attention
 from kernels.attention_tiles import choose_splits
+from kernels.branches import branch_attention, list_branches
 from kernels.move import move
 from kernels.propose import propose
 from kernels.propose_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 
-PAGE, REGION, MAX_LAYERS = 16, 256, 30
+PAGE, REGION, ANCESTORS, MAX_LAYERS = 16, 768, 12, 30
 DTYPE = torch.bfloat16
 
 
@@ -83,7 +84,7 @@ def ints(values: list[int]) -> Tensor:
 
 
 class Step:
-    """A case's tensors, and one layer's attention with and without a region."""
+    """A case's tensors, and one layer's attention of branches, or of a round."""
 
     def __init__(self, case: Attention) -> None:
         self.case = case
@@ -104,31 +105,37 @@ class Step:
         )
         # What is seen costs no more than what is not.
         self.round_mask = torch.randint(-(2**31), 2**31 - 1, (case.tokens, -(-case.tokens // 32)), device="cuda").int()
-        self.mask = torch.randint(-(2**31), 2**31 - 1, (case.tokens, REGION // 32), device="cuda").int()
-        self.region = TreeRegion(case.context, ints([REGION] * rows))
+        seen = torch.rand(case.tokens, REGION, device="cuda").argsort(1)[:, :ANCESTORS]
+        bits = torch.zeros(case.tokens, REGION, dtype=torch.int64, device="cuda").scatter_(1, seen, 1)
+        words = (bits.view(case.tokens, -1, 32) << torch.arange(32, device="cuda")).sum(2)
+        mask = torch.where(words >= 2**31, words - 2**32, words).int()
+        tables, table_rows, first, _ = self.lengths
+        self.branches = list_branches(mask, first, table_rows, tables, base=case.context, page_size=PAGE)
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.splits = choose_splits(case.tokens, rows, case.tokens, heads.query, heads.kv, processors)
         torch.cuda.synchronize()
 
     def attend(self, layer: int, in_region: bool) -> None:
         """One layer."""
-        mask, region = (self.mask, self.region) if in_region else (self.round_mask, None)
-        tree_attention(
-            self.q, self.k[layer], self.v[layer], *self.lengths, mask, region=region, page_size=PAGE,
-            max_row_tokens=self.case.tokens, num_splits=self.splits, scale=self.case.heads.dim**-0.5, out=self.out,
-        )  # fmt: skip
+        where = (self.q, self.k[layer], self.v[layer], *self.lengths)
+        shape = {"page_size": PAGE, "max_row_tokens": self.case.tokens, "num_splits": self.splits}
+        scale = self.case.heads.dim**-0.5
+        if in_region:
+            branch_attention(*where, self.branches, scale=scale, out=self.out, **shape)
+        else:
+            tree_attention(*where, self.round_mask, scale=scale, out=self.out, **shape)
 
 
 def measure_attention(case: Attention) -> list[Row]:
-    """A case with a region, without, and the ratio."""
+    """A case with branches, that of a round, and the ratio."""
     step = Step(case)
     inside = graph_us(lambda layer: step.attend(layer, True), step.layers)
     beside = graph_us(lambda layer: step.attend(layer, False), step.layers)
-    print(f"{case.name():58s}{inside:8.2f} us with a region {beside:8.2f} without  splits {step.splits}", flush=True)
+    print(f"{case.name():58s}{inside:8.2f} us with branches {beside:8.2f} without  splits {step.splits}", flush=True)
     return [
-        Row(case.name(), "region_attention_us_per_layer", inside, "us"),
+        Row(case.name(), "branch_attention_us_per_layer", inside, "us"),
         Row(case.name(), "attention_us_per_layer", beside, "us"),
-        Row(case.name(), "region_over_round", inside / beside, "ratio"),
+        Row(case.name(), "branches_over_round", inside / beside, "ratio"),
     ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,22 +11,11 @@ from kernels.attention_tiles import (
     path_config,
     power_of_two,
     prefill_config,
-    region_config,
     tree_config,
     usual_tokens,
 )
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import attention as reference
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRegion:
-    """Slots of every row that hold the keys of a tree which outlives a forward."""
-
-    base: int
-    """Logical position of the first one in the row's page table, not below any `cached_len`."""
-    lens: Tensor
-    """int32 [B], slots of the row that masks may name; each of them holds a key and a value."""
 
 
 def tree_attention(
@@ -46,15 +33,11 @@ def tree_attention(
     num_splits: int,
     scale: float,
     path: Tensor | None = None,
-    region: TreeRegion | None = None,
     out: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """Each token attends to the context of its row and to those of the row's own tokens that its mask names.
-
-    With `region`, to the context and to those slots of the row's tree region that its mask names, its own among them:
-    trees that grow over several forwards, of which this one runs some nodes.
 
     One launch, or two where keys are split: a partial softmax of each split, then their sum. Nothing is read on the
     host, so the launches can be captured. Keys and values of the own tokens must have been written (`rope_write`).
@@ -80,8 +63,6 @@ def tree_attention(
             the length of the row, `config.span` and its number of processors; 1 saves the second launch.
         scale: factor on the scores.
         path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
-        region: bit j of a mask then means slot base + j of the row instead of the row's token j, and W * 32 is at
-            least every entry of `region.lens`; not together with `path`.
         out: [M, H * D] to write to, contiguous.
         config: the tile; None chooses.
         pdl: start before the launch in front has ended, where the device can.
@@ -92,12 +73,10 @@ def tree_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
-    _check(q, k_cache, v_cache, page_tables)
+    check_caches(q, k_cache, v_cache, page_tables)
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
-    if region is not None:
-        _check_region(region, cached_len, path)
-    elif mask.shape[1] * 32 < max_row_tokens:
+    if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not mask.is_contiguous() or (path is not None and not path.is_contiguous()):
         raise ValueError("mask and path must be contiguous")
@@ -107,9 +86,7 @@ def tree_attention(
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
-        return reference.tree_attention(
-            q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out, *_unpacked(region)
-        )
+        return reference.tree_attention(q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out)
     from kernels.jit import attention as jit
     from kernels.jit import paths
 
@@ -119,11 +96,8 @@ def tree_attention(
     if path is None:
         num_rows = cached_len.shape[0]
         usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-        if config is None and region is not None:
-            config = region_config(usual, group, head_dim, q.dtype)
         config = config or tree_config(usual, group, q.dtype)
-        where = (*lengths, mask, *_unpacked(region))
-        jit.tree_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)
+        jit.tree_attention(q, k_cache, v_cache, *lengths, mask, out, *sizes, max_row_tokens, config)
     else:
         config = config or path_config(group, q.dtype)
         paths.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config)
@@ -156,7 +130,7 @@ def prefill_attention(
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check(q, k_cache, v_cache, page_tables)
+    check_caches(q, k_cache, v_cache, page_tables)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
     lengths = (page_tables, table_rows, first, cached_len)
@@ -170,19 +144,8 @@ def prefill_attention(
     return out
 
 
-def _unpacked(region: TreeRegion | None) -> tuple[int, Tensor | None]:
-    return (0, None) if region is None else (region.base, region.lens)
-
-
-def _check_region(region: TreeRegion, cached_len: Tensor, path: Tensor | None) -> None:
-    if path is not None:
-        raise ValueError("a tree region has no deterministic mode")
-    if region.base < 0 or region.lens.shape != cached_len.shape or region.lens.dtype != torch.int32:
-        lens = f"{list(region.lens.shape)} {region.lens.dtype}"
-        raise ValueError(f"a region at {region.base} with lens of {lens} for {cached_len.shape[0]} rows")
-
-
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor) -> None:
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor) -> None:
+    """Raise ValueError for queries, caches or page tables that attention cannot take."""
     num_heads, head_dim = q.shape[1:]
     if k_cache.shape != v_cache.shape or k_cache.shape[2] != head_dim:
         raise ValueError(f"caches of {list(k_cache.shape)} and {list(v_cache.shape)} do not fit heads of {head_dim}")

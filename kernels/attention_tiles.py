@@ -13,8 +13,6 @@ MAX_SPLITS = 32
 CHOSEN_SPLITS = 24
 # As many are worth several programs on a processor.
 WORTHY_SPLITS = 16
-# Of a row: with more, tiles of short splits are too many.
-FEW_TOKENS = 32
 # Queries of the smallest tile.
 SMALL_ROWS = 16
 
@@ -62,21 +60,23 @@ def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(max(64, power_of_two(group)), 64, 4, 3, span=1 + row_tokens // 16)
 
 
-def region_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for nodes over tree regions: as `tree_config`, for launches that have the device to themselves.
+def branch_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for contexts of nodes with branches: as `tree_config`, for launches that have the device to themselves.
 
     Chosen over whole layers of draft models, 9/3 heads of 64 and 32/8 of 128, 8 to 64 nodes: where the next launch is a
     small product, many short splits beat few long ones.
     """
     config = tree_config(row_tokens, group, dtype)
+    queries = row_tokens * group
     if dtype == torch.float32:
         return config
     if head_dim > 64:
-        if SMALL_ROWS < row_tokens * group <= 2 * SMALL_ROWS:
+        if SMALL_ROWS < queries <= 2 * SMALL_ROWS:
             config = replace(config, rows=2 * SMALL_ROWS)
         return replace(config, span=min(config.span, 2))
-    few = row_tokens * group > SMALL_ROWS and row_tokens <= FEW_TOKENS
-    return replace(config, span=1, keys=32 if few else config.keys)
+    if queries <= SMALL_ROWS:
+        return replace(config, num_warps=1, span=1)
+    return replace(config, span=1, keys=32 if queries <= config.rows else config.keys)
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:

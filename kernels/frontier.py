@@ -137,7 +137,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
     """Give the chosen entries tree slots and lay them out row by row, in their order within a row. One launch.
 
     Fills all of `step`, takes its entries out of the pool, notes their tree slots there, stores their slot masks and
-    raises the rows' next_free and region_len. An entry without a fixed slot takes the next free one of its row; the
+    raises the rows' next_free. An entry without a fixed slot takes the next free one of its row; the
     rest of the row is left out when there is none. Under a plan with `lag`, an entry that needs the feature of a parent
     in the same step waits for the next one, and so do those below it.
 

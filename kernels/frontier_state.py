@@ -61,7 +61,6 @@ class BurstRows:
     Attributes:
         table_rows: [B], the row's place in page tables and slot masks; padding rows share one that nobody owns.
         context_len: [B], KV positions of the context.
-        region_len: [B], tree slots up to the last one in use; steps raise it.
         num_free: [B], tree slots that the burst was given.
         next_free: [B], how many of them are taken; steps raise it.
         live: [B, W], bit t % 32 of word t // 32 is set where tree slot t holds a live node when the burst begins.
@@ -70,7 +69,6 @@ class BurstRows:
 
     table_rows: Tensor
     context_len: Tensor
-    region_len: Tensor
     num_free: Tensor
     next_free: Tensor
     live: Tensor

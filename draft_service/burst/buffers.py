@@ -46,7 +46,6 @@ class _Layout:
             "seeds": (NUM_FIELDS, shape.max_seeds),
             "table_rows": (rows,),
             "context_len": (rows,),
-            "region_len": (rows,),
             "num_free": (rows,),
             "next_free": (rows,),
             "live": (rows, words),
@@ -60,10 +59,10 @@ class _Layout:
             self.size = end
 
     def views(self, words: Words) -> dict[str, Words]:
-        """Fields by name, and all that has a word for each row as "rows", [5, num_rows]."""
+        """Fields by name, and all that has a word for each row as "rows", [4, num_rows]."""
         views = {name: words[begin:end].reshape(size) for name, (begin, end, size) in self.fields.items()}
         begin, end = self.fields["table_rows"][0], self.fields["next_free"][1]
-        views["rows"] = words[begin:end].reshape(5, -1)
+        views["rows"] = words[begin:end].reshape(4, -1)
         return views
 
     def used(self, num_rows: int) -> int:
@@ -219,8 +218,6 @@ def _fill_rows(host: dict[str, Words], rows: RowStates, spare_row: int) -> None:
     host["free"][:count] = rows.free
     packed = np.packbits(rows.live, axis=1, bitorder="little")
     host["live"][:count] = packed.view("<i4")
-    # One past the last live slot, which is the highest bit of all; 0 if there is none.
-    host["region_len"][:count] = [int.from_bytes(bits.tobytes(), "little").bit_length() for bits in packed]
 
 
 class BurstOutput:

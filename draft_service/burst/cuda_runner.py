@@ -26,7 +26,7 @@ from outrider.attention.frontier import (
     place_entries,
     reroot_pool,
 )
-from outrider.attention.paged import PagedBatch, TreeRegion, choose_splits
+from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.device import num_processors
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
@@ -225,6 +225,6 @@ class CudaRunner(Runner):
             page_size=plan.page_size,
             max_row_tokens=bucket.width,
             mask=step.mask,
-            region=TreeRegion(plan.region_base, rows.region_len),
+            region_base=plan.region_base,
             num_splits=choose_splits(bucket.width, bucket.rows, bucket.width, *heads, self._num_processors),
         )

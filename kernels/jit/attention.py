@@ -9,53 +9,28 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, lone_splits, max_tiles, power_of_two, usual_tiles
-from kernels.jit.online import find_tile, key_slots, online, page_slots, read
-from kernels.jit.splits import add_up, put, split_steps, tile_tokens, workspace
+from kernels.jit.online import find_tile, key_slots, online, page_slots
+from kernels.jit.prefetch import prefetch_lines
+from kernels.jit.splits import LONG, add_up, put, split_steps, tile_tokens, workspace
 from kernels.launch import num_processors
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the 128 bytes at each pointer to be brought into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def tile_words(row_masks, own, first_word, KEYS: tl.constexpr, WORDS: tl.constexpr, ON_GPU: tl.constexpr):
-    """Of each query row the mask word of each own key: int32 [ROWS, KEYS].
-
-    A tile of 64 keys lies in three words at most, so a row reads three and not one for each key. `row_masks` [ROWS]
-    point to the rows' words; `own` [KEYS] follow each other, the first that is not negative in word `first_word`.
-    """
-    LINES: tl.constexpr = (KEYS + 30) // 32 + 1
-    words = read(row_masks + tl.minimum(first_word, WORDS - 1), ON_GPU)[:, None]
-    for line in tl.static_range(1, LINES):
-        word = first_word + line
-        later = read(row_masks + tl.minimum(word, WORDS - 1), ON_GPU)
-        words = tl.where(((own >> 5) >= word)[None, :], later[:, None], words)
-    return words
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "lone_splits"])
 def attend_tiles(
-    q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, lens, output, partials, stats,
-    num_rows, num_tokens, lone_splits, table_stride, region_base, scale,
+    q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, output, partials, stats,
+    num_rows, num_tokens, lone_splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
-    REGION: tl.constexpr, SPAN: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+    SPAN: tl.constexpr, LONGEST: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
-    Keys are numbered through: the context, then the row's own tokens or, if REGION, the slots of its tree region.
+    Keys are numbered through: the context, then the row's own tokens.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     LINE: tl.constexpr = KV_HEADS * DIM
-    # A round's own tokens are few steps, a region may be many.
-    OWN_STAGES: tl.constexpr = STAGES if REGION else 2
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -69,13 +44,8 @@ def attend_tiles(
     cached = tl.load(cached_len + row, mask=real, other=0)
     table_row = tl.load(table_rows + row, mask=real, other=0)
     table = page_tables + table_row.to(tl.int64) * table_stride
-    if REGION:
-        total = cached + tl.load(lens + row, mask=real, other=0)
-        shift = region_base - cached
-    else:
-        total = tl.where(real, cached + row_end - row_first, 0)
-        shift = 0
-    span = split_steps(tl.cdiv(total, KEYS), num_splits, lone_splits, SPAN) * KEYS
+    total = tl.where(real, cached + row_end - row_first, 0)
+    span = split_steps(tl.cdiv(total, KEYS), num_splits, lone_splits, SPAN, LONGEST) * KEYS
     low = split * span
     high = tl.minimum(low + span, total)
     # Tiles whose keys are all context, then those that hold keys of the round too.
@@ -97,13 +67,12 @@ def attend_tiles(
             ahead = tl.minimum(low + tl.arange(0, KEYS), old_end - 1)
             lines = key_slots(table, ahead, last, PAGE, ON_GPU)[:, None] * LINE
             lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
-            prefetch(k_head + lines)
-            prefetch(v_head + lines)
+            prefetch_lines(k_head + lines)
+            prefetch_lines(v_head + lines)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Of a region a row may have tokens and no keys.
-    if (row > num_rows) | ((low >= high) & ((real & (not REGION)) | (not DIRECT))):
+    if (row > num_rows) | ((low >= high) & (real | (not DIRECT))):
         return
 
     token = row_first + place * TOKENS + lanes // GROUP
@@ -127,18 +96,15 @@ def attend_tiles(
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
         top, mass, acc = online(products, tile_v, top, mass, acc, scale)
 
-    for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=OWN_STAGES):
+    for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=2):
         keys = start + tl.arange(0, KEYS)
         inside = keys < total
-        where = key_slots(table, keys, last, PAGE, ON_GPU, cached, shift, REGION)[:, None] * LINE + dims[None, :]
+        where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         own = keys - cached
         if WORDS <= 2:
             words = tl.where((own < 32)[None, :], words_low[:, None], words_high[:, None])
-        elif REGION:
-            own_mask = mask + tl.where(row_ok, token, row_first) * WORDS
-            words = tile_words(own_mask, own, tl.maximum(start - cached, 0) >> 5, KEYS, WORDS, ON_GPU)
         else:
             asked = (row_ok[:, None] & (own >= 0)[None, :]) & inside[None, :]
             words = tl.load(mask + token[:, None] * WORDS + (own >> 5)[None, :], mask=asked, other=0)
@@ -154,10 +120,10 @@ def attend_tiles(
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    region_base: int, lens: Tensor | None, out: Tensor,
+    out: Tensor,
     page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
 ) -> None:  # fmt: skip
-    """As kernels.attention.tree_attention without `path`; `lens` is None without a region."""
+    """As kernels.attention.tree_attention without `path`."""
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
@@ -168,13 +134,13 @@ def tree_attention(
     line = dim * q.element_size()
     partials, stats = workspace(q, num_splits)
     attend_tiles[(tiles, kv_heads, num_splits)](
-        q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, first if lens is None else lens,
-        out, partials, stats, num_rows, num_tokens, lone, page_tables.stride(0), region_base, scale * log2(e),
+        q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask,
+        out, partials, stats, num_rows, num_tokens, lone, page_tables.stride(0), scale * log2(e),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
         ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), WORDS=mask.shape[1],
-        STAGES=config.num_stages, REGION=lens is not None, SPAN=config.span, DIRECT=num_splits == 1, PDL=pdl,
+        STAGES=config.num_stages, SPAN=config.span, LONGEST=LONG, DIRECT=num_splits == 1, PDL=pdl,
         PREFETCH=pdl and config.prefetch and line >= 128, ON_GPU=q.is_cuda,
         num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
     )  # fmt: skip
     if num_splits > 1:
-        add_up(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl, lens)
+        add_up(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl)

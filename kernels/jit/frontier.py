@@ -163,7 +163,7 @@ def _climb(links, there, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, WORDS_PAD
 
 @triton.jit(do_not_specialize=["num_rows", "lag"])
 def _place(
-    entries, table_rows, next_free, num_free, free, region_len, page_tables, slot_masks, order, links,
+    entries, table_rows, next_free, num_free, free, page_tables, slot_masks, order, links,
     out_tokens, out_rotary, out_rows, out_table_rows, out_first, out_kv_slots, out_mask, out_picked, out_slots,
     out_positions, out_bases, out_sources, out_targets,
     num_rows, table_stride, region_base, lag,
@@ -217,8 +217,6 @@ def _place(
     first = tl.sum((key[None, :] < burst_row[:, None]).to(tl.int32), 1)
     of_row = key[None, :] == burst_row[:, None]
     in_rows = burst_row < num_rows
-    length = tl.max(tl.where(of_row, slot[None, :] + 1, 0), 1)
-    length = tl.maximum(length, tl.load(region_len + burst_row, mask=in_rows, other=0))
     new_taken = tl.sum((of_row & wants[None, :]).to(tl.int32), 1)
     new_taken += tl.load(next_free + burst_row, mask=in_rows, other=0)
     logical = region_base + slot
@@ -226,7 +224,6 @@ def _place(
     tl.debug_barrier()
 
     tl.store(out_first + burst_row, first, mask=burst_row <= num_rows)
-    tl.store(region_len + burst_row, length, mask=in_rows)
     tl.store(next_free + burst_row, new_taken, mask=in_rows)
     tl.store(order + number, -1, mask=stored)
     tl.store(masks + (slot * WORDS)[:, None], words, mask=kept[:, None] & in_words)
@@ -330,7 +327,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
     width, num_rows = step.order.shape[0], rows.table_rows.shape[0]
     tables, region, words = plan.slot_masks.shape
     _place[(1,)](
-        pool.entries, rows.table_rows, rows.next_free, rows.num_free, rows.free, rows.region_len,
+        pool.entries, rows.table_rows, rows.next_free, rows.num_free, rows.free,
         plan.page_tables, plan.slot_masks, step.order, step.links,
         step.token_ids, step.rotary, step.rows, step.table_rows, step.first, step.kv_slots, step.mask, step.picked,
         step.slots, step.positions, step.bases, step.sources, step.targets,

@@ -49,16 +49,9 @@ def read(pointers, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def key_slots(
-    table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr, cached=0, shift=0, MOVED: tl.constexpr = False
-):
-    """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`.
-
-    If MOVED, what stands from `cached` on lies `shift` further behind in the page table.
-    """
+def key_slots(table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
+    """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`."""
     keys = tl.minimum(keys, last)
-    if MOVED:
-        keys = tl.where(keys < cached, keys, keys + shift)
     return read(table + keys // PAGE, ON_GPU).to(tl.int64) * PAGE + keys % PAGE
 
 

@@ -41,3 +41,11 @@ def prefetch_rows(
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def prefetch_lines(pointers):
+    """Ask for the line at each pointer."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

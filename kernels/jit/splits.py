@@ -18,17 +18,17 @@ WARP_FLOATS = 1024
 
 
 # Steps that a program alone on its processor takes before two that share one are faster.
-LONG = tl.constexpr(16)
+LONG = 16
 
 
 @triton.jit
-def split_steps(num_steps, num_splits, lone_splits, SPAN: tl.constexpr):
+def split_steps(num_steps, num_splits, lone_splits, SPAN: tl.constexpr, LONGEST: tl.constexpr):
     """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN.
 
-    More than `lone_splits` take part only where each of these had more than LONG steps.
+    More than `lone_splits` take part only where each of these had more than LONGEST steps.
     """
     lone = tl.cdiv(num_steps, lone_splits)
-    return tl.maximum(tl.where(lone > LONG, tl.cdiv(num_steps, num_splits), lone), SPAN)
+    return tl.maximum(tl.where(lone > LONGEST, tl.cdiv(num_steps, num_splits), lone), SPAN)
 
 
 @triton.jit
@@ -54,12 +54,15 @@ def put(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits", "lone_splits"])
 def combine(
-    partials, stats, output, first, cached_len, path, lens, num_rows, num_tokens, num_splits, lone_splits,
+    partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits, lone_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     ROWS_PAD: tl.constexpr, EACH: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
-    REGION: tl.constexpr, PDL: tl.constexpr,
+    BRANCHES: tl.constexpr, LONGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, heads): add up the splits of a (token, head) pair, EACH at a time. Padding tokens get zeros."""
+    """Grid (tokens, heads): add up the splits of a (token, head) pair, EACH at a time. Padding tokens get zeros.
+
+    If BRANCHES, a token's branch stands before the splits, which are those of its context.
+    """
     token = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -71,12 +74,13 @@ def combine(
         own = tl.sum((tl.load(path + token * DEPTH + tl.arange(0, DEPTH)) >= 0).to(tl.int32), 0)
         used = tl.minimum(tl.cdiv(tl.cdiv(cached + own, KEYS), SPAN), num_splits)
     else:
-        if REGION:
-            own = tl.load(lens + row, mask=real, other=0)
-        else:
+        own = 0
+        if not BRANCHES:
             own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
         num_tiles = tl.cdiv(cached + own, KEYS)
-        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, lone_splits, SPAN))
+        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, lone_splits, SPAN, LONGEST))
+        if BRANCHES:
+            used += 1
     used = tl.where(real, used, 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -124,19 +128,20 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 def add_up(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
-    num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool, lens: Tensor | None = None,
+    num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool,
+    longest: int = LONG, branches: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `combine`; `lens` are those of a tree region, if there is one."""
+    """Launch `combine`."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
-    each = power_of_two(num_splits)
+    each = power_of_two(num_splits + branches)
     # The order of the deterministic mode must not depend on the batch.
     if path is None and each * num_tokens * num_heads > LARGE_SUM:
         each = min(each, max(WARP_FLOATS // dim, 1))
     combine[(num_tokens, num_heads)](
-        partials, stats, out, first, cached_len, first if path is None else path, first if lens is None else lens,
+        partials, stats, out, first, cached_len, first if path is None else path,
         num_rows, num_tokens, num_splits, lone_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
         ROWS_PAD=power_of_two(num_rows + 1), EACH=each,
-        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], REGION=lens is not None, PDL=pdl,
+        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], BRANCHES=branches, LONGEST=longest, PDL=pdl,
         num_warps=min(max(each * dim // WARP_FLOATS, 1), 4), launch_pdl=pdl,
     )  # fmt: skip

@@ -11,19 +11,17 @@ from torch import Tensor
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    page_size: int, scale: float, path: Tensor | None, out: Tensor, region_base: int = 0, lens: Tensor | None = None,
+    page_size: int, scale: float, path: Tensor | None, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
     out.zero_()
-    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size, region_base, lens):
+    for begin, end, cached, slots in rows_of(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
         hidden[:, :cached] = False
         for i in range(end - begin):
-            own = _set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
-            if lens is not None:
-                own = own[own < slots.numel() - cached]
+            own = set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
             hidden[i, cached + own.long()] = False
-        out[begin:end] = _attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
     return out
 
 
@@ -34,41 +32,34 @@ def prefill_attention(
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.prefill_attention."""
     out.zero_()
-    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
+    for begin, end, cached, slots in rows_of(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device).triu(cached + 1)
-        out[begin:end] = _attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
     return out
 
 
-def _rows(
-    page_tables: Tensor,
-    table_rows: Tensor,
-    first: Tensor,
-    cached_len: Tensor,
-    page_size: int,
-    region_base: int = 0,
-    lens: Tensor | None = None,
+def rows_of(
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, page_size: int
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """First token, last token + 1, context and KV slots of every row that has tokens."""
     starts = first.tolist()
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
         begin, end = starts[row], starts[row + 1]
         if begin < end:
-            if lens is None:
-                logical = torch.arange(cached + end - begin, device=first.device)
-            else:
-                in_region = region_base + torch.arange(int(lens[row]), device=first.device)
-                logical = torch.cat([torch.arange(cached, device=first.device), in_region])
+            logical = torch.arange(cached + end - begin, device=first.device)
+            # What a tree region holds lies elsewhere: its tokens may have no positions behind the context.
+            logical = logical[logical < page_tables.shape[1] * page_size]
             slots = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
             yield begin, end, cached, slots
 
 
-def _set_bits(words: Tensor) -> Tensor:
+def set_bits(words: Tensor) -> Tensor:
+    """Numbers of the bits that are set, from the lowest of the first word on."""
     bits = words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
     return bits.view(-1).nonzero().view(-1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
     """q [n, H, D], k and v [L, KVH, D], hidden [n, L] -> [n, H * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))

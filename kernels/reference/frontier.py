@@ -165,7 +165,6 @@ def _write(
     own_row = table_row * region + parent if parent >= 0 else zero_row
     step.sources[place] = zero_row + 1 + feature if feature >= 0 else own_row
     step.targets[place] = table_row * region + slot
-    rows.region_len[row] = max(int(rows.region_len[row]), slot + 1)
     _scores(pool)[index] = _NEVER
     pool.entries[SLOT, index] = slot
 

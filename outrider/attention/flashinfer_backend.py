@@ -67,7 +67,7 @@ class FlashInferAttention(AttentionBackend):
         """See AttentionBackend."""
         if not isinstance(batch, PagedBatch):
             raise ValueError("the flashinfer backend needs a paged batch")
-        if batch.path is not None or batch.region is not None:
+        if batch.path is not None or batch.region_base is not None:
             raise ValueError("the flashinfer backend has no deterministic mode and no tree regions")
         if batch.mask is None:
             self._prefill.plan(batch)

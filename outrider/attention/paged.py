@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import TreeRegion
 from kernels.attention_tiles import PATH_SPLITS, choose_splits
 from kernels.pages import update_pages
 from kernels.sampling_state import RoundTokens
@@ -20,7 +19,6 @@ __all__ = [
     "PATH_SPLITS",
     "PagedBatch",
     "TreeBuffers",
-    "TreeRegion",
     "TreeTokens",
     "choose_splits",
     "update_page_tables",
@@ -58,8 +56,8 @@ class PagedBatch(TokenBatch):
             means causal.
         path: [M, D], for a token the places within its row of its ancestors, by position from cached_len on, and
             itself; -1 behind it. Given when results must not depend on the shape of the tree.
-        region: the row's own keys are the slots of its tree region instead of its tokens: bit j of `mask` is slot j,
-            and `slots` lie in the region. Needs a mask.
+        region_base: the row's own keys are tree slots instead of its tokens: bit j of `mask` is the slot at logical
+            position region_base + j, and so are `slots`. Needs a mask.
         num_splits: programs that share the keys of one tile of queries.
         lengths: `first` and `cached_len` in host memory, where a host made the batch.
     """
@@ -73,7 +71,7 @@ class PagedBatch(TokenBatch):
     max_row_tokens: int
     mask: Tensor | None = None
     path: Tensor | None = None
-    region: TreeRegion | None = None
+    region_base: int | None = None
     num_splits: int = 1
     lengths: HostLengths | None = None
 

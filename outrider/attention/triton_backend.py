@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.attention import prefill_attention, tree_attention
+from kernels.branches import branch_attention, list_branches
 from kernels.rope import rope_write, rotary_angles
 from kernels.row_linear import norm_qkv, qkv_fits
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
@@ -34,6 +35,11 @@ class TritonPlan(AttentionPlan):
         self._kv = kv
         self._num_heads = num_heads
         self._scale = kv.k.shape[-1] ** -0.5
+        self._branches = None
+        if batch.region_base is not None and batch.mask is not None:
+            rows = (batch.first, batch.table_rows, batch.page_tables)
+            self._branches = list_branches(batch.mask, *rows, base=batch.region_base, page_size=batch.page_size)
+        # Behind the lists, which attention reads early: this launch waits for them.
         self._cos, self._sin = rotary_angles(batch.positions, rotary.half_frequencies, rotary.scale)
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
@@ -75,6 +81,8 @@ class TritonPlan(AttentionPlan):
         shape = {"page_size": batch.page_size, "max_row_tokens": batch.max_row_tokens, "scale": self._scale}
         if batch.mask is None:
             return prefill_attention(q, k, v, *where, **shape)
+        if self._branches is not None:
+            return branch_attention(q, k, v, *where, self._branches, num_splits=batch.num_splits, **shape)
         return tree_attention(
             q,
             k,
@@ -83,6 +91,5 @@ class TritonPlan(AttentionPlan):
             batch.mask,
             num_splits=batch.num_splits,
             path=batch.path,
-            region=batch.region,
             **shape,
         )

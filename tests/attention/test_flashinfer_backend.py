@@ -16,7 +16,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention
 from outrider.attention.flashinfer_calls import CallShape
 from outrider.attention.lengths import HostLengths
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeRegion, TreeTokens
+from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
@@ -218,7 +218,7 @@ def test_a_batch_that_must_not_depend_on_its_shape_is_refused(stand_in: None) ->
 
 def test_a_tree_region_is_refused(stand_in: None) -> None:
     batch, _ = tree_batch([5], [9], 8, 1)
-    batch.region = TreeRegion(16, ints([5]))
+    batch.region_base = 16
     with pytest.raises(ValueError, match="no tree regions"):
         compare(FlashInferAttention(SHAPE, CPU), batch, 5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.attention.paged import PagedBatch, TreeRegion
+from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
@@ -34,9 +34,7 @@ def bits(places: list[int]) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def batch(
-    nodes: list[int], tables: Tensor, places: list[int], masks: list[int], region: TreeRegion | None
-) -> PagedBatch:
+def batch(nodes: list[int], tables: Tensor, places: list[int], masks: list[int], region_base: int | None) -> PagedBatch:
     return PagedBatch(
         token_ids=ints([0] * len(nodes)),
         positions=ints([CONTEXT + len(ancestors(node)) - 1 for node in nodes]),
@@ -48,7 +46,7 @@ def batch(
         page_size=PAGE,
         max_row_tokens=len(nodes),
         mask=ints(masks).unsqueeze(1),
-        region=region,
+        region_base=region_base,
     )
 
 
@@ -68,9 +66,8 @@ def test_a_tree_grown_in_steps_is_the_tree_run_at_once() -> None:
     copy.k.copy_(kv.k)
     copy.v.copy_(kv.v)
     expected = TritonAttention().plan(whole, copy, HEADS, rotary).attend(0, heads, None)
-    region = TreeRegion(BASE, ints([REGION]))
     for nodes in STEPS:
         masks = [bits([SLOTS[above] for above in ancestors(node)]) for node in nodes]
-        step = batch(nodes, tables, [BASE + SLOTS[node] for node in nodes], masks, region)
+        step = batch(nodes, tables, [BASE + SLOTS[node] for node in nodes], masks, BASE)
         result = TritonAttention().plan(step, kv, HEADS, rotary).attend(0, heads[nodes], None)
         torch.testing.assert_close(result, expected[nodes])

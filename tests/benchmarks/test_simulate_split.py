@@ -29,7 +29,7 @@ from outrider.tree.author import TreeAuthor  # noqa: E402
 LANGUAGE = Language()
 REGION, WIDTH, SEEDS = 64, 8, 24
 SHAPE = BurstShape(
-    num_rows=4, region=REGION, branching=Language().branching, max_seeds=SEEDS, max_steps=6, max_width=WIDTH, page_size=16,
+    num_rows=4, region=REGION, branching=8, max_seeds=SEEDS, max_steps=6, max_width=WIDTH, page_size=16,
     num_pages=64, max_context=128, feature_size=0,
 )  # fmt: skip
 

@@ -89,7 +89,6 @@ class Burst:
         self.rows = BurstRows(
             table_rows=torch.randperm(tables - 1, generator=generator)[:num_rows].int().to(device),
             context_len=ints([5] * num_rows),
-            region_len=ints([3] * num_rows),
             num_free=ints([len(slots) for slots in free]),
             next_free=ints([0] * num_rows),
             live=torch.randint(-(2**31), 2**31 - 1, (num_rows, words), generator=generator).int().to(device),

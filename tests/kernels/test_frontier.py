@@ -74,7 +74,6 @@ def test_best_first_grouped_by_row(device: str) -> None:
     assert step.rows.tolist() == [0, 0, 1, -1]
     assert step.order.tolist() == [-1] * 4
     assert burst.rows.next_free.tolist() == [2, 1]
-    assert burst.rows.region_len.tolist() == [8, 10]
     # Slots 7 and 9 see their parents' masks and themselves.
     assert burst.seen(0) == burst.stored(0, 2) | {7}
     assert burst.seen(2) == burst.stored(1, 0) | {9}

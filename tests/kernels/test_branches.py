@@ -1,4 +1,4 @@
-"""Tree attention over a context and a tree region."""
+"""Attention of nodes over a context and their own ancestors in a tree region."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import TreeRegion, tree_attention
+from kernels.attention import tree_attention
 from kernels.attention_tiles import TileConfig
-from kernels.reference import attention as reference
+from kernels.branches import Branches, branch_attention, list_branches
+from kernels.jit.branches import BRANCH_KEYS
+from kernels.reference import branches as reference
 
 SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
 HEADS = (4, 2, 16)
@@ -32,27 +34,44 @@ class Step:
     table_rows: Tensor
     page_tables: Tensor
     mask: Tensor
-    region: TreeRegion
+    base: int
     page_size: int
     q: Tensor
     k: Tensor
     v: Tensor
 
-    def run(self, **options: object) -> Tensor:
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As attention takes them."""
+        return self.page_tables, self.table_rows, self.first, self.cached_len
+
+    def branches(self) -> Branches:
         """By the kernel."""
+        where = (self.mask, self.first, self.table_rows, self.page_tables)
+        return list_branches(*where, base=self.base, page_size=self.page_size)
+
+    def run(self, **options: object) -> Tensor:
+        """By the kernels."""
         settings: dict[str, object] = {"num_splits": 1, "config": SMALL, **options}
-        lengths = (self.page_tables, self.table_rows, self.first, self.cached_len)
-        return tree_attention(
-            self.q, self.k, self.v, *lengths, self.mask, region=self.region, page_size=self.page_size,
+        return branch_attention(
+            self.q, self.k, self.v, *self.lengths, self.branches(), page_size=self.page_size,
             max_row_tokens=self.q.shape[0], scale=self.q.shape[2] ** -0.5, **settings,
         )  # type: ignore[arg-type]  # fmt: skip
 
-    def expected(self) -> Tensor:
+    def listed(self) -> Branches:
         """By the reference."""
+        count, words = self.mask.shape
+        found = Branches(*(torch.zeros(*size, dtype=torch.int32) for size in ((count, words * 32), (count,))))
+        where = (tensor.cpu() for tensor in (self.mask, self.first, self.table_rows, self.page_tables))
+        reference.list_branches(*where, self.base, self.page_size, *found)
+        return found
+
+    def expected(self) -> Tensor:
+        """By the references."""
         out = torch.empty(self.q.shape[0], self.q.shape[1] * self.q.shape[2], dtype=self.q.dtype, device=self.q.device)
-        lengths = (self.page_tables, self.table_rows, self.first, self.cached_len, self.mask)
-        where = (self.q, self.k, self.v, *lengths, self.page_size, self.q.shape[2] ** -0.5, None, out)
-        return reference.tree_attention(*where, self.region.base, self.region.lens)
+        listed = (part.to(self.q.device) for part in self.listed())
+        scale = self.q.shape[2] ** -0.5
+        return reference.branch_attention(self.q, self.k, self.v, *self.lengths, *listed, self.page_size, scale, out)
 
 
 def make_step(
@@ -93,7 +112,7 @@ def make_step(
 
     return Step(
         first=ints(first), cached_len=ints(torch.tensor(contexts)), table_rows=ints(table_rows),
-        page_tables=ints(tables), mask=ints(mask), region=TreeRegion(base, ints(torch.tensor(lens))),
+        page_tables=ints(tables), mask=ints(mask), base=base,
         page_size=page_size, q=q.to(device), k=k.to(device), v=v.to(device),
     )  # fmt: skip
 
@@ -102,10 +121,19 @@ QUERIES = [5, 1, 0, 9, 2]
 CONTEXTS = [37, 0, 12, 16, 3]
 
 
+@pytest.mark.parametrize(("region", "lens"), [(32, [9, 1, 5, 32, 7]), (96, [96, 40, 9, 33, 1])])
+def test_lists_equal_the_reference(region: int, lens: list[int], device: str) -> None:
+    made = make_step(QUERIES, CONTEXTS, lens, device=device, region=region, padding=3)
+    found, expected = made.branches(), made.listed()
+    assert found.lens.tolist() == expected.lens.tolist() and found.lens[-3:].tolist() == [0, 0, 0]
+    for slots, wanted, count in zip(found.slots.tolist(), expected.slots.tolist(), found.lens.tolist(), strict=True):
+        assert slots[:count] == wanted[:count]
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("region", "lens"), [(32, [9, 1, 5, 32, 7]), (64, [64, 40, 9, 33, 1])])
-def test_region_equals_reference(
+def test_attention_equals_the_reference(
     region: int, lens: list[int], dtype: torch.dtype, num_splits: int, device: str
 ) -> None:
     made = make_step(QUERIES, CONTEXTS, lens, device=device, dtype=dtype, region=region, padding=3)
@@ -116,9 +144,10 @@ def test_region_equals_reference(
 
 @pytest.mark.parametrize("keys", [16, 32, 64])
 @pytest.mark.parametrize("heads", [(9, 3, 16), (8, 2, 16)])
-def test_regions_of_many_words(heads: tuple[int, int, int], keys: int, device: str) -> None:
-    """Key tiles begin anywhere in a word, and lie in up to three of them."""
-    made = make_step([7, 2, 3, 1], [45, 0, 63, 3], [256, 256, 130, 70], device=device, heads=heads, region=256)
+def test_branches_of_several_steps(heads: tuple[int, int, int], keys: int, device: str) -> None:
+    """More ancestors than are looked at in one step, behind contexts that end anywhere in a tile."""
+    made = make_step([7, 2, 3, 1], [45, 0, 63, 64], [256, 256, 130, 70], device=device, heads=heads, region=256)
+    assert int(made.branches().lens.max()) > 2 * BRANCH_KEYS
     config = replace(SMALL, keys=keys)
     for num_splits in (1, 4):
         result = made.run(num_splits=num_splits, config=config)
@@ -140,7 +169,7 @@ def test_what_no_mask_names_does_not_matter(device: str) -> None:
     for row in range(2):
         tokens = range(int(made.first[row]), int(made.first[row + 1]))
         named = [j for j in range(64) if any(int(made.mask[t, j // 32]) >> (j % 32) & 1 for t in tokens)]
-        logical = torch.tensor([*range(int(made.cached_len[row])), *(made.region.base + j for j in named)])
+        logical = torch.tensor([*range(int(made.cached_len[row])), *(made.base + j for j in named)])
         table = made.page_tables[int(made.table_rows[row])].cpu().long()
         seen[table[logical // 4] * 4 + logical % 4] = True
     made.k[~seen], made.v[~seen] = 1e4, -1e4
@@ -150,29 +179,35 @@ def test_what_no_mask_names_does_not_matter(device: str) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_token_without_keys_gets_zeros(num_splits: int, device: str) -> None:
     made = make_step([2, 1], [0, 5], [3, 4], device=device)
-    made.region.lens[0] = 0
+    made.mask[:2] = 0
     result = made.run(num_splits=num_splits)
     assert not result[:2].any()
     torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
 
-def test_a_region_behind_the_context_is_the_tree_of_a_round(device: str) -> None:
-    """Where the region begins at cached_len and every slot is a token, it means what no region means."""
+def test_branches_in_a_round_s_own_slots_are_its_tree(device: str) -> None:
+    """Where the region begins at cached_len and every slot is a token, masks mean what they mean to a round."""
     made = make_round([chain(6)], [8], device=device).expand()
     q, k, v = (torch.randn(n, 2, 16, device=device) for n in (6, *[made.page_tables.numel() * 4] * 2))
     shape = {"page_size": 4, "max_row_tokens": 6, "scale": 0.25, "num_splits": 2, "config": SMALL}
-    region = TreeRegion(8, torch.full((1,), 6, dtype=torch.int32, device=device))
-    with_region = tree_attention(q, k, v, *made.lengths(), made.mask, region=region, **shape)  # type: ignore[arg-type]
-    assert torch.equal(with_region, tree_attention(q, k, v, *made.lengths(), made.mask, **shape))  # type: ignore[arg-type]
+    tables, rows, first, cached = made.lengths()
+    branches = list_branches(made.mask, first, rows, tables, base=8, page_size=4)
+    found = branch_attention(q, k, v, tables, rows, first, cached, branches, **shape)  # type: ignore[arg-type]
+    expected = tree_attention(q, k, v, *made.lengths(), made.mask, **shape)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, **near(torch.float32))
 
 
-def test_regions_that_do_not_fit_are_refused(device: str) -> None:
+def test_what_does_not_fit_is_refused(device: str) -> None:
     made = make_step([2, 1], [0, 5], [3, 4], device=device)
-    with pytest.raises(ValueError, match="deterministic"):
-        made.run(path=torch.zeros(3, 4, dtype=torch.int32, device=device))
-    made.region = TreeRegion(8, made.region.lens[:1])
-    with pytest.raises(ValueError, match="2 rows"):
-        made.run()
+    with pytest.raises(ValueError, match="branches of 2 tokens for 3"):
+        branches = Branches(made.branches().slots[:2], made.branches().lens[:2])
+        branch_attention(
+            made.q, made.k, made.v, *made.lengths, branches, page_size=4, max_row_tokens=3, num_splits=1, scale=1.0
+        )
+    with pytest.raises(ValueError, match="num_splits"):
+        made.run(num_splits=0)
+    with pytest.raises(ValueError, match="a region at -1"):
+        list_branches(made.mask, made.first, made.table_rows, made.page_tables, base=-1, page_size=4)
 
 
 @pytest.mark.gpu
@@ -181,7 +216,7 @@ def test_regions_that_do_not_fit_are_refused(device: str) -> None:
 @pytest.mark.parametrize("num_splits", [1, 8, 24])
 def test_large_regions(num_splits: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     queries, contexts = [32, 1, 0, 8, 17], [1000, 0, 64, 4100, 129]
-    for region, lens in ((256, [256, 1, 40, 200, 97]), (64, [64, 1, 40, 20, 33])):
+    for region, lens in ((768, [768, 1, 40, 200, 97]), (64, [64, 1, 40, 20, 33])):
         made = make_step(
             queries, contexts, lens, device=device, heads=heads, dtype=dtype, region=region, page_size=16, padding=6
         )
@@ -208,8 +243,8 @@ def test_replays_of_a_graph_read_new_lengths(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = made.run(num_splits=8, config=None)
-    for contexts, lens in (([700, 90], [256, 31]), ([3, 701], [256, 100]), ([64, 0], [256, 256])):
+    for contexts, shift in (([700, 90], 0), ([3, 701], 1), ([64, 0], 2)):
         made.cached_len.copy_(torch.tensor(contexts))
-        made.region.lens.copy_(torch.tensor(lens))
+        made.mask.copy_(made.mask.roll(shift, 0))
         graph.replay()
         torch.testing.assert_close(result, made.expected(), **near(torch.bfloat16))

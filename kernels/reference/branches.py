@@ -1,0 +1,37 @@
+"""See kernels.branches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.reference.attention import attend, rows_of, set_bits
+
+
+def list_branches(
+    mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, base: int, page_size: int,
+    slots: Tensor, lens: Tensor,
+) -> None:  # fmt: skip
+    """As kernels.branches.list_branches, into `slots` and `lens`."""
+    lens.zero_()
+    starts = first.tolist()
+    for row, table_row in enumerate(table_rows.tolist()):
+        for token in range(starts[row], starts[row + 1]):
+            logical = base + set_bits(mask[token])
+            count = lens[token] = logical.numel()
+            slots[token, :count] = page_tables[table_row, logical // page_size] * page_size + logical % page_size
+
+
+def branch_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
+    page_size: int, scale: float, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """As kernels.branches.branch_attention."""
+    out.zero_()
+    for begin, end, cached, held in rows_of(page_tables, table_rows, first, cached_len, page_size):
+        for token in range(begin, end):
+            seen = torch.cat([held[:cached], slots[token, : int(lens[token])].long()])
+            hidden = torch.zeros(1, seen.numel(), dtype=torch.bool, device=q.device)
+            out[token] = attend(q[token : token + 1], k_cache[seen], v_cache[seen], hidden, scale)[0]
+    return out
