@@ -55,7 +55,7 @@ class Costs:
     """From engine to engine."""
     client: float = 3.0
     """From the end of an answer until the next request has come."""
-    step: tuple[tuple[int, float], ...] = ((8, 0.50), (16, 0.51), (32, 0.56), (64, 0.68), (128, 0.90))
+    step: tuple[tuple[int, float], ...] = ((8, 0.475), (16, 0.51), (32, 0.555), (64, 0.65), (128, 0.87))
     """Of a draft step by its nodes."""
     step_row: float = 0.012
     """Of each request of its burst but the first."""
