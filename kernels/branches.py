@@ -25,7 +25,7 @@ class Branches(NamedTuple):
 def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, *, base: int, page_size: int
 ) -> Branches:
-    """Once for all layers, what bit masks over tree regions mean; A = W * 32.
+    """Once for all layers, what bit masks over tree regions mean; A = W * 32. One launch, with which nothing overlaps.
 
     A region is a part of a row's page table whose slots hold the keys of a tree that grows over several forwards: of
     some hundred slots a node sees a dozen.
@@ -78,8 +78,8 @@ def branch_attention(
 
     Two launches: partial softmaxes of each split of the context and of each branch, then their sum. Nothing is read on
     the host, so the launches can be captured. Keys and values of the tokens must have been written (`rope_write`).
-    Where `pdl`, all but q and the caches is read before the launch in front of this one has ended: see
-    kernels.attention.tree_attention, whose arguments these are, too, but for:
+    Where `pdl`, all but q and the caches is read before the launch in front of this one has ended, which therefore must
+    not be that of the lists: see kernels.attention.tree_attention, whose arguments these are, too, but for:
 
     Args:
         branches: of these tokens.

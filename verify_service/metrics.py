@@ -166,7 +166,7 @@ class VerifyMetrics:
         # Rounds without any nodes say nothing of how many would have paid.
         if report.num_nodes:
             self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
-        if figures.ready and figures.ready >= report.num_nodes / 2:
+        if figures.ready and report.num_nodes and figures.ready >= report.num_nodes / 2:
             self._ready_rounds.inc()
         if figures.ready and figures.ready >= self._usual_nodes / 2:
             self._hit_rounds.inc()

@@ -1,4 +1,4 @@
-"""Asking weights into L2 while a kernel cannot use them yet."""
+"""Asking weights, keys and values into L2 while a kernel cannot use them yet."""
 
 from __future__ import annotations
 

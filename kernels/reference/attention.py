@@ -15,7 +15,7 @@ def tree_attention(
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
     out.zero_()
-    for begin, end, cached, slots in rows_of(page_tables, table_rows, first, cached_len, page_size):
+    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
         hidden[:, :cached] = False
         for i in range(end - begin):
@@ -32,13 +32,13 @@ def prefill_attention(
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.prefill_attention."""
     out.zero_()
-    for begin, end, cached, slots in rows_of(page_tables, table_rows, first, cached_len, page_size):
+    for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device).triu(cached + 1)
         out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
     return out
 
 
-def rows_of(
+def _rows(
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, page_size: int
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """First token, last token + 1, context and KV slots of every row that has tokens."""
@@ -47,8 +47,6 @@ def rows_of(
         begin, end = starts[row], starts[row + 1]
         if begin < end:
             logical = torch.arange(cached + end - begin, device=first.device)
-            # What a tree region holds lies elsewhere: its tokens may have no positions behind the context.
-            logical = logical[logical < page_tables.shape[1] * page_size]
             slots = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
             yield begin, end, cached, slots
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.attention import attend, rows_of, set_bits
+from kernels.reference.attention import attend, set_bits
 
 
 def list_branches(
@@ -29,9 +29,12 @@ def branch_attention(
 ) -> Tensor:  # fmt: skip
     """As kernels.branches.branch_attention."""
     out.zero_()
-    for begin, end, cached, held in rows_of(page_tables, table_rows, first, cached_len, page_size):
-        for token in range(begin, end):
-            seen = torch.cat([held[:cached], slots[token, : int(lens[token])].long()])
+    starts = first.tolist()
+    for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
+        logical = torch.arange(cached, device=q.device)
+        context = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
+        for token in range(starts[row], starts[row + 1]):
+            seen = torch.cat([context, slots[token, : int(lens[token])].long()])
             hidden = torch.zeros(1, seen.numel(), dtype=torch.bool, device=q.device)
             out[token] = attend(q[token : token + 1], k_cache[seen], v_cache[seen], hidden, scale)[0]
     return out

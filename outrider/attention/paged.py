@@ -57,7 +57,7 @@ class PagedBatch(TokenBatch):
         path: [M, D], for a token the places within its row of its ancestors, by position from cached_len on, and
             itself; -1 behind it. Given when results must not depend on the shape of the tree.
         region_base: the row's own keys are tree slots instead of its tokens: bit j of `mask` is the slot at logical
-            position region_base + j, and so are `slots`. Needs a mask.
+            position region_base + j, and `slots` are such, too. Needs a mask, and no `path`.
         num_splits: programs that share the keys of one tile of queries.
         lengths: `first` and `cached_len` in host memory, where a host made the batch.
     """

@@ -36,7 +36,9 @@ class TritonPlan(AttentionPlan):
         self._num_heads = num_heads
         self._scale = kv.k.shape[-1] ** -0.5
         self._branches = None
-        if batch.region_base is not None and batch.mask is not None:
+        if batch.region_base is not None:
+            if batch.mask is None or batch.path is not None:
+                raise ValueError("nodes in a tree region need a mask, and have no deterministic mode")
             rows = (batch.first, batch.table_rows, batch.page_tables)
             self._branches = list_branches(batch.mask, *rows, base=batch.region_base, page_size=batch.page_size)
         # Behind the lists, which attention reads early: this launch waits for them.

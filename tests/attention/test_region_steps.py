@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -71,3 +72,16 @@ def test_a_tree_grown_in_steps_is_the_tree_run_at_once() -> None:
         step = batch(nodes, tables, [BASE + SLOTS[node] for node in nodes], masks, BASE)
         result = TritonAttention().plan(step, kv, HEADS, rotary).attend(0, heads[nodes], None)
         torch.testing.assert_close(result, expected[nodes])
+
+
+def test_a_region_needs_a_mask_and_has_no_deterministic_mode() -> None:
+    tables = torch.arange((BASE + REGION) // PAGE, dtype=torch.int32).unsqueeze(0)
+    kv = KVCache(1, tables.numel() * PAGE, KV_HEADS, DIM, torch.float32)
+    rotary = Rotary(RopeConfig(), DIM, torch.device("cpu"))
+    step = batch([0], tables, [BASE], [1], BASE)
+    step.path = ints([0]).unsqueeze(1)
+    with pytest.raises(ValueError, match="deterministic"):
+        TritonAttention().plan(step, kv, HEADS, rotary)
+    step.path = step.mask = None
+    with pytest.raises(ValueError, match="a mask"):
+        TritonAttention().plan(step, kv, HEADS, rotary)

@@ -21,8 +21,12 @@ FULL_WORD = 1 << 32
 
 
 def near(dtype: torch.dtype) -> dict[str, float]:
-    """Sums of values of size one, in another order, and the weights rounded to the dtype before the second product."""
-    return {"rtol": 0.0, "atol": 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps}
+    """Sums of values of size one, in another order, and the weights rounded to the dtype before the second product.
+
+    Over long contexts results are small: a step off must not hide a split that is missing.
+    """
+    step = torch.finfo(dtype).eps
+    return {"rtol": 0.0, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2 * step, "atol": step}
 
 
 @dataclass
@@ -53,8 +57,11 @@ class Step:
     def run(self, **options: object) -> Tensor:
         """By the kernels."""
         settings: dict[str, object] = {"num_splits": 1, "config": SMALL, **options}
+        branches = self.branches()
+        # Attention reads the lists before the launch in front of it has ended, which this one is.
+        q = self.q.clone()
         return branch_attention(
-            self.q, self.k, self.v, *self.lengths, self.branches(), page_size=self.page_size,
+            q, self.k, self.v, *self.lengths, branches, page_size=self.page_size,
             max_row_tokens=self.q.shape[0], scale=self.q.shape[2] ** -0.5, **settings,
         )  # type: ignore[arg-type]  # fmt: skip
 
@@ -154,10 +161,13 @@ def test_branches_of_several_steps(heads: tuple[int, int, int], keys: int, devic
         torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
 
-@pytest.mark.parametrize("span", [2, 100])
-def test_splits_of_several_steps(span: int, device: str) -> None:
+@pytest.mark.parametrize("num_splits", [4, 32])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("span", [1, 2, 100])
+def test_splits_of_several_steps(span: int, rows: int, num_splits: int, device: str) -> None:
+    """Of large tiles short contexts use some of the splits and long ones all of them."""
     made = make_step([3, 1, 2], [139, 0, 20], [60, 17, 64], device=device)
-    result = made.run(num_splits=4, config=replace(SMALL, span=span))
+    result = made.run(num_splits=num_splits, config=replace(SMALL, span=span, rows=rows))
     torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
 

@@ -92,11 +92,12 @@ def test_columns_may_be_cut_among_programs(size: int, dtype: torch.dtype, device
             torch.testing.assert_close(result, expected, **near(dtype, 16))
 
 
-def test_a_result_may_take_the_place_of_its_residual(device: str) -> None:
+@pytest.mark.parametrize("config", [None, RowConfig(tile=32, cut=16)])
+def test_a_result_may_take_the_place_of_its_residual(config: RowConfig | None, device: str) -> None:
     given = operands(9, 48, 48, torch.float32, device)
     stream = torch.randn(9, 48, device=device)
     expected = reference.norm_linear(given["rows"], given["weight"], None, 0.0, None, stream, False)
-    result = norm_linear(given["rows"], given["weight"], residual=stream, out=stream)
+    result = norm_linear(given["rows"], given["weight"], residual=stream, out=stream, config=config)
     assert result is stream
     torch.testing.assert_close(stream, expected, **near(torch.float32, 16))
 

@@ -46,13 +46,14 @@ def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -
     observe(0, 0)
     observe(12, 20, held=0.001)
     observe(7, 20, held=0.001)
+    observe(3, 0)
 
     def value(name: str) -> float | None:
         return metrics.registry.get_sample_value(f"outrider_verify_{name}")
 
-    assert value("drafted_rounds_total") == 10 and value("hit_rounds_total") == 6 and value("held_rounds_total") == 3
+    assert value("drafted_rounds_total") == 11 and value("hit_rounds_total") == 6 and value("held_rounds_total") == 3
     assert value("ready_rounds_total") == 7, "of its own nodes, a round of few has enough"
-    assert value("ready_draft_tokens_sum") == 128 and value("draft_answer_times_seconds_count") == 11
+    assert value("ready_draft_tokens_sum") == 131 and value("draft_answer_times_seconds_count") == 12
     assert value("hit_wait_seconds_count") == 6 and round(value("hit_wait_seconds_sum") or 0, 6) == 0.0016
 
 
