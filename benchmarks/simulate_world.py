@@ -296,7 +296,7 @@ class Notes:
         if nodes:
             self.usual += (_USUAL_LEARN if self.usual else 1.0) * (nodes - self.usual)
         self.hits += bool(figures.ready) and figures.ready >= self.usual / 2
-        self.found += bool(figures.ready) and figures.ready >= nodes / 2
+        self.found += bool(figures.ready and nodes) and figures.ready >= nodes / 2
 
     def flush(self) -> None:
         """See Observer."""

@@ -74,8 +74,7 @@ def tree_attention(
         ValueError: shapes or numbers that do not fit.
     """
     check_caches(q, k_cache, v_cache, page_tables)
-    if not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
+    check_splits(num_splits)
     if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not mask.is_contiguous() or (path is not None and not path.is_contiguous()):
@@ -142,6 +141,12 @@ def prefill_attention(
     pdl = pdl and supports_pdl(q)
     jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, pdl, max_row_tokens, config)
     return out
+
+
+def check_splits(num_splits: int) -> None:
+    """Raise ValueError for a number of splits that attention cannot take."""
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
 
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor) -> None:

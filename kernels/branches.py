@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import check_caches
-from kernels.attention_tiles import MAX_SPLITS, TileConfig, branch_config, usual_tokens
+from kernels.attention import check_caches, check_splits
+from kernels.attention_tiles import TileConfig, branch_config, usual_tokens
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import branches as reference
 
@@ -92,8 +92,7 @@ def branch_attention(
         ValueError: shapes or numbers that do not fit.
     """
     check_caches(q, k_cache, v_cache, page_tables)
-    if not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
+    check_splits(num_splits)
     num_tokens, num_heads, head_dim = q.shape
     if branches.slots.shape[0] != num_tokens or branches.lens.shape != (num_tokens,):
         raise ValueError(f"branches of {branches.slots.shape[0]} tokens for {num_tokens}")

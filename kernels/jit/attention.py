@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, lone_splits, max_tiles, power_of_two, usual_tiles
-from kernels.jit.online import find_tile, key_slots, online, page_slots
-from kernels.jit.prefetch import prefetch_lines
+from kernels.jit.online import find_tile, key_slots, nothing_seen, online, prefetch_tile, see_context
 from kernels.jit.splits import LONG, add_up, put, split_steps, tile_tokens, workspace
 from kernels.launch import num_processors
 
@@ -63,12 +62,7 @@ def attend_tiles(
         # Keys and values of the context are old, too. One tile of queries asks for all that share them.
         old_end = tl.minimum(high, cached)
         if (low < old_end) & (place == 0):
-            LINES: tl.constexpr = DIM * k_cache.dtype.element_ty.primitive_bitwidth // 1024
-            ahead = tl.minimum(low + tl.arange(0, KEYS), old_end - 1)
-            lines = key_slots(table, ahead, last, PAGE, ON_GPU)[:, None] * LINE
-            lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
-            prefetch_lines(k_head + lines)
-            prefetch_lines(v_head + lines)
+            prefetch_tile(k_head, v_head, table, low, old_end, last, LINE, DIM, KEYS, PAGE, ON_GPU)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -78,23 +72,16 @@ def attend_tiles(
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top, mass, acc = nothing_seen(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
     if WORDS <= 2:
         words_low = tl.load(mask + token * WORDS, mask=row_ok, other=0)
         words_high = tl.load(mask + token * WORDS + WORDS - 1, mask=row_ok, other=0)
 
-    for start in tl.range(low, open_end, KEYS, num_stages=STAGES):
-        pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
-        # In this order: where pages fill a tile, only the pages differ between steps.
-        inner = within[:, None] * LINE + dims[None, :]
-        outer = pages[:, None] * LINE
-        tile_k = tl.load(k_head + inner + outer)
-        tile_v = tl.load(v_head + inner + outer)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+    top, mass, acc = see_context(
+        tile_q, k_head, v_head, table, low, open_end, last, top, mass, acc, scale,
+        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU,
+    )  # fmt: skip
 
     for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=2):
         keys = start + tl.arange(0, KEYS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.jit.prefetch import prefetch_lines
+
 
 @triton.jit
 def find_tile(first, num_rows, num_tokens, tile, TOKENS: tl.constexpr, ROWS_PAD: tl.constexpr):
@@ -72,6 +74,20 @@ def page_slots(table, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GP
 
 
 @triton.jit
+def prefetch_tile(
+    k_head, v_head, table, low, end, last,
+    LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Ask for keys and values of the tile at `low`, of those positions that lie before `end`."""
+    LINES: tl.constexpr = DIM * k_head.dtype.element_ty.primitive_bitwidth // 1024
+    ahead = tl.minimum(low + tl.arange(0, KEYS), end - 1)
+    lines = key_slots(table, ahead, last, PAGE, ON_GPU)[:, None] * LINE
+    lines += tl.arange(0, LINES)[None, :] * (DIM // LINES)
+    prefetch_lines(k_head + lines)
+    prefetch_lines(v_head + lines)
+
+
+@triton.jit
 def online(products, v, top, mass, acc, scale):
     """One step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
 
@@ -87,3 +103,29 @@ def online(products, v, top, mass, acc, scale):
     acc = acc * shrink[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_top, mass, acc
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Top score, mass and weighted sum of queries that have seen no key: where `online` begins."""
+    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def see_context(
+    tile_q, k_head, v_head, table, low, end, last, top, mass, acc, scale,
+    LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    STAGES: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """Steps of `online` over whole key tiles that all queries see, from `low` to `end`."""
+    dims = tl.arange(0, DIM)
+    for start in tl.range(low, end, KEYS, num_stages=STAGES):
+        pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
+        # In this order: where pages fill a tile, only the pages differ between steps.
+        inner = within[:, None] * LINE + dims[None, :]
+        outer = pages[:, None] * LINE
+        tile_k = tl.load(k_head + inner + outer)
+        tile_v = tl.load(v_head + inner + outer)
+        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+    return top, mass, acc

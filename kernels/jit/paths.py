@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, max_tiles, power_of_two
-from kernels.jit.online import find_tile, key_slots, online, read
+from kernels.jit.online import find_tile, key_slots, nothing_seen, online, read
 from kernels.jit.splits import add_up, put, tile_tokens, workspace
 
 # Tokens that share a tile; they go along their paths one after the other.
@@ -90,9 +90,7 @@ def attend_paths(
     token = tile_first + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top, mass, acc = nothing_seen(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
 
     ahead = nth_tile(0, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)

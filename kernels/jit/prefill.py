@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, max_tiles, power_of_two
-from kernels.jit.online import find_tile, key_slots, online
+from kernels.jit.online import find_tile, key_slots, nothing_seen, online
 from kernels.jit.splits import tile_tokens
 
 
@@ -57,9 +57,7 @@ def attend_causal(
     high = cached + tl.minimum(tile_first + TOKENS, row_end) - row_first
     open_end = tl.where(real, open_end, 0)
     high = tl.where(real, high, 0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top, mass, acc = nothing_seen(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
 
     last = tl.maximum(high - 1, 0)

@@ -47,8 +47,12 @@ def _rows(
         begin, end = starts[row], starts[row + 1]
         if begin < end:
             logical = torch.arange(cached + end - begin, device=first.device)
-            slots = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
-            yield begin, end, cached, slots
+            yield begin, end, cached, slots_of(page_tables[table_row], logical, page_size)
+
+
+def slots_of(table: Tensor, logical: Tensor, page_size: int) -> Tensor:
+    """int64 KV slots of logical positions by a row's page table [P]."""
+    return table.long()[logical // page_size] * page_size + logical % page_size
 
 
 def set_bits(words: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.attention import attend, set_bits
+from kernels.reference.attention import attend, set_bits, slots_of
 
 
 def list_branches(
@@ -17,9 +17,9 @@ def list_branches(
     starts = first.tolist()
     for row, table_row in enumerate(table_rows.tolist()):
         for token in range(starts[row], starts[row + 1]):
-            logical = base + set_bits(mask[token])
-            count = lens[token] = logical.numel()
-            slots[token, :count] = page_tables[table_row, logical // page_size] * page_size + logical % page_size
+            named = slots_of(page_tables[table_row], base + set_bits(mask[token]), page_size)
+            count = lens[token] = named.numel()
+            slots[token, :count] = named
 
 
 def branch_attention(
@@ -31,8 +31,7 @@ def branch_attention(
     out.zero_()
     starts = first.tolist()
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
-        logical = torch.arange(cached, device=q.device)
-        context = page_tables[table_row].long()[logical // page_size] * page_size + logical % page_size
+        context = slots_of(page_tables[table_row], torch.arange(cached, device=q.device), page_size)
         for token in range(starts[row], starts[row + 1]):
             seen = torch.cat([context, slots[token, : int(lens[token])].long()])
             hidden = torch.zeros(1, seen.numel(), dtype=torch.bool, device=q.device)
