@@ -56,8 +56,6 @@ def _print_addresses(console: Console, cluster: Cluster) -> None:
         ("draft", cluster.draft_address),
         *((f"metrics of {name}", cluster.metrics_url(name)) for name in cluster.services),
     ]
-    console.print("\nOutrider is up. Ctrl-C stops it.")
-    for name, where in rows:
-        if where:
-            console.print(f"  {name:<19} {where}", soft_wrap=True)
-    console.print()
+    lines = [f"  {name:<19} {where}" for name, where in rows if where]
+    # In one piece: what services say at the same time may lie around it, never in it.
+    console.print("\n".join(["\nOutrider is up. Ctrl-C stops it.", *lines, ""]), soft_wrap=True)

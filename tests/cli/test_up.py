@@ -35,48 +35,59 @@ class Up:
         return self.log.read_text()
 
     def processes(self, name: str) -> list[int]:
-        return [int(number) for number in re.findall(rf"hello from {name}, .*process (\d+)", self.text)]
+        return [int(number) for number in re.findall(rf"hello from {name}, .*process (\d+)\n", self.text)]
 
-    def wait_for(self, words: str) -> None:
-        wait_until(lambda: words in self.text or self.process.poll() is not None)
-        assert words in self.text, self.text
+    def __enter__(self) -> Up:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:  # its test failed; nothing of it shall disturb the next one
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def wait_for(self, *words: str) -> None:
+        wait_until(lambda: all(each in self.text for each in words) or self.process.poll() is not None)
+        for each in words:
+            assert each in self.text, self.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_everything_cleanly(number: signal.Signals, tmp_path: Path, model_path: Path) -> None:
-    up = Up(tmp_path, model_path)
-    up.wait_for("Outrider is up")
-    up.wait_for("verify  | hello from verify")
-    assert "REST                http://127.0.0.1:4711/v1" in up.text
-    assert "gRPC                127.0.0.1:4711" in up.text
-    up.process.send_signal(number)
-    assert up.process.wait(20) == 0
-    assert "outrider: draft ended, verify ended, gateway ended" in up.text
-    assert "\x1b" not in up.text
+    with Up(tmp_path, model_path) as up:
+        up.wait_for("Outrider is up", "verify  | hello from verify")
+        up.wait_for("REST                http://127.0.0.1:4711/v1", "gRPC                127.0.0.1:4711")
+        up.process.send_signal(number)
+        assert up.process.wait(20) == 0
+        assert "outrider: draft ended, verify ended, gateway ended" in up.text
+        assert "\x1b" not in up.text
 
 
 def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) -> None:
-    up = Up(tmp_path, model_path)
-    up.wait_for("Outrider is up")
-    up.wait_for("hello from verify")
-    os.kill(up.processes("verify")[0], signal.SIGKILL)
-    up.wait_for("outrider: verify ended (SIGKILL); starting it again in 0.5 s")
-    up.wait_for("outrider: verify serves again")
-    up.process.send_signal(signal.SIGINT)
-    assert up.process.wait(20) == 0
-    assert len(up.processes("verify")) == 2
-    assert not any(map(is_alive, up.processes("verify")))
+    with Up(tmp_path, model_path) as up:
+        up.wait_for("Outrider is up")
+        wait_until(lambda: bool(up.processes("verify")))
+        os.kill(up.processes("verify")[0], signal.SIGKILL)
+        up.wait_for("outrider: verify ended (SIGKILL); starting it again in 0.5 s")
+        up.wait_for("outrider: verify serves again")
+        wait_until(lambda: len(up.processes("verify")) == 2)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(20) == 0
+        assert not any(map(is_alive, up.processes("verify")))
 
 
 def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path: Path, model_path: Path) -> None:
-    up = Up(tmp_path, model_path, FAKE_VERIFY="broken")
-    assert up.process.wait(20) == 1
-    assert "outrider: error: verify ended at its start (exit code 3)." in up.text
-    assert "    the flux is not compensated" in up.text and "Traceback" not in up.text
-    assert not any(map(is_alive, up.processes("draft")))
+    with Up(tmp_path, model_path, FAKE_VERIFY="broken") as up:
+        assert up.process.wait(20) == 1
+        assert "outrider: error: verify ended at its start (exit code 3)." in up.text
+        assert "    the flux is not compensated" in up.text and "Traceback" not in up.text
+        assert not any(map(is_alive, up.processes("draft")))
 
 
 def test_a_taken_port_ends_the_command_with_the_options_that_choose_others(tmp_path: Path, model_path: Path) -> None:
-    up = Up(tmp_path, model_path, FAKE_DRAFT="taken")
-    assert up.process.wait(20) == 1
-    assert "add --ephemeral" in up.text and "--draft-metrics-address" in up.text and "--rest-address" in up.text
+    with Up(tmp_path, model_path, FAKE_DRAFT="taken") as up:
+        assert up.process.wait(20) == 1
+        assert "add --ephemeral" in up.text and "--draft-metrics-address" in up.text and "--rest-address" in up.text
