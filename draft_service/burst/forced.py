@@ -50,7 +50,7 @@ class Forced:
 def force(forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int) -> list[Forced]:
     """What these requests need run, at most `limit` seeds in all, from pool index `first` on; it takes tree slots.
 
-    A request that does not fit is left out.
+    A request that does not fit is left out; of one that would never fit the first tokens are taken.
     """
     forced: list[Forced] = []
     if not contexts:
@@ -60,6 +60,8 @@ def force(forest: DraftForest, contexts: Sequence[DraftContext], first: int, lim
     num_free = forest.slots.num_free.tolist()
     for context in contexts:
         indices, num_true = context.to_run(root=not context.root_run)
+        if not forced and len(indices) > limit:
+            indices, num_true = indices[:limit], min(num_true, limit)
         places = [slot for slot, _ in context.between] + [root_slots[context.row]]
         slots = [places[index] for index in indices]
         length = len(slots)

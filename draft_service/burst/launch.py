@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from draft_service.burst.buckets import Buckets
 from draft_service.burst.context import DraftContext
 from draft_service.burst.entries import Ints
 from draft_service.burst.forced import Forced, force, land, lay_out
@@ -101,6 +102,7 @@ class Planner:
         self._contexts = contexts
         self._shape = shape
         self._options = options
+        self._buckets = Buckets(shape.max_width, shape.num_rows)
         self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
 
     def needs_run(self, context: DraftContext) -> bool:
@@ -338,10 +340,14 @@ class Planner:
         return options.part_steps(len(rows)) if options.most_steps else options.steady_steps
 
     def _width(self, num_forced: int, num_fresh: int, num_chosen: int, num_rows: int, left: int) -> int:
-        """Nodes of a step: as many as are worth it by now, and room for their children."""
+        """Nodes of a step: as many as are worth it by now, and room for their children.
+
+        As many as the runner's steps have: they take what they find, and what a burst may run in all counts with that.
+        """
         if self._options.lockstep_steps:
             want = self._options.lockstep_width * num_rows
         else:
             roomy = self._shape.branching * (_FRESH_LEVELS * num_fresh + _LEVELS * (num_rows - num_fresh))
             want = min(max(num_chosen, roomy), left, max(_WIDE, _ROW_WIDTH * num_rows))
-        return max(num_forced, min(want, self._shape.max_width), 1)
+        width = max(num_forced, min(want, self._shape.max_width), 1)
+        return self._buckets.fit(width, num_rows).width

@@ -137,6 +137,21 @@ steps = st.one_of(
 )
 
 
+def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> None:
+    rig = rig_of(own=True, **GOES_ON)
+    request = rig.open(1, [1, *range(2, 14)])
+    rig.features(1, 0, 1)
+    rig.turn(wait=False)
+    rig.commit(1, continuation(request.tokens, 5))
+    rig.settle()
+    rig.commit(1, [5])
+    assert len(request.tokens) - 1 > rig.runner.shape.max_width
+    rig.features(1, 0, len(request.tokens) - 1)
+    rig.settle()
+    request.check()
+    assert request.held()
+
+
 @pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(1, 30), own=st.booleans(), trace=st.lists(steps, max_size=40))

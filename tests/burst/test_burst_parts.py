@@ -79,7 +79,7 @@ def test_a_part_that_fails_takes_its_requests_along_and_no_other() -> None:
     rig.check_nothing_left()
 
 
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 32), (16, 64), (20, 80), (32, 128)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 32), (16, 64), (20, 128), (32, 128)])
 def test_steps_are_wide_for_many_requests_alone(num_rows: int, width: int) -> None:
     rig = Rig(
         DraftOptions(max_positions=300, min_path_probability=0.0, speculative_algorithm=("STANDALONE",)),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from growth_rig import GREEDY, Peer, Verify, shape
 
+from draft_service.burst.forest import DraftForest
+from draft_service.burst.harvest import Harvest
+from draft_service.burst.plan import BurstResult
 from draft_service.burst.runner import RunnerOptions
 from draft_service.burst.torch_runner import TorchRunner
 from draft_service.drafters.base import Needs
@@ -26,15 +30,15 @@ CREDIT = 24
 class Service:
     """Requests of a real model."""
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel, region: int = 64, **options: Any) -> None:
         runner = TorchRunner(
             model,
-            shape(max_context=128, branching=4, feature_size=model.feature_size),
+            shape(max_context=128, branching=4, feature_size=model.feature_size, region=region),
             TorchAttention(),
             RunnerOptions(),
         )
-        options = DraftOptions(max_positions=100, min_path_probability=0.0)
-        self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), options)
+        told = DraftOptions(max_positions=100, min_path_probability=0.0, **options)
+        self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), told)
         self.peer = Peer()
         self.peer.vocab_size = model.target_vocab_size
         self.held: dict[int, Verify] = {}
@@ -88,3 +92,25 @@ def test_a_tree_that_lived_through_commits_scores_as_a_fresh_one(
         for path in both:
             assert request.held()[path] == pytest.approx(fresh.held()[path], abs=2e-3)
     assert hits >= 4
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4, 8])
+def test_a_tree_in_lockstep_has_a_level_for_each_step(
+    plain_model: DraftModel, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"speculative_algorithm": ("STANDALONE",), "speculative_eagle_topk": topk}
+    service, draw = Service(plain_model, 256, lockstep=True, speculative_num_steps=8, **asked), random.Random(1)
+    ran: list[bool] = []
+    merge = DraftForest.merge
+
+    def note(forest: DraftForest, harvest: Harvest, result: BurstResult) -> None:
+        ran.extend((result.picked >= 0).any(1).tolist())
+        merge(forest, harvest, result)
+
+    monkeypatch.setattr(DraftForest, "merge", note)
+    request = service.open(0, [draw.randrange(plain_model.target_vocab_size) for _ in range(30)], GREEDY)
+    for _ in range(3):
+        service.settle()
+        assert ran == [True] * 8
+        ran.clear()
+        service.commit(request, list(draw.choice([path for path in request.held() if len(path) <= 3])))
