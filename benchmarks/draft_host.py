@@ -148,7 +148,7 @@ class ScriptedRunner:
         self.queued: list[Pending] = []
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
-        self.buckets = Buckets(shape.max_width, shape.num_rows)
+        self.buckets = Buckets(shape)
         self.moved = 0
         self._fill = clock.time("fill", self.input.fill)
         # Drawn beforehand, so that what a device would do does not empty the caches.
@@ -199,7 +199,7 @@ class ScriptedRunner:
         pending = self.queued.pop(0)
         if not pending.state:
             self._begin(pending)
-        burst, branching, width = pending.burst, self.shape.branching, pending.bucket.width
+        burst, (width, _, branching) = pending.burst, pending.bucket
         results = self.output.host_steps(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
         for step in range(pending.num_steps):
             line = results[step]

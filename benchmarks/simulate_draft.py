@@ -18,12 +18,12 @@ from simulate_world import Actor, Costs
 
 import draft_service.burst.announce as announce
 import draft_service.burst.growth as growth
+import draft_service.burst.options as options
 import draft_service.burst.reroot as reroot
 import draft_service.burst.roster as roster
 import draft_service.burst.runner as runner
 import draft_service.engine as draft_engine
 from draft_service.burst.buckets import Buckets
-from draft_service.burst.options import MOST_STEPS
 from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
 from draft_service.drafters.base import Needs
 from draft_service.drafters.model import ModelDrafter
@@ -65,10 +65,11 @@ class ScriptedRunner(runner.Runner):
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
         self.shape = BurstShape(
-            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=language.branching, max_seeds=512, max_steps=MOST_STEPS,
-            max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT, feature_size=0,
+            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=options.BRANCHING, max_seeds=512,
+            max_steps=options.MOST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT,
+            feature_size=0, lone_branching=options.LONE_BRANCHING,
         )  # fmt: skip
-        self.buckets = Buckets(max_width, DRAFT_ROWS)
+        self.buckets = Buckets(self.shape)
         self.busy = 0.0
         """Seconds that the device has worked."""
         self._actor, self._costs = actor, costs
@@ -136,7 +137,7 @@ class ScriptedRunner(runner.Runner):
     def _run(self, pending: runner.Pending, pool: Pool) -> None:
         steps = [pool.run() for _ in range(pending.num_steps)]
         columns: list[Any] = [np.stack(column) for column in zip(*steps, strict=True)]
-        first = self.shape.max_seeds + pending.first_step * pending.bucket.width * self.shape.branching
+        first = self.shape.max_seeds + pending.first_step * pending.bucket.num_candidates
         self._results[pending] = BurstResult(first, *columns)
         self._work(pending.num_steps * self._costs.of_step(pending.bucket.width, len(pending.burst.rows)))
         event: Any = Event(self._actor, self._free_at)
@@ -185,8 +186,8 @@ class DraftService:
     ) -> None:
         """`deliver` is told when messages for verify arrive there."""
         self.runner = ScriptedRunner(actor, costs, language, 128)
-        options = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
-        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), options)
+        told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
+        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
         grown = self.requests.growth
         assert isinstance(grown, growth.BurstGrowth)
         self.growth = grown

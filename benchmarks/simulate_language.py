@@ -57,8 +57,6 @@ class Language:
         *(0.014, 0.012, 0.009, 0.008, 0.007, 0.006, 0.005, 0.004),
     )
     """Parts of what is left that the others have."""
-    branching: int = 8
-    """Candidates of a node, at most one more than the others."""
     flatten: float = 1.0
     """Scores are of chances to the power of 1 / `flatten`: above 1, the draft promises too little."""
 
@@ -69,10 +67,10 @@ class Language:
         fluent = np.where(_chance(_mix(drawn ^ _U(0x1111))) < self.switch, fresh, states & _FLUENT)
         return (drawn & ~_FLUENT) | fluent
 
-    def candidates(self, states: UInt64s) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Tokens and their chances, [N, branching] each, likeliest first."""
+    def candidates(self, states: UInt64s, count: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Tokens and their chances, [N, count] each, likeliest first; `count` is 16 at most."""
         tokens, chances = self._likeliest(states)
-        return tokens[:, : self.branching], chances[:, : self.branching]
+        return tokens[:, :count], chances[:, :count]
 
     def _likeliest(self, states: UInt64s) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         kinds = np.searchsorted(self.shares, _chance(_mix(states ^ _U(0x6666))))

@@ -53,8 +53,8 @@ class Pool:
     """What a burst could run, as a device holds it: see kernels.reference.frontier."""
 
     def __init__(self, burst: Burst, bucket: Bucket, shape: BurstShape, memory: Memory) -> None:
-        self._memory, self._shape, self._width = memory, shape, bucket.width
-        capacity = shape.max_seeds + shape.max_steps * bucket.width * shape.branching
+        self._memory, self._shape, self._bucket = memory, shape, bucket
+        capacity = shape.max_seeds + shape.max_steps * bucket.num_candidates
         self._entries = np.full((5, capacity), -1, np.int64)
         """Row of the burst, parent's slot, token, position, slot."""
         self._scores, self._bases = np.full((2, capacity), -np.inf, np.float32)
@@ -74,7 +74,7 @@ class Pool:
 
     def reroot(self, told: Reroots) -> None:
         """As reroot_pool, and add_seeds behind it."""
-        limit = self._shape.max_seeds + self._step * self._width * self._shape.branching
+        limit = self._shape.max_seeds + self._step * self._bucket.num_candidates
         scores, bases = self._scores[:limit], self._bases[:limit]
         ran = scores == -np.inf
         roots = zip(told.rows.tolist(), told.indices.tolist(), told.slots.tolist(), told.shifts, told.free, strict=True)
@@ -98,7 +98,7 @@ class Pool:
 
     def run(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
         """A step: pool indices and slots [M], tokens and edges [M, k] of what it ran; -1 and -inf for none."""
-        width, branching = self._width, self._shape.branching
+        width, _, branching = self._bucket
         picked, slots = np.full((2, width), -1, np.int32)
         tokens, edges = np.full((width, branching), -1, np.int32), np.full((width, branching), -np.inf, np.float32)
         chosen = self._place(self._choose())
@@ -112,7 +112,7 @@ class Pool:
         self._write(nodes, self._scores[chosen])
         self._scores[chosen] = -np.inf
         picked[:count], slots[:count] = chosen, nodes[4]
-        tokens[:count], chances = self._memory.language.candidates(self._memory.states[nodes[0], nodes[4]])
+        tokens[:count], chances = self._memory.language.candidates(self._memory.states[nodes[0], nodes[4]], branching)
         edges[:count] = self._memory.language.scores(chances)
         end = first + count * branching
         rows, positions = self._entries[0, chosen], self._entries[3, chosen]
@@ -125,12 +125,12 @@ class Pool:
 
     def _choose(self) -> NDArray[np.intp]:
         """As choose_entries."""
-        limit = self._shape.max_seeds + self._step * self._width * self._shape.branching
+        limit = self._shape.max_seeds + self._step * self._bucket.num_candidates
         scores = self._scores[:limit]
         found = ((scores >= self._floor) & (scores > -np.inf)).nonzero()[0]
         full = (self._next >= self._end)[self._entries[0, found]]
         found = found[(self._entries[4, found] >= 0) | ~full]
-        best: NDArray[np.intp] = found[(-scores[found]).argsort(kind="stable")[: self._width]]
+        best: NDArray[np.intp] = found[(-scores[found]).argsort(kind="stable")[: self._bucket.width]]
         return best
 
     def _place(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:

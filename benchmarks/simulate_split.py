@@ -350,7 +350,6 @@ def main() -> None:
     parser.add_argument("--cost", nargs="*", default=[], help="name=ms: see simulate_world.Costs")
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
-    parser.add_argument("--branching", type=int, default=8, help="candidates of a node, 16 at most")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     told = parser.parse_args()
     for change in told.set:
@@ -360,7 +359,7 @@ def main() -> None:
     rows: list[Row] = []
     for batch in told.batch:
         answers = told.answers or (6 if batch == 1 else 2 * batch)
-        language = Language(flatten=told.flatten, branching=told.branching)
+        language = Language(flatten=told.flatten)
         scene = Scene(batch, answers, told.tokens, costs=parse_costs(told.cost), language=language)
         scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
         runs = [Simulation(one).run() for one in scenes]

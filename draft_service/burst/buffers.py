@@ -225,31 +225,31 @@ class BurstOutput:
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
-        size = shape.max_steps * shape.max_width * (2 + 2 * shape.branching)
+        size = shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching)
         pinned = device.type == "cuda"
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self._words: list[Words] = [memory.numpy() for memory in self._pinned]
         self._copies = _Copies(self._pinned, self._device)
 
-    def steps(self, width: int) -> Tensor:
+    def steps(self, bucket: Bucket) -> Tensor:
         """On the device, [max_steps, width * (2 + 2 * k)]."""
-        line = width * (2 + 2 * self._shape.branching)
+        line = bucket.width * (2 + 2 * bucket.branching)
         return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
 
     def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
-        line = bucket.width * (2 + 2 * self._shape.branching)
+        line = bucket.width * (2 + 2 * bucket.branching)
         self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
     def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
-        line = bucket.width * (2 + 2 * self._shape.branching)
+        line = bucket.width * (2 + 2 * bucket.branching)
         return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
     def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:
         """What a copy holds of some steps, in memory of its own."""
-        width, branching = bucket.width, self._shape.branching
+        width, _, branching = bucket
         steps = self.host_steps(copy, bucket, num_steps, first_step).copy()
         shape = (num_steps, width, branching)
         return BurstResult(

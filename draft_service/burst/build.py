@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.options import MOST_STEPS
+from draft_service.burst.options import BRANCHING, LONE_BRANCHING, MOST_STEPS
 from draft_service.burst.plan import BurstShape
 from draft_service.burst.runner import Runner, RunnerOptions
 from draft_service.burst.torch_runner import TorchRunner
@@ -92,7 +92,8 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
     return BurstShape(
         num_rows=num_rows,
         region=DRAFT_REGION if on_gpu else 64,
-        branching=options.speculative_eagle_topk or (8 if on_gpu else 4),
+        branching=options.speculative_eagle_topk or (BRANCHING if on_gpu else 4),
+        lone_branching=0 if options.speculative_eagle_topk or not on_gpu else LONE_BRANCHING,
         max_seeds=512 if on_gpu else 128,
         max_steps=MOST_STEPS if on_gpu else 8,
         max_width=wide if on_gpu else 8,

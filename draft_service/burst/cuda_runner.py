@@ -46,9 +46,9 @@ class CudaRunner(Runner):
         device = model.device
         self._on_gpu = device.type == "cuda"
         self._num_processors = num_processors(device)
-        capacity = shape.max_seeds + shape.max_steps * shape.max_width * shape.branching
+        capacity = shape.max_seeds + shape.max_steps * shape.max_width * shape.most_branching
         self._entries = torch.zeros(NUM_FIELDS * capacity, dtype=torch.int32, device=device)
-        size = (shape.max_width, shape.branching)
+        size = shape.max_width * shape.most_branching
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
         self._told = RerootInput(shape, device)
@@ -69,7 +69,7 @@ class CudaRunner(Runner):
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
             self._begins.capture(self.buckets.all(), False)
-            # What a width's steps have left in the pool names rows that there are not where another width reads it.
+            # What a shape's steps have left in the pool names rows that there are not where another shape reads it.
             self._input.clear()
             self._entries.view(torch.float32).fill_(-math.inf)
             self._reroots.capture(self.buckets.all(), False)
@@ -168,21 +168,20 @@ class CudaRunner(Runner):
 
     def _reroot(self, bucket: Bucket) -> None:
         """What precedes the steps of a part that is told of commits; may be captured."""
-        rows, step_size = self._input.rows.head(bucket.rows), bucket.width * self.shape.branching
-        told = self._told.rows(bucket.rows)
-        pool = self._pool(bucket)
-        reroot_pool(self._input.header, pool, rows, self.memory.plan, told, step_size)
+        rows, told, pool = self._input.rows.head(bucket.rows), self._told.rows(bucket.rows), self._pool(bucket)
+        reroot_pool(self._input.header, pool, rows, self.memory.plan, told, bucket.num_candidates)
         add_seeds(pool, self._told.seeds)
 
     def _step(self, bucket: Bucket) -> None:
         """The whole of a step on the device; may be captured."""
         header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
         rows = self._input.rows.head(bucket.rows)
-        choose_entries(header, pool, rows, step, self.shape.branching)
+        choose_entries(header, pool, rows, step, bucket.branching)
         place_entries(pool, rows, step, self.memory.plan)
-        tokens, scores = self._tokens[: bucket.width], self._scores[: bucket.width]
+        flat, size = slice(bucket.num_candidates), (bucket.width, bucket.branching)
+        tokens, scores = self._tokens[flat].view(size), self._scores[flat].view(size)
         self._propose(bucket, step, tokens, scores)
-        append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket.width))
+        append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket))
 
     def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
         """Run the nodes of a step, and write their candidates."""
@@ -198,9 +197,9 @@ class CudaRunner(Runner):
             store.index_copy_(0, step.targets[:count], features)
 
     def _pool(self, bucket: Bucket) -> Pool:
-        """The pool as bursts of this width lay it out."""
+        """The pool as bursts of this shape lay it out."""
         max_seeds = self.shape.max_seeds
-        size = max_seeds + self.shape.max_steps * bucket.width * self.shape.branching
+        size = max_seeds + self.shape.max_steps * bucket.num_candidates
         return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
 
     def _step_tokens(self, bucket: Bucket) -> StepTokens:

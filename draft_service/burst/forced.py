@@ -47,10 +47,13 @@ class Forced:
         return all(self.ran)
 
 
-def force(forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int) -> list[Forced]:
+def force(
+    forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int, *, cuts: bool = False
+) -> list[Forced]:
     """What these requests need run, at most `limit` seeds in all, from pool index `first` on; it takes tree slots.
 
-    A request that does not fit is left out; of one that would never fit the first tokens are taken.
+    A request that does not fit is left out. `cuts`: `limit` is all that there ever is, so that of one that needs more
+    the first tokens are taken.
     """
     forced: list[Forced] = []
     if not contexts:
@@ -60,7 +63,7 @@ def force(forest: DraftForest, contexts: Sequence[DraftContext], first: int, lim
     num_free = forest.slots.num_free.tolist()
     for context in contexts:
         indices, num_true = context.to_run(root=not context.root_run)
-        if not forced and len(indices) > limit:
+        if cuts and len(indices) > limit:
             indices, num_true = indices[:limit], min(num_true, limit)
         places = [slot for slot, _ in context.between] + [root_slots[context.row]]
         slots = [places[index] for index in indices]

@@ -63,7 +63,7 @@ class BurstGrowth(Grower):
         self._runner = runner
         self._shape = shape
         self._options = options
-        self._burst_entries = shape.max_seeds + shape.max_steps * shape.max_width * shape.branching
+        self._burst_entries = shape.max_seeds + shape.max_steps * shape.max_width * shape.most_branching
         capacity = options.max_entries or max(8192, 512 * shape.num_rows)
         self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * self._burst_entries))
         self._roster = Roster(runner, self._forest, limits, options, self.declined)

@@ -46,7 +46,7 @@ class HostFrontier:
         self._rows = burst.rows.rows.tolist()
         self._floor, self._lag = burst.floor, lag
         self._width = width
-        self._first, self._branching = pool
+        self._first, self.branching = pool
         self._free = [
             burst.rows.free[row, start:end].tolist()[::-1]
             for row, (start, end) in enumerate(zip(burst.rows.free_starts, burst.rows.free_ends, strict=True))
@@ -94,7 +94,7 @@ class HostFrontier:
     def add(self, nodes: list[Node], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
         """Candidates of a step's nodes; `place`: nodes of the steps before it, padding included."""
         for number, (node, children, scores) in enumerate(zip(nodes, tokens, edges, strict=True)):
-            index = self._first + (place + number) * self._branching
+            index = self._first + (place + number) * self.branching
             for child, (token, edge) in enumerate(zip(children, scores, strict=True)):
                 score = node.base + edge
                 if token >= 0 and score >= self._floor and score > -inf:

@@ -102,7 +102,7 @@ class Planner:
         self._contexts = contexts
         self._shape = shape
         self._options = options
-        self._buckets = Buckets(shape.max_width, shape.num_rows)
+        self._buckets = Buckets(shape)
         self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
 
     def needs_run(self, context: DraftContext) -> bool:
@@ -127,7 +127,7 @@ class Planner:
     def plan(self, contexts: Sequence[DraftContext]) -> Plan | None:
         """A burst that runs what `contexts` need, as many as fit, and the best of the forest; None if nothing is."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
-        forced = force(forest, contexts, 0, min(self._shape.max_width, max_seeds))
+        forced = force(forest, contexts, 0, min(self._shape.max_width, max_seeds), cuts=True)
         num_forced = sum(len(one.slots) for one in forced)
         num_fresh = sum(one.has_root for one in forced)
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
@@ -149,8 +149,9 @@ class Planner:
         num_steps = self._num_steps(num_fresh, rows)
         left = np.maximum(left[rows], 0)
         most_steps = max(num_steps, options.most_steps)
+        branching = self._buckets.branching(len(rows))
         width = self._width(num_forced, num_fresh, num_worth, len(rows), sum(left.tolist()))
-        fair = max(self._shape.branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
+        fair = max(branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
         fair = min(fair, width * most_steps)
         lent = forest.slots.lend(rows, np.minimum(left, fair))
         forest.shifts[rows] = 0.0
@@ -164,7 +165,7 @@ class Planner:
         self._lay_out_chosen(chosen, chosen_rows, fields[:, num_forced:])
         entries[num_forced:] = chosen
         slots = forest.slots
-        num_indices = max_seeds + most_steps * width * self._shape.branching
+        num_indices = max_seeds + most_steps * width * branching
         lens = self._keeper.context_lens[rows]
         states = RowStates(rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
@@ -347,7 +348,7 @@ class Planner:
         if self._options.lockstep_steps:
             want = self._options.lockstep_width * num_rows
         else:
-            roomy = self._shape.branching * (_FRESH_LEVELS * num_fresh + _LEVELS * (num_rows - num_fresh))
+            roomy = self._buckets.branching(num_rows) * (_FRESH_LEVELS * num_fresh + _LEVELS * (num_rows - num_fresh))
             want = min(max(num_chosen, roomy), left, max(_WIDE, _ROW_WIDTH * num_rows))
         width = max(num_forced, min(want, self._shape.max_width), 1)
         return self._buckets.fit(width, num_rows).width

@@ -17,6 +17,9 @@ _FIRST_STEPS = 2
 MOST_STEPS = 64
 """Steps of a burst with those by which it goes on, past commits, too: many rounds of a large target, since the device
 has nothing to do between two bursts."""
+BRANCHING, LONE_BRANCHING = 8, 16
+"""Candidates of a node on a GPU, of several requests and of a lone one. More of them hold the target's token more
+often, and take the host time for each."""
 _FEW_ROWS = 4
 PART_SECONDS = 0.0004
 """What the host has to do for a part takes about so long, as long as nothing is known of it."""

@@ -233,7 +233,7 @@ class BurstShape:
     region: int
     """Tree slots of a request; a multiple of 32."""
     branching: int
-    """k, candidates of a node."""
+    """k, candidates of a node in bursts of several requests."""
     max_seeds: int
     max_steps: int
     max_width: int
@@ -246,6 +246,13 @@ class BurstShape:
     """Width of the (projected) target features that the model takes; 0 for none. If it takes features, the token at
     position p is paired with the feature of position p - 1 and its KV lies at context position p - 1; the first token
     of a sequence has no KV of its own."""
+    lone_branching: int = 0
+    """Candidates of a node in bursts of one request; 0 for as many as in others."""
+
+    @property
+    def most_branching(self) -> int:
+        """Candidates of a node in any burst, at most."""
+        return max(self.branching, self.lone_branching)
 
     @property
     def lag(self) -> int:

@@ -158,7 +158,7 @@ class Runner(ABC):
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
-        self.buckets = Buckets(shape.max_width, shape.num_rows)
+        self.buckets = Buckets(shape)
         self._model = model
         self._attention = attention
         self._input = BurstInput(shape, device)

@@ -66,7 +66,7 @@ class TorchRunner(Runner):
     def _run(self, pending: Pending) -> None:
         """Run a burst's steps, and write what they bring where `finish` reads it."""
         pending.ran = True
-        burst, width, branching = pending.burst, pending.bucket.width, self.shape.branching
+        burst, (width, _, branching) = pending.burst, pending.bucket
         self.memory.flush()
         self.memory.take_features(burst.features)
         lines = self._output.host_steps(pending.copy, pending.bucket, burst.num_steps)
@@ -124,8 +124,8 @@ class TorchRunner(Runner):
         if store is not None and features is not None:
             targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
             store.index_copy_(0, torch.tensor(targets), features)
-        tokens = torch.empty(len(nodes), self.shape.branching, dtype=torch.int32)
-        scores = torch.empty(len(nodes), self.shape.branching)
+        tokens = torch.empty(len(nodes), frontier.branching, dtype=torch.int32)
+        scores = torch.empty(len(nodes), frontier.branching)
         where = (torch.tensor(table_rows), torch.tensor([node.position for node in nodes]))
         self._proposer(self._model.logits(hidden), *where, tokens, scores)
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)

@@ -70,7 +70,7 @@ def test_what_goes_wrong_in_the_draft_ends_the_world() -> None:
 def test_the_language_keeps_the_promise_of_its_chances() -> None:
     text = LANGUAGE.text([1, 2, 3], 3000)
     states = LANGUAGE.states(LANGUAGE.states(ORIGIN, [1, 2, 3])[-1:], text)
-    tokens, chances = LANGUAGE.candidates(states[:-1])
+    tokens, chances = LANGUAGE.candidates(states[:-1], 8)
     hits = tokens == np.array(text[1:])[:, None]
     assert (np.diff(chances) <= 0).all() and (chances.sum(1) < 1).all()
     assert hits[:, 0].mean() == pytest.approx(0.73, abs=0.04)
@@ -79,7 +79,7 @@ def test_the_language_keeps_the_promise_of_its_chances() -> None:
 
 
 def test_scores_of_a_flatter_draft_promise_less_and_keep_their_order() -> None:
-    _, chances = LANGUAGE.candidates(LANGUAGE.states(ORIGIN, range(500)))
+    _, chances = LANGUAGE.candidates(LANGUAGE.states(ORIGIN, range(500)), 8)
     assert (LANGUAGE.scores(chances) == np.log(chances)).all()
     flat = np.exp(Language(flatten=1.5).scores(chances))
     assert flat[:, 0].mean() < chances[:, 0].mean() - 0.1
@@ -144,7 +144,7 @@ def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() 
     live = np.zeros(REGION, np.bool_)
     states = [RowState(row, 5, live, list(range(20, 20 + count))) for row, count in ((2, 30), (1, 9), (3, 12))]
     burst = Burst(RowStates.of(states, REGION), seeds((0, [3, 4], 5), (1, [9], 5), (2, [1], 5)), 2, WIDTH, -6.0)
-    reference, pool = Reference(burst, memory), Pool(burst, Bucket(WIDTH, 4), SHAPE, memory)
+    reference, pool = Reference(burst, memory), Pool(burst, Bucket(WIDTH, 4, SHAPE.branching), SHAPE, memory)
 
     def step() -> tuple[list[int], list[int]]:
         wanted = reference.choose()
@@ -204,7 +204,7 @@ def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: py
 
     def check(author: TreeAuthor, parent: int, token: int, score: float) -> None:
         if author.is_live(parent):
-            tokens, chances = LANGUAGE.candidates(state((*author.tokens, *author.path(parent))))
+            tokens, chances = LANGUAGE.candidates(state((*author.tokens, *author.path(parent))), 16)
             place = tokens[0].tolist().index(token)
             assert score == pytest.approx(float(np.log(chances[0, place])), abs=1e-4)
 

@@ -349,14 +349,14 @@ class Host:
 
     def _check(self, node: Node, tokens: np.ndarray, scores: np.ndarray) -> None:  # type: ignore[type-arg]
         """The node's candidates are those of the model run over all its tokens, without any KV kept."""
-        wanted_tokens, wanted_scores = self.expected(node)
+        wanted_tokens, wanted_scores = self.expected(node, len(tokens))
         np.testing.assert_allclose(scores, wanted_scores, atol=self.tolerance, rtol=1e-3)
         close = np.abs(np.diff(wanted_scores)) < 4 * self.tolerance
         if not close.any():
             assert tokens.tolist() == wanted_tokens
         self.num_checked += 1
 
-    def expected(self, node: Node) -> tuple[list[int], np.ndarray]:  # type: ignore[type-arg]
+    def expected(self, node: Node, count: int) -> tuple[list[int], np.ndarray]:  # type: ignore[type-arg]
         assert node.logits is not None
         logits = node.logits.double().cpu()
         sampling = self.requests[node.row].sampling
@@ -366,7 +366,6 @@ class Host:
         noise = gumbel(sampling.seed, sampling.choice_index, node.position + 1, ids)
         logits = scale.log_q * logits + scale.noise * temperature * torch.from_numpy(noise)
         scores, order = logits.log_softmax(-1).sort(descending=True)
-        count = self.runner.shape.branching
         return ids[order[:count].numpy()].tolist(), scores[:count].numpy()
 
     def _parent_slot(self, node: Node) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
+from draft_service.burst.buckets import Buckets
 from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState, Seeds
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Run:
 
     def __init__(self, runner: ScriptedRunner, burst: Burst) -> None:
         self.runner, self.burst, self.shape = runner, burst, runner.shape
+        self.branching = Buckets(runner.shape).branching(len(burst.rows))
         self.states = [runner.rows[state.row] for state in burst.rows]
         self.free = [list(state.free) for state in burst.rows]
         check(len({state.row for state in burst.rows}) == len(burst.rows), "a row twice")
@@ -94,7 +96,7 @@ class Run:
 
     def result(self, num_steps: int = 0) -> BurstResult:
         """What so many more steps bring; the burst's own if 0."""
-        burst, branching = self.burst, self.shape.branching
+        burst, branching = self.burst, self.branching
         num_steps = num_steps or burst.num_steps
         self.first_step += num_steps
         first = len(self.pool)
@@ -230,12 +232,12 @@ class Run:
         return self.runner._path(state) + tuple(cell.token for cell in cells)
 
     def _children(self, index: int, tokens: NDArray[np.int32], scores: NDArray[np.float32]) -> list[Candidate | None]:
-        none: list[Candidate | None] = [None] * self.shape.branching
+        none: list[Candidate | None] = [None] * self.branching
         if index < 0:
             return none
         node = self.pool[index]
         assert node is not None
-        guesses = self.runner.model(self._path(node))[: self.shape.branching]
+        guesses = self.runner.model(self._path(node))[: self.branching]
         for place, (token, score) in enumerate(guesses):
             tokens[place], scores[place] = token, score
             if node.base is not None:

@@ -31,7 +31,7 @@ def pending(event: Event | None, expected: float) -> tuple[Pending, list[float]]
         go_on=lambda pending, num_steps, reroots: Pending(runner, pending.burst, pending.bucket, 0, 2, num_steps),
     )
     burst: Any = None
-    made = Pending(runner, burst, Bucket(8, 1), 0)
+    made = Pending(runner, burst, Bucket(8, 1, 4), 0)
     made.event = event  # type: ignore[assignment]
     return made, noted
 

@@ -110,6 +110,20 @@ def test_graphs_do_what_single_launches_do(folder: Path, kind: str) -> None:
             np.testing.assert_array_equal(getattr(with_graphs, name), getattr(without, name), err_msg=name)
 
 
+def test_a_lone_request_has_more_candidates(folder: Path) -> None:
+    runner = make_runner(draft(folder, "plain", torch.float32, "cuda"), lone_branching=12)
+    assert {(bucket.rows == 1, bucket.branching) for bucket in runner.buckets.all()} == {(True, 12), (False, 4)}
+    host = Host(runner, draft(folder, "plain", torch.float32, "cpu"), TOLERANCE[torch.float32])
+    for row in range(3):
+        host.open(row, prompt(9 + row))
+    for rows, count in (([1], 12), ([0, 1, 2], 4), ([1], 12), ([0, 2], 4), ([2], 12)):
+        burst, seeds = host.burst(4, 16, rows=rows)
+        result = runner.launch(burst).wait()
+        assert result.tokens.shape[2] == count
+        host.merge(burst, seeds, result)
+    assert host.num_checked > 100
+
+
 def test_two_bursts_are_pending_at_once(folder: Path) -> None:
     host = Host(
         make_runner(draft(folder, "plain", torch.float32, "cuda")), draft(folder, "plain", torch.float32, "cpu")
