@@ -70,8 +70,7 @@ class Growth(Grower):
         self._drafter.take_features(tree.handle, features)
 
     def found(self, tree: Tree) -> None:
-        """Go on below nodes that others appended."""
-        self._trees[tree.handle].catch_up()
+        """Go on below nodes that others appended, once there is room for more."""
         self.changed(tree)
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
@@ -145,7 +144,11 @@ class Growth(Grower):
         """A heap of the growable trees by minus their best score; those with nothing to do drop out."""
         ranked = []
         for handle, tree in list(self._growable.items()):
-            best = tree.best() if tree.has_room(share) else _HOPELESS
+            best = _HOPELESS
+            if tree.has_room(share):
+                if self._limits.shared:
+                    tree.catch_up()
+                best = tree.best()
             if best == _HOPELESS:
                 del self._growable[handle]
             else:

@@ -109,11 +109,12 @@ class TreeGrowth:
 
     def catch_up(self) -> None:
         """Nodes that another grower appended are to be expanded; below nodes that were not yet, in their turn."""
-        author = self.author
-        for node_id in range(max(self._num_seen, 1), author.next_id):
-            if author.is_live(node_id) and author.node(node_id).parent in self._asked and self._is_foreign(node_id):
+        if self._num_seen == self.author.next_id:
+            return
+        for node_id, parent, source in self.author.since(self._num_seen):
+            if parent in self._asked and source not in self.limits.sources:
                 self._queue(node_id)
-        self._num_seen = author.next_id
+        self._num_seen = self.author.next_id
 
     def reroot(self) -> None:
         """After a hit: forget what hangs off dead nodes and ask anew about the root, of which more is known now."""

@@ -33,13 +33,21 @@ class Announcer:
     """Goes over what is to be appended, best first over all requests, in slices of time."""
 
     def __init__(
-        self, forest: DraftForest, contexts: Mapping[int, DraftContext], limits: Limits, ledger: Ledger
+        self,
+        forest: DraftForest,
+        contexts: Mapping[int, DraftContext],
+        limits: Limits,
+        ledger: Ledger,
+        *,
+        is_blind: bool = False,
     ) -> None:
+        """`is_blind`: what other growers append does not become entries."""
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
         self._ledger = ledger
         self._source = limits.sources.start
+        self._is_blind = is_blind and limits.shared
         self._queue = _NOTHING  # entries, the best first
         self._ripe = np.empty(0, np.bool_)  # of each; in every row they come before others
         self._num_dead = 0  # entries, when those were found
@@ -150,6 +158,11 @@ class Announcer:
             found, ripe = found[alive], ripe[alive]
             if not len(found):
                 return
+        if self._is_blind:
+            unknown = self._find_known(found)
+            found, ripe = found[unknown], ripe[unknown]
+            if not len(found):
+                return
         starts, ends, groups = [0], [len(found)], list(self._contexts.values())
         if len(groups) > 1:
             rows = entries.rows[found]
@@ -173,7 +186,7 @@ class Announcer:
             if (
                 count <= room
                 and not may_know
-                and context.seen == tree.author.next_id
+                and (self._is_blind or context.seen == tree.author.next_id)
                 and tree.author.extend(above[start:end], tokens[start:end], edges[start:end], source) is not None
             ):
                 context.seen += count
@@ -181,6 +194,27 @@ class Announcer:
             else:
                 entries.nodes[found[start:end]] = -1
                 self._append_each(context, found[start:end].tolist(), is_ripe[start:end])
+
+    def _find_known(self, found: Ints) -> NDArray[np.bool_]:
+        """Entries that are in the author's tree by now, for another grower found them, get their ids; which do not."""
+        entries, unknown = self._forest.entries, np.ones(len(found), np.bool_)
+        above = entries.parents[found]
+        columns = (found.tolist(), above.tolist(), entries.nodes[above].tolist(), entries.tokens[found].tolist())
+        # Where the forest has not followed the author yet, its ids may be those of an epoch that is over.
+        authors = {row: one.tree.author for row, one in self._contexts.items() if one.epoch == one.tree.author.epoch}
+        ids: dict[int, int] = {}
+        for place, (entry, parent, node, token, row) in enumerate(
+            zip(*columns, entries.rows[found].tolist(), strict=True)
+        ):
+            author = authors.get(row)
+            known = None if author is None else author.settled_child(ids.get(parent, node), token)
+            if known is not None:
+                ids[entry] = known
+                unknown[place] = False
+        if ids:
+            entries.nodes[list(ids)] = list(ids.values())
+            self._again = True
+        return unknown
 
     def _append_each(self, context: DraftContext, found: list[int], is_ripe: list[bool]) -> None:
         """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""

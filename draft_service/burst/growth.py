@@ -69,7 +69,8 @@ class BurstGrowth(Grower):
         self._roster = Roster(runner, self._forest, limits, options, self.declined)
         self._keeper = self._roster.keeper
         self._planner = Planner(self._forest, self._roster.rows, self._keeper, shape, options)
-        self._announcer = Announcer(self._forest, self._roster.rows, limits, ledger)
+        is_blind = options.most_steps > 0
+        self._announcer = Announcer(self._forest, self._roster.rows, limits, ledger, is_blind=is_blind)
         self._flight: _Flight | None = None
         self._host_seconds = PART_SECONDS
         self._over_at = 0.0  # when the part ended that is being dealt with; 0 for none
@@ -104,7 +105,9 @@ class BurstGrowth(Grower):
         self._roster.change(tree)
 
     def found(self, tree: Tree) -> None:
-        """Take in what another grower appended."""
+        """Take in what another grower appended, unless that would end bursts that go on past commits."""
+        if self._options.most_steps:
+            return
         context = self._roster.find(tree.handle)
         if context is not None and context.seen < tree.author.next_id:
             self._roster.change(tree)

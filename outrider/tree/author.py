@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from itertools import repeat, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from outrider.tree.guide import Guide
 from outrider.tree.messages import Commit, Grow, Open
 
 _LEAST = -sys.float_info.max
 """Edge scores are finite."""
-
 _MAX_EPOCH = 2**63
 """Epochs travel as uint64; no request has so many commits."""
 
@@ -55,16 +55,6 @@ class _Bulk(NamedTuple):
     tokens: list[int]
     scores: list[float]
     sources: list[int]
-
-
-class Guide(Protocol):
-    """Which tokens may come behind nodes."""
-
-    def allows(self, parent: int, token: int) -> bool:
-        """Whether `token` may come behind a live node."""
-
-    def forced(self, parent: int) -> int | None:
-        """The one token that may come behind a live node; None if there are several, or if that is not known."""
 
 
 class TreeAuthor:
@@ -195,6 +185,18 @@ class TreeAuthor:
         """Id of the live child of `parent` that holds `token`."""
         above = self._settled().get(parent)
         return None if above is None else above.below.get(token)
+
+    def settled_child(self, parent: int, token: int) -> int | None:
+        """The same, but for what was appended in bulk and not looked at since, which stays so."""
+        return self._nodes[parent][4].get(token) if parent in self._nodes else None
+
+    def since(self, first: int) -> list[tuple[int, int, int]]:
+        """Id, parent and source of the live nodes from an id on, but for the epoch's node 0."""
+        nodes, bulk, late = self._nodes, self._bulk, self._first_late
+        found = [(one, node[0], node[3]) for one in range(max(first, 1), late) if (node := nodes.get(one)) is not None]
+        start = max(first - late, 0)
+        found += zip(range(late + start, self._next_id), bulk.parents[start:], bulk.sources[start:], strict=True)
+        return found
 
     def children(self, node_id: int) -> dict[int, int]:
         """Token to id of a live node's children; not to be changed."""

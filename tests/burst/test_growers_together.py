@@ -13,6 +13,7 @@ from draft_service.drafters.ngram import NgramDrafter
 from draft_service.drafters.several import SeveralDrafters
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
+from outrider.tree.author import TreeAuthor
 
 REPEATING = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4]
 
@@ -141,10 +142,36 @@ def test_whatever_verify_does_both_follow_and_nothing_leaks(shape: dict[str, int
     finish(rig)
     for request in rig.open_requests.values():
         request.check()
+        assert not request.mirror.dropped["duplicate"]
     for number in sorted(rig.open_requests):
         rig.close(number)
     finish(rig)
     rig.check_nothing_left()
+
+
+def test_bursts_go_on_past_commits_beside_n_grams_and_nodes_are_told_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = together(**GOES_ON | {"max_steps": 32, "max_seeds": 512, "num_pages": 512})
+    added: list[int] = []
+    add = TreeAuthor.add
+
+    def note(author: TreeAuthor, parent: int, token: int, score: float, source: int) -> int | None:
+        added.append(source)
+        return add(author, parent, token, score, source)
+
+    monkeypatch.setattr(TreeAuthor, "add", note)
+    request = rig.open(1, REPEATING, credit=64)
+    sources: set[int] = set()
+    for turn in range(40):
+        rig.requests.work(float("inf"))
+        rig.turn()
+        sources |= set(request.held_sources())
+        if turn % 4 == 3:
+            # N-grams know what comes behind a 4.
+            rig.commit(1, continuation(request.tokens, 2) if turn % 8 == 3 else [3, 4], credit=64)
+    request.check()
+    assert not request.mirror.dropped["duplicate"]
+    assert sources == {0, 1} and set(added) == {1}
+    assert len(rig.runner.bursts) <= 4
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ steps = st.one_of(
     st.tuples(st.just("commit"), picks, st.integers(0, 4), tokens, st.integers(0, 3 * CREDIT)),
     st.tuples(st.just("reopen"), st.lists(tokens, max_size=2)),
     st.tuples(st.just("credit"), st.integers(0, CREDIT)),
+    st.tuples(st.just("since"), picks),
     st.tuples(st.just("look")),
 )
 
@@ -126,6 +127,11 @@ class Twins:
                 self.single.reopen(message)
             case ("credit", credit):
                 self.bulk.credit = self.single.credit = credit
+            case ("since", pick):
+                first = pick % (self.single.next_id + 2)
+                later = [node for node in self.single.live_ids() if node >= max(first, 1)]
+                wanted = [(node, self.single.node(node).parent, self.single.node(node).source) for node in later]
+                assert self.bulk.since(first) == self.single.since(first) == wanted
             case ("look",):
                 assert state(self.bulk) == state(self.single)
 
@@ -170,6 +176,17 @@ def test_a_batch_is_refused_for_one_bad_node() -> None:
     for score in (0.5, math.nan, -math.inf, math.inf):
         assert refused(scores=[-1.0, score]) and refused(scores=[score, -1.0]), score
     assert refused(parents=[], tokens=[], scores=[])
+
+
+def test_a_look_for_one_child_leaves_what_came_in_bulk_as_it_is() -> None:
+    author = opened()
+    assert author.add(0, 2, -1.0, 1) == 1
+    assert author.extend([1, 2], [3, 4], [-1.0] * 2, 0) == 2
+    assert author.settled_child(0, 2) == 1 and author.settled_child(0, 3) is None
+    assert (
+        author.settled_child(1, 3) is None and author.settled_child(2, 4) is None and author.settled_child(9, 1) is None
+    )
+    assert author.child(1, 3) == author.settled_child(1, 3) == 2
 
 
 def test_dead_parents_credit_and_guides_refuse_a_batch() -> None:
