@@ -19,6 +19,7 @@ from draft_service.wire import FeaturesFromDoor, FromDoor, Ready, Refused, Start
 from outrider.config.draft import DraftOptions
 from outrider.logs import configure_logging, get_logger
 from outrider.process.child import share_interpreter
+from outrider.process.cores import keep_to
 from outrider.process.garbage import take_over
 from outrider.process.line import listen
 from outrider.process.parts import LineFrame
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
 
 def assemble(options: DraftOptions) -> Built:
     """Load the drafters that the options name. Raises ConfigError."""
+    keep_to(options.engine_cpus)
     share_interpreter()
     drafter = build_drafter(options)
     built = Built(drafter, find_mapper(drafter))

@@ -14,6 +14,7 @@ from outrider.errors import ConfigError
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
 from outrider.models.store_folder import hash_tokenizer
+from outrider.process.cores import keep_to
 from outrider.process.garbage import take_over
 from verify_service.engine import Engine
 from verify_service.inbox import Inbox
@@ -34,6 +35,7 @@ class Built:
 
 def assemble(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
     """Load and warm up what the options name, which takes from seconds to minutes. Raises ConfigError."""
+    keep_to(options.engine_cpus)
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     path, model = load(options)
     parts = build(options, path, model)

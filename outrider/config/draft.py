@@ -89,6 +89,9 @@ class DraftOptions(PeerServiceOptions):
         "file system, which containers do not share; else a folder for it, or off.",
     )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
+    engine_cpus: str = option(
+        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
+    )
     min_path_probability: float | None = option(
         None,
         "Nodes less likely than this to be committed are not grown; empty takes 0.02 for n-grams, 0.0002 for a model.",

@@ -30,6 +30,9 @@ class VerifyOptions(PeerServiceOptions):
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
+    engine_cpus: str = option(
+        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
+    )
     context_length: int = option(0, "Most tokens of prompt and output; 0 takes the model's own.", minimum=0)
     page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
     max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0 sizes it from free memory.", minimum=0)
