@@ -50,7 +50,6 @@ class Announcer:
         self._is_blind = is_blind and limits.shared
         self._queue = _NOTHING  # entries, the best first
         self._ripe = np.empty(0, np.bool_)  # of each; in every row they come before others
-        self._num_dead = 0  # entries, when those were found
         self._again = False  # whether there may be more than the queue held
 
     @property
@@ -109,7 +108,6 @@ class Announcer:
     def _find(self, least: float) -> Ints:
         """Entries of at least this path score that are in no author's tree, the best first."""
         entries, count = self._forest.entries, self._forest.entries.count
-        self._num_dead = entries.num_dead
         found: Ints = ((entries.nodes[:count] == -1) & (entries.scores[:count] >= least)).nonzero()[0]
         # Of equal ones the parent, which has the lower number, comes first.
         found = found[(-entries.scores[found]).argsort(kind="stable")]
@@ -153,8 +151,9 @@ class Announcer:
     def _append(self, found: Ints, ripe: NDArray[np.bool_]) -> None:
         """Append entries, those of a row at once where they can be."""
         entries, ledger, source = self._forest.entries, self._ledger, self._source
-        if entries.num_dead != self._num_dead:  # a commit was followed since `prepare`
-            alive = entries.scores[found] > DEAD
+        # A commit may have been followed since `prepare`; what became a root of it has its id.
+        alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
+        if np.count_nonzero(alive) < len(alive):
             found, ripe = found[alive], ripe[alive]
             if not len(found):
                 return

@@ -53,7 +53,7 @@ def force(
     """What these requests need run, at most `limit` seeds in all, from pool index `first` on; it takes tree slots.
 
     A request that does not fit is left out. `cuts`: `limit` is all that there ever is, so that of one that needs more
-    the first tokens are taken.
+    the first tokens are taken, if all of those have true features; others wait for theirs.
     """
     forced: list[Forced] = []
     if not contexts:
@@ -63,8 +63,8 @@ def force(
     num_free = forest.slots.num_free.tolist()
     for context in contexts:
         indices, num_true = context.to_run(root=not context.root_run)
-        if cuts and len(indices) > limit:
-            indices, num_true = indices[:limit], min(num_true, limit)
+        if cuts and len(indices) > limit <= num_true:
+            indices, num_true = indices[:limit], limit
         places = [slot for slot, _ in context.between] + [root_slots[context.row]]
         slots = [places[index] for index in indices]
         length = len(slots)

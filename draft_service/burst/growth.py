@@ -251,7 +251,8 @@ class BurstGrowth(Grower):
     def _take(self, flight: _Flight, more: PendingBurst) -> None:
         """Take what a part of the burst under way brought, while the next one runs. Entries keep their numbers."""
         try:
-            self._planner.take(flight.plan, flight.pending.wait())
+            for context in self._planner.take(flight.plan, flight.pending.wait()):
+                self._roster.unsettle(context)
             self._roster.find_run()
         except Exception as error:
             self._flight = None
@@ -286,7 +287,8 @@ class BurstGrowth(Grower):
         """Bring the requests of a burst that landed up to date."""
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
-            self._roster.spend(plan.rows, num_steps)
+            # Committed tokens of which the root was not one are no part of a tree.
+            self._roster.spend((row for row in plan.rows if self._roster.rows[row].root_run), num_steps)
         self._roster.leave()  # others may need their pages now
         self._roster.look_at(one for one in plan.contexts if one.between or one.lag or not one.root_run)
 

@@ -300,17 +300,18 @@ class Planner:
         is_waiting = any(one.context.row == row for one in plan.forced)
         return bool(forest.entries.slots[forest.roots[row]] >= 0) and not is_waiting
 
-    def take(self, plan: Plan, result: BurstResult) -> None:
-        """Take a part of a burst's result into the forest."""
+    def take(self, plan: Plan, result: BurstResult) -> list[DraftContext]:
+        """Take a part of a burst's result into the forest; returns requests that lack more than it was to run."""
         self._forest.merge(plan.harvest, result)
         ran = [len(step) - step.count(-1) for step in result.picked.tolist()]
         plan.num_nodes += sum(ran)
         plan.landed_steps += len(ran)
         is_spread = plan.landed_steps - plan.spreads_from >= _SPREAD_STEPS
-        enough = max(plan.burst.width // _ENOUGH, 1) if is_spread else 1
+        # A chain never has more than a node for each request.
+        most = self._buckets.branching(len(plan.rows)) * len(plan.rows)
+        enough = max(min(plan.burst.width // _ENOUGH, most), 1) if is_spread else 1
         plan.is_full = ran[-1] >= enough
-        if plan.forced:
-            self._land_forced(plan, result)
+        return self._land_forced(plan, result) if plan.forced else []
 
     def land(self, plan: Plan, result: BurstResult) -> None:
         """The same for the last part, and for what waited for it."""
@@ -320,17 +321,21 @@ class Planner:
             land(self._forest, one)
         plan.forced, plan.untold = [], []
 
-    def _land_forced(self, plan: Plan, result: BurstResult) -> None:
-        """Land those requests of which a part has run the last token."""
+    def _land_forced(self, plan: Plan, result: BurstResult) -> list[DraftContext]:
+        """Land those requests of which a part has run the last token; returns those whose root was left out."""
         picked = result.picked.reshape(-1)
         seeds = set(picked[(picked >= 0) & (picked < self._shape.max_seeds)].tolist())
-        waiting = []
+        waiting, lacking = [], []
         for one in plan.forced:
-            if one.note(seeds):
-                land(self._forest, one)
-            else:
+            if not one.note(seeds):
                 waiting.append(one)
+                continue
+            left_out = not one.has_root and not one.context.root_run
+            land(self._forest, one)
+            if left_out:
+                lacking.append(one.context)
         plan.forced = waiting
+        return lacking
 
     def _num_steps(self, num_fresh: int, rows: Ints) -> int:
         options = self._options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from growth_rig import GOES_ON, VOCAB, Rig, continuation
 
 from draft_service.burst.announce import Announcer
+from outrider.config.draft import DraftOptions
 from outrider.tree.author import TreeAuthor
 from outrider.tree.messages import Grow
 
@@ -91,3 +93,39 @@ def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monke
     rig.settle()
     assert 5 in counts and max(counts) > 5
     rig.open_requests[1].check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_waits_to_be_told_and_becomes_a_root_stays_one(seed: int) -> None:
+    options = DraftOptions(max_positions=300, min_path_probability=0.0)
+    shape = {"num_rows": 8, "max_steps": 32, "max_width": 64, "max_seeds": 512, "num_pages": 1024}
+    rig, luck = Rig(options, **GOES_ON | shape), random.Random(seed)
+    for number in range(6):  # so many that what is to be told is not looked over anew for each commit
+        rig.open(number, [1, 2, 3, 4, 5, 6, 7 + number], credit=200)
+    forest, queue_of, contexts = rig.growth._forest, rig.growth._announcer, rig.growth._roster.rows
+    entries, num_commits = forest.entries, 0
+    for _ in range(300):
+        if rig.growth._flight:
+            rig.growth._flight.pending.ready = luck.random() < 0.5  # type: ignore[attr-defined]
+        if not rig.requests.growth.idle:
+            rig.requests.growth.grow(0.0 if luck.random() < 0.7 else math.inf, lambda: True)
+        rig.requests.tell()
+        rig.deliver()
+        for row, context in contexts.items():
+            author = context.tree.author
+            if context.epoch == author.epoch and context.known == author.committed_len:
+                assert entries.nodes[forest.roots[row]] == author.root
+        if not queue_of.done and luck.random() < 0.5:
+            entry = int(luck.choice(queue_of._queue.tolist()))
+            context = contexts[int(entries.rows[entry])]
+            path: list[int] = []
+            while entries.parents[entry] >= 0:
+                path.append(int(entries.tokens[entry]))
+                entry = int(entries.parents[entry])
+            is_tree = entry == forest.roots[context.row] and context.known == context.tree.author.committed_len
+            if path and is_tree and context.known < 150:
+                rig.commit(context.tree.author.request, path[::-1], credit=200)
+                num_commits += 1
+    assert num_commits > 3
+    for request in rig.open_requests.values():
+        request.check()

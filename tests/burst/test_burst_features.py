@@ -137,6 +137,41 @@ steps = st.one_of(
 )
 
 
+def test_a_long_prompt_is_run_with_true_features_alone() -> None:
+    """None of it takes the draft's own because it would not fit a step."""
+    rig = rig_of(own=False, **GOES_ON, num_pages=1024)
+    length = 10 * rig.runner.shape.max_width
+    request = rig.open(1, [1 + place % 37 for place in range(length)])
+    share = rig.growth._keeper.max_forced
+    for start in range(0, length - 1, share):
+        rig.features(1, start, min(share, length - 1 - start))
+        for _ in range(20):
+            rig.turn()
+        done = min(start + share, length - 1)
+        assert rig.growth._roster.rows[0].end <= done + 1
+        assert done == length - 1 or not rig.runner.bursts or not request.held()
+    rig.settle()
+    assert request.held()
+    assert len(rig.runner.bursts) <= length // share
+
+
+@pytest.mark.parametrize("options", [{"lockstep": True}, {"draft_ahead": "never"}], ids=["lockstep", "in turns"])
+def test_committed_tokens_that_need_a_burst_of_their_own_take_no_steps_of_the_tree(options: dict[str, object]) -> None:
+    told = {"max_positions": 300, "own_features": True, "min_path_probability": 0.0, **options}
+    rig = Rig(DraftOptions(speculative_algorithm=("EAGLE3",), **told), feature_size=1)  # type: ignore[arg-type]
+    request = rig.open(1, list(range(1, 31)), credit=40)
+    rig.features(1, 0, 5)
+    rig.settle()
+    assert not request.held()
+    rig.features(1, 5, 24)
+    rig.settle()
+    deep = max(map(len, request.held()))
+    rig.commit(1, continuation(request.tokens, 2), credit=40)
+    rig.features(1, 29, 2)
+    rig.settle()
+    assert deep > 4 and max(map(len, request.held())) > 4
+
+
 def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> None:
     rig = rig_of(own=True, **GOES_ON)
     request = rig.open(1, [1, *range(2, 14)])

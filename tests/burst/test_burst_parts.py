@@ -92,6 +92,17 @@ def test_steps_are_wide_for_many_requests_alone(num_rows: int, width: int) -> No
     assert max(burst.width for burst in rig.runner.bursts) == width
 
 
+def test_a_chain_goes_on_past_commits() -> None:
+    options = DraftOptions(max_positions=400, min_path_probability=0.0)
+    rig = Rig(options, branching=1, **GOES_ON | {"max_steps": 64, "max_width": 64, "max_seeds": 512, "num_pages": 1024})
+    request = rig.open(1, list(range(1, 9)), credit=60)
+    for _ in range(3):
+        for _ in range(12):
+            rig.turn()
+        rig.commit(1, continuation(request.tokens, 3), credit=60)
+    assert len(rig.runner.bursts) == 1 and len(rig.runner.parts) > 20
+
+
 def test_a_burst_that_cannot_go_on_lands_and_others_follow() -> None:
     rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
     request = rig.open(1, [1, 2, 3], credit=60)
