@@ -25,6 +25,11 @@ class Bucket(NamedTuple):
         """Entries that a step adds to the pool."""
         return self.width * self.branching
 
+    @property
+    def num_words(self) -> int:
+        """Words of a step's result: of each node its entry and slot, and tokens and scores of its candidates."""
+        return 2 * self.width + 2 * self.num_candidates
+
 
 class Buckets:
     """The smallest shape that holds a burst is taken."""

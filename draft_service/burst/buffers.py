@@ -234,17 +234,17 @@ class BurstOutput:
 
     def steps(self, bucket: Bucket) -> Tensor:
         """On the device, [max_steps, width * (2 + 2 * k)]."""
-        line = bucket.width * (2 + 2 * bucket.branching)
+        line = bucket.num_words
         return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
 
     def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
-        line = bucket.width * (2 + 2 * bucket.branching)
+        line = bucket.num_words
         self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
     def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
-        line = bucket.width * (2 + 2 * bucket.branching)
+        line = bucket.num_words
         return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
     def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:

@@ -46,8 +46,7 @@ class CudaRunner(Runner):
         device = model.device
         self._on_gpu = device.type == "cuda"
         self._num_processors = num_processors(device)
-        capacity = shape.max_seeds + shape.max_steps * shape.max_width * shape.most_branching
-        self._entries = torch.zeros(NUM_FIELDS * capacity, dtype=torch.int32, device=device)
+        self._entries = torch.zeros(NUM_FIELDS * shape.most_entries, dtype=torch.int32, device=device)
         size = shape.max_width * shape.most_branching
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)

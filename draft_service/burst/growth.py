@@ -63,13 +63,12 @@ class BurstGrowth(Grower):
         self._runner = runner
         self._shape = shape
         self._options = options
-        self._burst_entries = shape.max_seeds + shape.max_steps * shape.max_width * shape.most_branching
         capacity = options.max_entries or max(8192, 512 * shape.num_rows)
-        self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * self._burst_entries))
+        self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * shape.most_entries))
         self._roster = Roster(runner, self._forest, limits, options, self.declined)
         self._keeper = self._roster.keeper
         self._planner = Planner(self._forest, self._roster.rows, self._keeper, shape, options)
-        is_blind = options.most_steps > 0
+        is_blind = not options.takes_in
         self._announcer = Announcer(self._forest, self._roster.rows, limits, ledger, is_blind=is_blind)
         self._flight: _Flight | None = None
         self._host_seconds = PART_SECONDS
@@ -105,8 +104,8 @@ class BurstGrowth(Grower):
         self._roster.change(tree)
 
     def found(self, tree: Tree) -> None:
-        """Take in what another grower appended, unless that would end bursts that go on past commits."""
-        if self._options.most_steps:
+        """Take in what another grower appended, if that is done."""
+        if not self._options.takes_in:
             return
         context = self._roster.find(tree.handle)
         if context is not None and context.seen < tree.author.next_id:
@@ -305,7 +304,7 @@ class BurstGrowth(Grower):
         extended = self._roster.extend()
         needy = self._roster.to_run(self._planner.needs_run)
         self._resting = not extended
-        if not self._forest.make_room(self._burst_entries):
+        if not self._forest.make_room(self._shape.most_entries):
             return
         plan = self._planner.plan(needy)
         if self._options.lockstep_steps:

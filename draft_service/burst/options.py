@@ -61,6 +61,11 @@ class GrowthOptions:
     """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
     be told of; 0: it never does."""
 
+    @property
+    def takes_in(self) -> bool:
+        """Whether what other growers append becomes entries: that would end bursts which go on past commits."""
+        return not self.most_steps
+
     def part_steps(self, num_rows: int, step_seconds: float = 0.0, host_seconds: float = PART_SECONDS) -> int:
         """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them.
 

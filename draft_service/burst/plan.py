@@ -255,6 +255,11 @@ class BurstShape:
         return max(self.branching, self.lone_branching)
 
     @property
+    def most_entries(self) -> int:
+        """Seeds and candidates of any burst, at most."""
+        return self.max_seeds + self.max_steps * self.max_width * self.most_branching
+
+    @property
     def lag(self) -> int:
         """How far a token's KV position lies before its own position."""
         return 1 if self.feature_size else 0

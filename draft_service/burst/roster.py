@@ -323,7 +323,7 @@ class Roster:
         # Behind a miss verify has nothing: what can wait until the root is run does.
         if (context.root_run or len(context.between) > self.keeper.max_forced) and not self._settle(context):
             return
-        if context.seen < context.tree.author.next_id and not self._options.most_steps:
+        if self._options.takes_in and context.seen < context.tree.author.next_id:
             take_in(self._forest, context)
         self._set_bounds(context)
         self._unsettled[context.tree.handle] = context

@@ -76,27 +76,6 @@ def test_a_chain(make: Make, model: DraftModel) -> None:
     assert host.num_checked == 7
 
 
-def test_a_lone_request_has_more_candidates(make: Make, model: DraftModel) -> None:
-    host = make(model, branching=2, lone_branching=5)
-    host.open(2, prompt(11))
-
-    def candidates(rows: list[int]) -> set[int]:
-        burst, seeds = host.burst(3, 8, rows=rows)
-        result = host.runner.launch(burst).wait()
-        host.merge(burst, seeds, result)
-        assert (result.tokens[result.picked >= 0] >= 0).all()
-        return {len(node) for step in result.tokens for node in step}
-
-    assert candidates([2]) == {5}
-    host.open(0, prompt(9, 1))
-    assert candidates([0, 2]) == {2}
-    host.commit(2, [node.tokens[-1] for node in host.requests[2].nodes.values() if len(node.tokens) == 12][:1])
-    # Others' candidates lie where this burst's are to lie.
-    assert candidates([2]) == {5}
-    assert candidates([0, 2]) == {2}
-    assert host.num_checked > 30
-
-
 def test_contexts_of_several_rows_are_computed_in_as_few_forwards_as_hold_them(
     make: Make, model: DraftModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,18 +375,3 @@ def test_what_does_not_fit_is_refused(make: Make, model: DraftModel) -> None:
         host.runner.extend([Extent(0, [1, 2], 1, [] if host.lag else [torch.zeros(2, 3)])])
     with pytest.raises(ValueError, match="multiple of 32"):
         make(model, region=40)
-
-
-def test_a_lone_burst_finds_what_it_would_if_all_had_as_many_candidates(plain_model: DraftModel) -> None:
-    found = []
-    for branching, lone_branching in ((6, 0), (1, 6)):
-        changes = {"max_steps": 8, "branching": branching, "lone_branching": lone_branching}
-        host = Host(make_runner("cuda", plain_model, **changes), plain_model)
-        host.open(0, prompt(7))
-        host.step(4, 8, floor=-20.0)
-        request = host.requests[0]
-        known = [node for node in request.nodes.values() if node.parent is request.root]
-        chosen = max(known, key=lambda node: node.score)
-        parts = host.past_commit(0, list(chosen.tokens[7:]), (3, 5), 8, floor=-20.0)
-        found.append([[(node.tokens, node.slot) for node in part] for part in parts])
-    assert found[0] == found[1] and all(map(len, found[0]))
