@@ -38,7 +38,9 @@ import draft_service.burst.options as options
 import draft_service.burst.roster as roster
 import verify_service.drafts as drafts
 import verify_service.engine as verify_engine
+import verify_service.expectations as expectations
 import verify_service.hold as hold
+import verify_service.link as link
 from outrider.buckets import TOKEN_BUCKETS
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
@@ -50,7 +52,8 @@ from verify_service.request import Request
 from verify_service.round import Entry, Result
 from verify_service.submission import Update
 
-MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in (announce, growth, launch, options, roster, hold, drafts)}
+_MODULES = (announce, growth, launch, options, roster, hold, drafts, link, expectations)
+MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67
 

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verify_service.forest import Forest
 from verify_service.health import PROMISE_NODES
 from verify_service.link import Link, Peer
 
+_LOOKED_AT = 24
+"""Nodes of a tree that are looked at for what a part behind the answer adds to it."""
+_MOST_PARTS = 6
+"""Parts behind an answer that are looked at: with what came before them, a level of the tree for each that is likely to
+be followed at all."""
 _LEARN = 0.2
 """Weight of the newest answer in what answers bring."""
 
@@ -31,8 +35,8 @@ class Expectations:
     def opened(self, link: Link, at: float) -> None:
         """The link's peer was told of its request at this time."""
         link.asked_at = at
-        link.awaited, link.answered_at = True, None
-        link.after_hit, link.promised = False, 0.0
+        link.awaited, link.answered_at, link.num_parts = True, None, 0
+        link.after_hit, link.promised, link.reach, link.ends = False, 0.0, 0.0, 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
         link.caught_up = self._always
@@ -53,14 +57,15 @@ class Expectations:
         if tempts and link.peer is not None and (link.num_late or not link.num_answers):
             link.answers(link.peer).tempt()
         elif link.answered_at is not None:
-            _end_wait(link, 0.0, None)
-        link.answered_at = None
+            _nothing_followed(link)
+        link.answered_at, link.num_parts, link.ends = None, 0, 0.0
         link.num_answers = link.num_late = 0
         link.asked_at = None
         link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
         link.missed = link.awaited and link.caught_up and not self._always
         link.after_hit = self._turns and link.mirror.has_nodes
-        link.promised = float(_promise(link)[-1]) if link.after_hit else 0.0
+        link.promised = sum(_best(link, PROMISE_NODES)[0]) if link.after_hit else 0.0
+        link.reach = 0.0
 
     def told(self, link: Link, at: float) -> None:
         """The draft was told of the commit at this time."""
@@ -95,53 +100,78 @@ class Expectations:
         elif link.awaited:
             self._first_came(link, peer, arrived_at)
         elif link.answered_at is not None:
-            promise = self._promised(link, peer)
             if arrived_at > link.answered_at:
-                _end_wait(link, promise - link.promised, arrived_at - link.answered_at)
+                self._part_came(link, peer, arrived_at)
             else:
-                # One answer in several messages.
-                if link.after_hit:
-                    link.hit_gain += _LEARN * (promise - link.promised)
-                else:
-                    link.gain += _LEARN * (promise - link.promised)
-                link.promised = promise
+                # One answer in several messages, or one part.
+                gain = self._look_at(link, peer)
+                if link.num_parts == 0:
+                    _gained_more(link, gain)
         link.caught_up = True
 
     def _first_came(self, link: Link, peer: Peer, arrived_at: float) -> None:
         link.awaited = False
         link.num_vain = link.num_passed = 0
-        promise = self._promised(link, peer)
-        _gained(link, max(promise - link.promised, 0.0))
-        link.promised = promise
+        _gained(link, max(self._look_at(link, peer), 0.0))
         if link.asked_at is not None:
             seconds = max(arrived_at - link.asked_at, 0.0)
             link.first_times(peer).note(seconds)
         # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
         link.answered_at = None if self._lockstep else arrived_at
 
-    def _promised(self, link: Link, peer: Peer) -> float:
-        """What the best nodes promise now that an answer has come; its peer is remembered for how they share it."""
-        promise = _promise(link)
+    def _part_came(self, link: Link, peer: Peer, arrived_at: float) -> None:
+        assert link.answered_at is not None
+        reach, ends = link.reach, link.ends
+        gain = self._look_at(link, peer)
+        answers = link.answers(peer)
+        if link.num_parts == 0:
+            answers.added(max(gain, 0.0))
+        answers.deepened(max(link.reach - reach, 0.0), ends)
+        answers.more.note(arrived_at - link.answered_at)
+        link.num_parts += 1
+        # Where drafts take turns with rounds, a tree is said in two parts.
+        link.answered_at = arrived_at if link.num_parts < (1 if self._turns else _MOST_PARTS) else None
+
+    def _look_at(self, link: Link, peer: Peer) -> float:
+        """What the best nodes promise more than they did, now that something has come.
+
+        How they share it is remembered for the peer.
+        """
+        chances, link.ends = _best(link, PROMISE_NODES if self._turns else _LOOKED_AT)
+        promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         link.answers(peer).promised(promise)
-        return float(promise[-1])
+        before, link.promised, link.reach = link.promised, float(promise[-1]), sum(chances)
+        return link.promised - before
 
 
 def _gained(link: Link, gain: float) -> None:
     """The first answer to a commit brought so many tokens that are likely to be accepted."""
+    _gained_more(link, gain - (link.hit_gain if link.after_hit else link.gain))
+
+
+def _gained_more(link: Link, gain: float) -> None:
+    """It brought so many more."""
     if link.after_hit:
-        link.hit_gain += _LEARN * (gain - link.hit_gain)
+        link.hit_gain += _LEARN * gain
     else:
-        link.gain += _LEARN * (gain - link.gain)
+        link.gain += _LEARN * gain
 
 
-def _end_wait(link: Link, gain: float, seconds: float | None) -> None:
-    """More of an answer came, or did not."""
-    link.answered_at = None
-    if link.peer is not None:
-        link.answers(link.peer).followed(max(gain, 0.0), seconds)
+def _nothing_followed(link: Link) -> None:
+    """The round was over before a further part came."""
+    if link.peer is None:
+        return
+    answers = link.answers(link.peer)
+    if link.num_parts == 0:
+        answers.added(0.0)
+    answers.deepened(0.0, link.ends)
 
 
-def _promise(link: Link) -> NDArray[np.float64]:
-    """Tokens that the best 1, 2, ... nodes of a tree are expected to have accepted, shape [PROMISE_NODES]."""
-    best = list(islice(Forest([link.mirror], [PROMISE_NODES]).best(), PROMISE_NODES))
-    return np.array(best + [0.0] * (PROMISE_NODES - len(best))).cumsum()
+def _best(link: Link, count: int) -> tuple[list[float], float]:
+    """How likely the best so many nodes of a tree are committed, and how likely something is that ends behind them.
+
+    See `Forest.ends`.
+    """
+    forest = Forest([link.mirror], [count])
+    chances = list(islice(forest.best(), count))
+    return chances, forest.ends(0, len(chances))

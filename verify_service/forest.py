@@ -61,6 +61,14 @@ class Forest:
             _nodes(mirror, slots) if slots else _NONE for mirror, slots in zip(self._mirrors, slots_of, strict=True)
         ]
 
+    def ends(self, tree: int, count: int) -> float:
+        """The chance that what is committed runs past one of the first `count` nodes, of this tree, without children.
+
+        There a round ends for no other reason than that the tree does.
+        """
+        mirror = self._mirrors[tree]
+        return sum(mirror.chance(slot) for of, slot in self._found[:count] if of == tree and not mirror.below[slot])
+
 
 def _nodes(mirror: TreeMirror, slots: list[int]) -> Nodes:
     """What a round takes of a tree, in the order of `slots`.

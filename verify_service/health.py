@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 PROMISE_NODES = 8
 """Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
 
+_LEAST_ENDS = 0.5
+"""Chances that a tree ends too soon, below which what a part adds says little."""
 _LEARN = 0.1
 _HOPE = 0.02
 """Part by which times look shorter with each commit that nobody waited for long enough."""
@@ -73,9 +75,11 @@ class AnswerTimes:
 
 
 class Answers:
-    """What a draft sends after a commit: an answer, and perhaps more of it a little later, as a model's burst is done.
+    """What a draft sends after a commit: an answer, and more of it, part by part, as a model's burst goes on.
 
-    `more_gain`: accepted tokens that the second message added to what the first one promised, 0 where none came.
+    `answer`, `more`: times of the answer, and from it or a part to the next part.
+    `more_gain`: accepted tokens that the first part added to what the answer promised, 0 where none came.
+    `deepens`: accepted tokens that a part adds, as a share of the chance that the tree ends too soon without it.
     `found`: how often, without a wait for it, an answer left nodes for the round after.
     """
 
@@ -83,6 +87,7 @@ class Answers:
         self.answer = AnswerTimes()
         self.more = AnswerTimes()
         self.more_gain = more_gain
+        self.deepens = 0.0
         self.found = self._hoped_found = found
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
@@ -98,11 +103,14 @@ class Answers:
         else:
             self.found += _LEARN * (has_nodes - self.found)
 
-    def followed(self, gain: float, seconds: float | None) -> None:
-        """An answer was followed by more, `seconds` after it, or by nothing before the round was over (None)."""
+    def added(self, gain: float) -> None:
+        """The first part behind an answer brought so much; nothing if none came before the round was over."""
         self.more_gain += _LEARN * (gain - self.more_gain)
-        if seconds is not None:
-            self.more.note(seconds)
+
+    def deepened(self, gain: float, ends: float) -> None:
+        """A part brought so much, and before it the tree ended too soon with this chance."""
+        if ends >= _LEAST_ENDS:
+            self.deepens += _LEARN * (gain / ends - self.deepens)
 
     def tempt(self) -> None:
         """Nobody waited long enough, so that nothing was measured: what may come looks a little better each time.

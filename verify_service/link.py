@@ -20,6 +20,18 @@ from verify_service.request import Request
 LEAST_MORE = 0.05
 """Accepted tokens; a draft that adds less to its answers a little later has said all at once."""
 
+_LATER_WORTH = 0.65
+"""Of what a part brings that is waited for after others: where a tree ends before the target stops following it, what
+hangs below comes during the round, and is accepted in the next one. Simulated, waits that count more of it cost speed,
+and waits that count less accept length."""
+
+_OVERDUE = 1.5
+"""Times as long as a part usually takes, after which a later one is not waited for: the draft has other work."""
+
+_LEAST_LEFT = 0.3
+"""Of the time that a part usually takes: so much more is reckoned with for one that is due, or a round of many requests
+would be held for every one, a little each time."""
+
 _MOST_VAIN = 3
 """Waits in a row that may be in vain. A draft that answers after the longest wait would cost one in every round."""
 
@@ -144,9 +156,16 @@ class Link:
     asked_at: float | None = None
     """When the draft was told of what it should answer; None while it has not been."""
     answered_at: float | None = None
-    """When the answer to a commit that left no nodes came; None once more has come, or something newer is awaited."""
+    """When the answer to a commit that left no nodes came, or the last part behind it; None where no further part is
+    awaited."""
+    num_parts: int = 0
+    """Parts that have come behind the answer."""
     promised: float = 0.0
-    """Accepted tokens that this answer promised."""
+    """Accepted tokens that these promised."""
+    reach: float = 0.0
+    """The same of more of the best nodes."""
+    ends: float = 0.0
+    """The chance that what is committed next runs past one of them which has no children yet."""
     used: float = 0.0
     """Nodes that its rounds took lately."""
     clock: Callable[[], float] = time.monotonic
@@ -183,7 +202,7 @@ class Link:
         if self.peer is None:
             return 0.0
         first = self.first_gain if self.awaited else 0.0
-        return max(first, 0.0) + max(self.answers(self.peer).more_gain, 0.0)
+        return max(first, 0.0) + max(self.more_gain(self.peer), 0.0)
 
     @property
     def least_seconds(self) -> float:
@@ -195,18 +214,35 @@ class Link:
         return times.left(0.0 if since is None else self.clock() - since)[0]
 
     def whole_wait(self) -> Wait | None:
-        """For what follows the answer, and for the answer itself if it has not come; None if little ever follows."""
-        if self.peer is None or self.answers(self.peer).more_gain < LEAST_MORE:
+        """For the next part, and for the answer itself if it has not come; None if little is likely to follow."""
+        if self.peer is None or (more_gain := self.more_gain(self.peer)) < LEAST_MORE:
             return None
         answers = self.answers(self.peer)
         if self.answered_at is not None:
             waited = self.clock() - self.answered_at
-            return Wait(answers.more_gain, *answers.more.left(waited), answers.shares)
+            typical, late = answers.more.left(waited)
+            if self.num_parts:
+                if waited > _OVERDUE * answers.more.typical:
+                    return None
+                typical = max(typical, _LEAST_LEFT * answers.more.typical)
+            return Wait(more_gain, typical, late, answers.shares)
         first = self.first_wait()
         if first is None:
             return None
-        gain, more = first.gain + answers.more_gain, answers.more
-        return Wait(gain, first.typical + more.typical, first.late + more.late, answers.shares, answers.found)
+        more = answers.more
+        gain, typical, late = first.gain + more_gain, first.typical + more.typical, first.late + more.late
+        return Wait(gain, typical, late, answers.shares, answers.found)
+
+    def more_gain(self, peer: Peer) -> float:
+        """Accepted tokens that the next part behind the answer is likely to bring, as far as they are worth a wait.
+
+        Of the first part it is what such parts brought lately. Later ones bring little to most trees, and much where
+        all that is there is likely to be accepted.
+        """
+        answers = self.answers(peer)
+        if self.awaited or not self.num_parts:
+            return answers.more_gain
+        return _LATER_WORTH * answers.deepens * self.ends
 
     @property
     def feature_end(self) -> int:

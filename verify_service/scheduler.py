@@ -19,6 +19,8 @@ from verify_service.round import Entry, Nodes
 from verify_service.tracing import mark
 
 _FAR = 1 << 62
+_FEW = 4
+"""Trees of a round that depth is worth a wait for; one of more takes a few nodes of each, wherever they end."""
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -38,6 +40,15 @@ class Offer(NamedTuple):
     """Tokens computed anyway, beside nodes."""
     beside: float
     """Seconds for prefill that is computed apart."""
+
+    def look_for_ends(self) -> None:
+        """Tell trees that further parts are awaited of how soon the nodes end that the round takes of them."""
+        if any(link.num_parts for link in self.awaited):
+            few = len(self.entries) <= _FEW
+            trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if few else {}
+            for link in self.awaited:
+                tree = trees.get(link.request)
+                link.ends = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
 
 
 class Scheduler:
@@ -182,7 +193,10 @@ class Scheduler:
         most = self._limits.max_round_tokens - num_tokens
         beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
         choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
-        return Offer(growing, forest, choice, awaited, num_tokens, beside)
+        offer = Offer(growing, forest, choice, awaited, num_tokens, beside)
+        if awaited:
+            offer.look_for_ends()
+        return offer
 
     def rehearse(self, entries: Sequence[Entry]) -> None:
         """Plan and choose for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""

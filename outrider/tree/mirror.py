@@ -119,6 +119,10 @@ class TreeMirror:
             yield slot
             todo += [child for _, child in self.below[slot]]
 
+    def chance(self, slot: int) -> float:
+        """How likely the path to a node below the root is committed."""
+        return math.exp(self.root_cost - self._costs[slot])
+
     def child(self, slot: int, token: int) -> int | None:
         """Slot of the child that holds `token`."""
         return self._children.get(slot << 32 | token)

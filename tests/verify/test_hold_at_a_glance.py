@@ -14,11 +14,15 @@ from verify_service.link import Link
 
 gains = st.floats(-0.2, 4.0)
 seconds = st.floats(0.0, 0.01)
-states = st.tuples(gains, gains, st.booleans(), st.booleans(), st.booleans(), seconds, st.integers(0, 1), st.booleans())
+parts = st.tuples(st.integers(0, 3), st.floats(0.0, 1.0))
+states = st.tuples(
+    gains, gains, st.booleans(), st.booleans(), st.booleans(), seconds, st.integers(0, 1), st.booleans(), parts
+)
 """Gains after a miss and a hit; whether the answer is awaited, after a hit, asked for; how long ago; of which draft;
-whether that has answered before."""
-speeds = st.tuples(seconds, seconds, st.floats(-0.1, 1.0), st.floats(0.0, 1.0))
-"""Of a draft: until its answer, until more of it; what more brings; how often the round after finds nodes."""
+whether that has answered before; parts behind the answer, and how soon the tree ends."""
+speeds = st.tuples(seconds, seconds, st.floats(-0.1, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 2.0))
+"""Of a draft: until its answer, until more of it; what more brings; how often the round after finds nodes; how far a
+part deepens a tree."""
 
 
 def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link]:
@@ -26,19 +30,20 @@ def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link
     for index in range(2):
         service.connected(Recorder(str(index)))
     peers = list(service.peers.values())
-    for peer, (answer, more, more_gain, found) in zip(peers, drafts, strict=True):
+    for peer, (answer, more, more_gain, found, deepens) in zip(peers, drafts, strict=True):
         peer.health.opens.typical = 3 * answer
         for answers in (peer.health.misses, peer.health.hits):
             answers.answer.typical = answers.answer.late = answer
             answers.more.typical = answers.more.late = more
-            answers.more_gain, answers.found = more_gain, found
+            answers.more_gain, answers.found, answers.deepens = more_gain, found, deepens
     links = []
-    for gain, hit_gain, awaited, after_hit, asked, ago, peer, caught_up in drawn:
+    for gain, hit_gain, awaited, after_hit, asked, ago, peer, caught_up, (num_parts, ends) in drawn:
         service.admit(one := request([1, 2]))
         link = service.link(one)
         assert link is not None
         link.peer, link.gain, link.hit_gain, link.after_hit = peers[peer], gain, hit_gain, after_hit
         link.awaited, link.caught_up = awaited, caught_up
+        link.num_parts, link.ends = 0 if awaited else num_parts, ends
         link.asked_at, link.answered_at = clock.now - ago if asked else None, None if awaited else clock.now - ago
         links.append(link)
     return links

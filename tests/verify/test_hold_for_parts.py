@@ -1,0 +1,174 @@
+"""Parts behind an answer: a round waits for one after the other while all of the tree is likely to be committed."""
+
+from __future__ import annotations
+
+from math import exp
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_peer import Clock, Recorder, follow, request, tree
+
+from outrider.tree.messages import Grow
+from outrider.tree.mirror import TreeMirror
+from verify_service.budget import WIDTHS, Budget, CostModel
+from verify_service.drafts import Drafts
+from verify_service.forest import Forest
+from verify_service.hold import HoldPolicy
+from verify_service.link import Link
+from verify_service.round import Entry
+from verify_service.scheduler import Offer
+
+ROUND, PART = 0.0045, 0.0005
+"""Seconds of a round of an 8B model on a large GPU, and of a step of its draft."""
+
+
+class Grown:
+    """A request whose draft answers each miss with one node, and deepens the tree by one part after the other."""
+
+    def __init__(self, drafts: Drafts, port: Recorder, clock: Clock) -> None:
+        self._drafts, self._port, self._clock = drafts, port, clock
+        self._epoch = 0
+        self.request = request([1, 2])
+        drafts.admit(self.request)
+        link = drafts.link(self.request)
+        assert link is not None
+        self.link: Link = link
+        self.answer()
+
+    def answer(self) -> None:
+        self._epoch += 1
+        grow = tree(self.link.number, self._epoch, self.request.committed_len, [5])
+        self._drafts.receive(self._port, [grow], self._clock.now)
+
+    def part(self, node: int, score: float = -0.05) -> None:
+        """A node below the last one, `node`."""
+        self._clock.now += PART
+        committed = self.request.committed_len
+        ids = (np.array([node], np.uint32), np.array([5 + node], np.int32))
+        grow = Grow(
+            self.link.number, self._epoch, committed, committed, node + 1, *ids,
+            np.array([score], np.float32), np.zeros(1, np.uint8),
+        )  # fmt: skip
+        self._drafts.receive(self._port, [grow], self._clock.now)
+
+    def miss(self) -> None:
+        """A round commits all of the tree and something else, and the draft answers."""
+        mirror = self.link.mirror
+        chain = [mirror.token_ids[slot] for slot in mirror.descend()]
+        self.request.tokens += [*chain, 40]
+        follow(self._drafts, self.request, len(chain) + 1)
+        self._clock.now += 0.001
+        self.answer()
+
+
+class Scene:
+    def __init__(self, requests: int = 1) -> None:
+        self.clock = Clock()
+        self.drafts = Drafts(vocab_size=50, max_nodes=64, clock=self.clock)
+        port = Recorder()
+        self.drafts.connected(port)
+        self.all = [Grown(self.drafts, port, self.clock) for _ in range(requests)]
+        self.first = self.all[0]
+        self._budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+
+    def offer(self) -> Offer:
+        forest = Forest([one.link.mirror for one in self.all], [99] * len(self.all))
+        choice = self._budget.choose(len(self.all), len(self.all), forest.best())
+        awaited = [one.link for one in self.all if one.link.expects]
+        return Offer([Entry(one.request, 1) for one in self.all], forest, choice, awaited, len(self.all), 0.0)
+
+    def wait(self) -> float:
+        """How long the next round would be held."""
+        offer = self.offer()
+        offer.look_for_ends()
+        return HoldPolicy(self._budget, 0.02).seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
+
+
+@pytest.fixture
+def scene() -> Scene:
+    """A draft that was seen to deepen its trees by four parts, each of which is likely to be committed."""
+    scene = Scene()
+    for _ in range(40):
+        scene.first.miss()
+        for node in range(1, 5):
+            scene.first.part(node)
+        scene.clock.now += ROUND
+    scene.first.miss()
+    return scene
+
+
+def test_a_round_waits_for_part_after_part_of_a_likely_tree(scene: Scene) -> None:
+    for node in range(1, 4):
+        assert scene.wait() >= PART, node
+        scene.first.part(node)
+
+
+def test_it_waits_no_more_where_the_tree_is_left_before_its_end(scene: Scene) -> None:
+    scene.first.part(1)
+    assert scene.wait() >= PART
+    scene.first.part(2, score=-2.0)
+    assert scene.wait() == 0
+
+
+def test_a_part_that_is_overdue_is_not_waited_for(scene: Scene) -> None:
+    scene.first.part(1)
+    scene.clock.now += 1.2 * PART
+    assert scene.wait() > 0
+    scene.clock.now += 0.5 * PART
+    assert scene.wait() == 0
+
+
+def test_a_draft_that_says_all_in_an_answer_and_a_part_is_not_waited_for_afterwards() -> None:
+    scene = Scene()
+    for _ in range(40):
+        scene.first.miss()
+        scene.first.part(1)
+        scene.clock.now += ROUND
+    scene.first.miss()
+    assert scene.wait() >= PART
+    scene.first.part(1)
+    assert scene.wait() == 0
+
+
+def test_a_commit_ends_the_wait_for_parts(scene: Scene) -> None:
+    scene.first.part(1)
+    scene.first.request.tokens += [5, 6]
+    follow(scene.drafts, scene.first.request, 2)
+    assert scene.first.link.awaited and scene.first.link.num_parts == 0
+
+
+@pytest.mark.parametrize(("requests", "looks"), [(4, True), (5, False)])
+def test_a_round_of_many_is_not_held_for_depth(requests: int, looks: bool) -> None:
+    scene = Scene(requests)
+    for one in scene.all:
+        one.miss()
+        one.part(1)
+        one.part(2)
+    scene.offer().look_for_ends()
+    assert [one.link.ends > 0 for one in scene.all] == [looks] * requests
+
+
+nodes = st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-3.0, -0.01)), min_size=1, max_size=40)
+
+
+@given(st.lists(nodes, min_size=1, max_size=3), st.integers(0, 60))
+def test_where_trees_end(drawn: list[list[tuple[int, float]]], count: int) -> None:
+    """Of the first nodes of all trees those without children, each as likely as its path."""
+    mirrors, paths = [], []
+    for one in drawn:
+        mirror, path, parents = TreeMirror([1, 2, 3], vocab_size=100, max_nodes=50), [0.0], []
+        for place, (parent, score) in enumerate(one):
+            parents.append(parent % (place + 1))
+            path.append(path[parents[-1]] + float(np.float32(score)))
+        scores = np.array([score for _, score in one], np.float32)
+        tokens = np.arange(len(one), dtype=np.int32)
+        mirror.insert(Grow(1, 1, 3, 3, 1, np.array(parents, np.uint32), tokens, scores, np.zeros(len(one), np.uint8)))
+        mirrors.append(mirror)
+        paths.append({place: path[place + 1] for place in range(len(one)) if place + 1 not in parents})
+    forest = Forest(mirrors, [99] * len(mirrors))
+    list(forest.best())
+    for tree_number, (taken, leaves) in enumerate(zip(forest.take(count), paths, strict=True)):
+        expected = sum(exp(leaves[token]) for token in taken.token_ids if token in leaves)
+        assert forest.ends(tree_number, count) == pytest.approx(expected)
