@@ -152,6 +152,7 @@ class Drafts:
         if link is not None and link.peer is not None and not link.paused:
             link.peer.outbox.append(Pause(link.number))
             link.paused = True
+            link.answered_at = None
 
     def resume(self, request: Request) -> None:
         """The request runs again."""
@@ -315,13 +316,13 @@ class Drafts:
         if link is None:
             self.dropped["closed"] += len(grow.token_ids)
             return
-        link.mirror.insert(grow)
+        num_nodes = link.mirror.insert(grow)
         if link.mirror.estranged:
             self._open_again(link)
             return
         peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
         if link.mirror.acked_len == link.request.committed_len:
-            self._expectations.answered(link, peer, arrived_at)
+            self._expectations.answered(link, peer, arrived_at, num_nodes)
 
     def _open_again(self, link: Link) -> None:
         """Open a request anew, with whoever may serve it; not again and again."""

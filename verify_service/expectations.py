@@ -9,14 +9,14 @@ from itertools import islice
 import numpy as np
 
 from verify_service.forest import Forest
-from verify_service.health import PROMISE_NODES
+from verify_service.health import MOST_PARTS, PROMISE_NODES
 from verify_service.link import Link, Peer
 
 _LOOKED_AT = 24
 """Nodes of a tree that are looked at for what a part behind the answer adds to it."""
-_MOST_PARTS = 6
-"""Parts behind an answer that are looked at: with what came before them, a level of the tree for each that is likely to
-be followed at all."""
+_FEW = 4
+"""Requests of a draft at most for which more than one part behind an answer is looked at: among more, depth is worth no
+wait, and looking at all parts takes the engine's time."""
 _LEARN = 0.2
 """Weight of the newest answer in what answers bring."""
 
@@ -36,7 +36,8 @@ class Expectations:
         """The link's peer was told of its request at this time."""
         link.asked_at = at
         link.awaited, link.answered_at, link.num_parts = True, None, 0
-        link.after_hit, link.promised, link.reach, link.ends = False, 0.0, 0.0, 0.0
+        link.after_hit, link.promised = False, 0.0
+        link.reach = link.reach_ends = link.ends = 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
         link.caught_up = self._always
@@ -58,14 +59,14 @@ class Expectations:
             link.answers(link.peer).tempt()
         elif link.answered_at is not None:
             _nothing_followed(link)
-        link.answered_at, link.num_parts, link.ends = None, 0, 0.0
+        link.answered_at, link.num_parts = None, 0
         link.num_answers = link.num_late = 0
         link.asked_at = None
         link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
         link.missed = link.awaited and link.caught_up and not self._always
         link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = sum(_best(link, PROMISE_NODES)[0]) if link.after_hit else 0.0
-        link.reach = 0.0
+        link.reach = link.reach_ends = link.ends = 0.0
 
     def told(self, link: Link, at: float) -> None:
         """The draft was told of the commit at this time."""
@@ -90,8 +91,8 @@ class Expectations:
                     answers.answer.not_within(at - link.asked_at)
                     link.num_vain, link.num_passed = link.num_vain + 1, 0
 
-    def answered(self, link: Link, peer: Peer, arrived_at: float) -> None:
-        """The draft has said something that follows the newest commit."""
+    def answered(self, link: Link, peer: Peer, arrived_at: float, num_nodes: int) -> None:
+        """The draft has said something that follows the newest commit, with so many nodes for its tree."""
         link.num_answers += 1
         if arrived_at > self._launched_at:
             # What nobody could wait for says nothing of what a wait would bring.
@@ -99,7 +100,7 @@ class Expectations:
             link.awaited, link.answered_at = False, None
         elif link.awaited:
             self._first_came(link, peer, arrived_at)
-        elif link.answered_at is not None:
+        elif link.answered_at is not None and (num_nodes or not link.num_parts):
             if arrived_at > link.answered_at:
                 self._part_came(link, peer, arrived_at)
             else:
@@ -121,23 +122,25 @@ class Expectations:
 
     def _part_came(self, link: Link, peer: Peer, arrived_at: float) -> None:
         assert link.answered_at is not None
-        reach, ends = link.reach, link.ends
+        answers, part, seconds = link.answers(peer), link.num_parts, arrived_at - link.answered_at
+        reach, ends = link.reach, link.reach_ends
         gain = self._look_at(link, peer)
-        answers = link.answers(peer)
-        if link.num_parts == 0:
+        if part == 0:
             answers.added(max(gain, 0.0))
-        answers.deepened(max(link.reach - reach, 0.0), ends)
-        answers.more.note(arrived_at - link.answered_at)
+        answers.deepened(part, max(link.reach - reach, 0.0), ends)
+        (answers.later if part else answers.more).note(seconds)
         link.num_parts += 1
         # Where drafts take turns with rounds, a tree is said in two parts.
-        link.answered_at = arrived_at if link.num_parts < (1 if self._turns else _MOST_PARTS) else None
+        goes_on = link.num_parts < MOST_PARTS and len(peer.links) <= _FEW and not self._turns
+        link.answered_at = arrived_at if goes_on else None
 
     def _look_at(self, link: Link, peer: Peer) -> float:
         """What the best nodes promise more than they did, now that something has come.
 
         How they share it is remembered for the peer.
         """
-        chances, link.ends = _best(link, PROMISE_NODES if self._turns else _LOOKED_AT)
+        few = self._turns or self._lockstep or len(peer.links) > _FEW
+        chances, link.reach_ends = _best(link, PROMISE_NODES if few else _LOOKED_AT)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         link.answers(peer).promised(promise)
         before, link.promised, link.reach = link.promised, float(promise[-1]), sum(chances)
@@ -164,7 +167,7 @@ def _nothing_followed(link: Link) -> None:
     answers = link.answers(link.peer)
     if link.num_parts == 0:
         answers.added(0.0)
-    answers.deepened(0.0, link.ends)
+    answers.deepened(link.num_parts, 0.0, link.reach_ends)
 
 
 def _best(link: Link, count: int) -> tuple[list[float], float]:

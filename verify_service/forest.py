@@ -64,10 +64,12 @@ class Forest:
     def ends(self, tree: int, count: int) -> float:
         """The chance that what is committed runs past one of the first `count` nodes, of this tree, without children.
 
-        There a round ends for no other reason than that the tree does.
+        There a round ends for no other reason than that the tree does: nodes that are as deep as may be do not count.
         """
-        mirror = self._mirrors[tree]
-        return sum(mirror.chance(slot) for of, slot in self._found[:count] if of == tree and not mirror.below[slot])
+        mirror, deepest = self._mirrors[tree], self._deepest[tree]
+        slots = [slot for of, slot in self._found[:count] if of == tree and not mirror.below[slot]]
+        # A draft that overrates its nodes has more than all chances.
+        return min(sum(mirror.chance(slot) for slot in slots if mirror.depths[slot] < deepest), 1.0)
 
 
 def _nodes(mirror: TreeMirror, slots: list[int]) -> Nodes:

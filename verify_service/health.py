@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 PROMISE_NODES = 8
 """Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
 
+MOST_PARTS = 6
+"""Parts behind an answer that are looked at: with what came before them, a level of the tree for each that is likely to
+be followed at all."""
+
 _LEAST_ENDS = 0.5
 """Chances that a tree ends too soon, below which what a part adds says little."""
 _LEARN = 0.1
@@ -77,17 +81,19 @@ class AnswerTimes:
 class Answers:
     """What a draft sends after a commit: an answer, and more of it, part by part, as a model's burst goes on.
 
-    `answer`, `more`: times of the answer, and from it or a part to the next part.
+    `answer`, `more`, `later`: times of the answer, from it to the first part, and from a part to the next one.
     `more_gain`: accepted tokens that the first part added to what the answer promised, 0 where none came.
-    `deepens`: accepted tokens that a part adds, as a share of the chance that the tree ends too soon without it.
+    `deepens`: accepted tokens that the first, second, ... part adds, as a share of the chance that the tree ends too
+    soon without it.
     `found`: how often, without a wait for it, an answer left nodes for the round after.
     """
 
     def __init__(self, more_gain: float = 0.0, found: float = 0.0) -> None:
         self.answer = AnswerTimes()
         self.more = AnswerTimes()
+        self.later = AnswerTimes()
         self.more_gain = more_gain
-        self.deepens = 0.0
+        self.deepens = [0.0] * MOST_PARTS
         self.found = self._hoped_found = found
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
@@ -107,10 +113,10 @@ class Answers:
         """The first part behind an answer brought so much; nothing if none came before the round was over."""
         self.more_gain += _LEARN * (gain - self.more_gain)
 
-    def deepened(self, gain: float, ends: float) -> None:
-        """A part brought so much, and before it the tree ended too soon with this chance."""
+    def deepened(self, part: int, gain: float, ends: float) -> None:
+        """Part number `part` brought so much, and before it the tree ended too soon with this chance."""
         if ends >= _LEAST_ENDS:
-            self.deepens += _LEARN * (gain / ends - self.deepens)
+            self.deepens[part] += _LEARN * (gain / ends - self.deepens[part])
 
     def tempt(self) -> None:
         """Nobody waited long enough, so that nothing was measured: what may come looks a little better each time.

@@ -20,17 +20,12 @@ from verify_service.request import Request
 LEAST_MORE = 0.05
 """Accepted tokens; a draft that adds less to its answers a little later has said all at once."""
 
-_LATER_WORTH = 0.65
-"""Of what a part brings that is waited for after others: where a tree ends before the target stops following it, what
-hangs below comes during the round, and is accepted in the next one. Simulated, waits that count more of it cost speed,
-and waits that count less accept length."""
-
 _OVERDUE = 1.5
-"""Times as long as a part usually takes, after which a later one is not waited for: the draft has other work."""
+"""Times as long as a later part usually takes, after which it is not waited for any more: the draft has other work."""
 
 _LEAST_LEFT = 0.3
-"""Of the time that a part usually takes: so much more is reckoned with for one that is due, or a round of many requests
-would be held for every one, a little each time."""
+"""Of the time that a later part usually takes: so much more is reckoned with for one that is due, or rounds would be
+held for every one, a little each time."""
 
 _MOST_VAIN = 3
 """Waits in a row that may be in vain. A draft that answers after the longest wait would cost one in every round."""
@@ -161,11 +156,13 @@ class Link:
     num_parts: int = 0
     """Parts that have come behind the answer."""
     promised: float = 0.0
-    """Accepted tokens that these promised."""
+    """Accepted tokens that answer and parts promised, with few nodes."""
     reach: float = 0.0
-    """The same of more of the best nodes."""
+    """The same with as many nodes as a round of one request may well take."""
+    reach_ends: float = 0.0
+    """The chance that what is committed next runs past one of those nodes which has no children yet."""
     ends: float = 0.0
-    """The chance that what is committed next runs past one of them which has no children yet."""
+    """The same of the nodes that the next round would take, as far as it could take deeper ones."""
     used: float = 0.0
     """Nodes that its rounds took lately."""
     clock: Callable[[], float] = time.monotonic
@@ -209,8 +206,10 @@ class Link:
         """What is left of the shortest wait for the draft that is likely to bring anything."""
         if self.peer is None:
             return 0.0
-        first, more = self.first_times(self.peer), self.answers(self.peer).more
-        times, since = (first, self.asked_at) if self.awaited else (more, self.answered_at)
+        answers = self.answers(self.peer)
+        times, since = self.first_times(self.peer), self.asked_at
+        if not self.awaited:
+            times, since = answers.later if self.num_parts else answers.more, self.answered_at
         return times.left(0.0 if since is None else self.clock() - since)[0]
 
     def whole_wait(self) -> Wait | None:
@@ -220,12 +219,11 @@ class Link:
         answers = self.answers(self.peer)
         if self.answered_at is not None:
             waited = self.clock() - self.answered_at
-            typical, late = answers.more.left(waited)
-            if self.num_parts:
-                if waited > _OVERDUE * answers.more.typical:
-                    return None
-                typical = max(typical, _LEAST_LEFT * answers.more.typical)
-            return Wait(more_gain, typical, late, answers.shares)
+            if not self.num_parts:
+                return Wait(more_gain, *answers.more.left(waited), answers.shares)
+            usual, (typical, late) = answers.later.typical, answers.later.left(waited)
+            late = min(late, _OVERDUE * usual - waited)
+            return Wait(more_gain, max(typical, _LEAST_LEFT * usual), late, answers.shares) if late > 0 else None
         first = self.first_wait()
         if first is None:
             return None
@@ -234,7 +232,7 @@ class Link:
         return Wait(gain, typical, late, answers.shares, answers.found)
 
     def more_gain(self, peer: Peer) -> float:
-        """Accepted tokens that the next part behind the answer is likely to bring, as far as they are worth a wait.
+        """Accepted tokens that the next part behind the answer is likely to bring.
 
         Of the first part it is what such parts brought lately. Later ones bring little to most trees, and much where
         all that is there is likely to be accepted.
@@ -242,7 +240,7 @@ class Link:
         answers = self.answers(peer)
         if self.awaited or not self.num_parts:
             return answers.more_gain
-        return _LATER_WORTH * answers.deepens * self.ends
+        return answers.deepens[self.num_parts] * self.ends
 
     @property
     def feature_end(self) -> int:

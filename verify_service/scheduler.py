@@ -19,8 +19,6 @@ from verify_service.round import Entry, Nodes
 from verify_service.tracing import mark
 
 _FAR = 1 << 62
-_FEW = 4
-"""Trees of a round that depth is worth a wait for; one of more takes a few nodes of each, wherever they end."""
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -41,11 +39,14 @@ class Offer(NamedTuple):
     beside: float
     """Seconds for prefill that is computed apart."""
 
-    def look_for_ends(self) -> None:
-        """Tell trees that further parts are awaited of how soon the nodes end that the round takes of them."""
+    def look_for_ends(self, most_nodes: int) -> None:
+        """See where the nodes end that the round takes of trees which grow on.
+
+        A round of `most_nodes` nodes has no room for deeper ones, less likely as they are.
+        """
         if any(link.num_parts for link in self.awaited):
-            few = len(self.entries) <= _FEW
-            trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if few else {}
+            roomy = self.choice.num_nodes < most_nodes
+            trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if roomy else {}
             for link in self.awaited:
                 tree = trees.get(link.request)
                 link.ends = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
@@ -195,7 +196,7 @@ class Scheduler:
         choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
         offer = Offer(growing, forest, choice, awaited, num_tokens, beside)
         if awaited:
-            offer.look_for_ends()
+            offer.look_for_ends(min(most, self._budget.max_nodes))
         return offer
 
     def rehearse(self, entries: Sequence[Entry]) -> None:

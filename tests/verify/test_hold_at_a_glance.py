@@ -9,6 +9,7 @@ from scripted_peer import Clock, Recorder, request
 
 from verify_service.budget import WIDTHS, Budget, Choice, CostModel
 from verify_service.drafts import Drafts
+from verify_service.health import MOST_PARTS
 from verify_service.hold import HoldPolicy
 from verify_service.link import Link
 
@@ -35,7 +36,8 @@ def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link
         for answers in (peer.health.misses, peer.health.hits):
             answers.answer.typical = answers.answer.late = answer
             answers.more.typical = answers.more.late = more
-            answers.more_gain, answers.found, answers.deepens = more_gain, found, deepens
+            answers.later.typical = answers.later.late = 0.3 * more
+            answers.more_gain, answers.found, answers.deepens = more_gain, found, [deepens] * MOST_PARTS
     links = []
     for gain, hit_gain, awaited, after_hit, asked, ago, peer, caught_up, (num_parts, ends) in drawn:
         service.admit(one := request([1, 2]))
