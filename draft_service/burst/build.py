@@ -33,6 +33,8 @@ _MANY_ROWS = 32
 _LEAST_TOKENS = 512
 _MOST_CPU_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
+_CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
+"""Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
 _FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
 
 
@@ -91,7 +93,7 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
     wide = 128 if num_rows > _MANY_ROWS else 64
     return BurstShape(
         num_rows=num_rows,
-        region=DRAFT_REGION if on_gpu else 64,
+        region=DRAFT_REGION if on_gpu else _CPU_LOCKSTEP_REGION if options.lockstep else _CPU_REGION,
         branching=options.speculative_eagle_topk or (BRANCHING if on_gpu else 4),
         lone_branching=0 if options.speculative_eagle_topk or not on_gpu else LONE_BRANCHING,
         max_seeds=512 if on_gpu else 128,

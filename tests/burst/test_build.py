@@ -24,6 +24,11 @@ def test_a_cpu_gets_the_torch_runner(model: DraftModel) -> None:
     assert len(host.step(3, 8)) == 1 + 4 + 8
 
 
+def test_a_cpu_has_room_for_all_levels_of_a_tree_in_lockstep(plain_model: DraftModel) -> None:
+    shape = build_runner(plain_model, DraftOptions(lockstep=True)).shape
+    assert (shape.region, shape.max_steps, shape.max_width) == (128, 8, 8)
+
+
 def test_memory_is_no_more_than_all_rows_can_use(plain_model: DraftModel) -> None:
     shape = build_runner(plain_model, DraftOptions(max_requests=2)).shape
     assert shape.num_pages == 2 * 256 // shape.page_size

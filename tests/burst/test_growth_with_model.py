@@ -94,12 +94,12 @@ def test_a_tree_that_lived_through_commits_scores_as_a_fresh_one(
     assert hits >= 4
 
 
-@pytest.mark.parametrize("topk", [1, 2, 4, 8])
+@pytest.mark.parametrize(("topk", "region"), [(1, 256), (2, 256), (4, 256), (8, 256), (4, 128)])
 def test_a_tree_in_lockstep_has_a_level_for_each_step(
-    plain_model: DraftModel, topk: int, monkeypatch: pytest.MonkeyPatch
+    plain_model: DraftModel, topk: int, region: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"speculative_algorithm": ("STANDALONE",), "speculative_eagle_topk": topk}
-    service, draw = Service(plain_model, 256, lockstep=True, speculative_num_steps=8, **asked), random.Random(1)
+    service, draw = Service(plain_model, region, lockstep=True, speculative_num_steps=8, **asked), random.Random(1)
     ran: list[bool] = []
     merge = DraftForest.merge
 
