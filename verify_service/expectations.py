@@ -139,8 +139,8 @@ class Expectations:
 
         How they share it is remembered for the peer.
         """
-        few = self._turns or self._lockstep or len(peer.links) > _FEW
-        chances, link.reach_ends = _best(link, PROMISE_NODES if few else _LOOKED_AT)
+        goes_on = len(peer.links) <= _FEW and not (self._turns or self._lockstep)
+        chances, link.reach_ends = _best(link, _LOOKED_AT if goes_on else PROMISE_NODES)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         link.answers(peer).promised(promise)
         before, link.promised, link.reach = link.promised, float(promise[-1]), sum(chances)
