@@ -132,36 +132,50 @@ def lockstep(language: Language, text: Text) -> tuple[int, int]:
     return place, rounds
 
 
+class Draft:
+    """A device that takes one step after the other. It learns of a round's commit some time after its end."""
+
+    def __init__(self, language: Language, state: np.uint64, pace: Pace) -> None:
+        self._language, self._pace = language, pace
+        self._free = pace.commit
+        self._news: list[tuple[float, int]] = []
+        """Roots, and from when on steps know of them."""
+        self.tree, self.root = Tree(language, state), 0
+
+    def run(self, until: float) -> None:
+        """Take all steps that begin before that."""
+        while self._free < until:
+            while self._news and self._news[0][0] <= self._free:
+                self.tree.reroot(self._news.pop(0)[1])
+            self.tree.step(self._pace.width, self._free + self._pace.step + self._pace.nodes)
+            self._free += self._pace.step
+
+    def follow(self, root: int | None, state: np.uint64, now: float) -> None:
+        """The round's last token is the root now; without a node for it a new tree begins."""
+        known = now + self._pace.commit
+        if root is None:
+            self.tree, root, self._news = Tree(self._language, state), 0, []
+            self._free = max(self._free, known)
+        else:
+            self._news.append((known, root))
+        self.root = root
+
+
 def ahead(language: Language, text: Text, pace: Pace) -> tuple[int, int, float]:
     """Tokens, rounds and ms of an answer with a draft that runs ahead."""
-    tree, root, place, rounds = Tree(language, text.states[0]), 0, 0, 0
-    now, free = 0.0, pace.commit
-    news: list[tuple[float, int]] = []
-    """Roots, and from when on steps know of them."""
-    while place < TOKENS - 1:
-        waits = [pace.hold, ROUND_MS] if tree.is_bare(root, now) else [ROUND_MS]
-        for wait in waits:
-            taken = tree.best(root, MOST_NODES, now)
-            now += wait
-            while free < now:
-                while news and news[0][0] <= free:
-                    tree.reroot(news.pop(0)[1])
-                tree.step(pace.width, free + pace.step + pace.nodes)
-                free += pace.step
-            if wait != ROUND_MS:
-                taken = tree.best(root, MOST_NODES, now)
-        node, accepted = text.follow(tree, root, place, taken)
+    draft, place, rounds, now = Draft(language, text.states[0], pace), 0, 0, 0.0
+    while True:
+        if draft.tree.is_bare(draft.root, now):
+            now += pace.hold
+            draft.run(now)
+        taken = draft.tree.best(draft.root, MOST_NODES, now)
+        now += ROUND_MS
+        draft.run(now)
+        node, accepted = text.follow(draft.tree, draft.root, place, taken)
         place, rounds = place + accepted + 1, rounds + 1
         if place >= TOKENS - 1:
-            break
-        found = tree.child(node, text.tokens[place])
-        if found is not None:
-            root = found
-            news.append((now + pace.commit, root))
-        else:
-            tree, root, news = Tree(language, text.states[place]), 0, []
-            free = max(free, now + pace.commit)
-    return place, rounds, now
+            return place, rounds, now
+        draft.follow(draft.tree.child(node, text.tokens[place]), text.states[place], now)
 
 
 PACES = {

@@ -35,9 +35,9 @@ class Expectations:
     def opened(self, link: Link, at: float) -> None:
         """The link's peer was told of its request at this time."""
         link.asked_at = at
-        link.awaited, link.answered_at, link.num_parts = True, None, 0
+        link.awaited = True
+        _forget_answer(link)
         link.after_hit, link.promised = False, 0.0
-        link.reach = link.reach_ends = link.ends = 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
         link.caught_up = self._always
@@ -59,14 +59,13 @@ class Expectations:
             link.answers(link.peer).tempt()
         elif link.answered_at is not None:
             _nothing_followed(link)
-        link.answered_at, link.num_parts = None, 0
+        _forget_answer(link)
         link.num_answers = link.num_late = 0
         link.asked_at = None
         link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
         link.missed = link.awaited and link.caught_up and not self._always
         link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = sum(_best(link, PROMISE_NODES)[0]) if link.after_hit else 0.0
-        link.reach = link.reach_ends = link.ends = 0.0
 
     def told(self, link: Link, at: float) -> None:
         """The draft was told of the commit at this time."""
@@ -128,23 +127,30 @@ class Expectations:
         if part == 0:
             answers.added(max(gain, 0.0))
         answers.deepened(part, max(link.reach - reach, 0.0), ends)
-        (answers.later if part else answers.more).note(seconds)
+        answers.part_times(part).note(seconds)
         link.num_parts += 1
-        # Where drafts take turns with rounds, a tree is said in two parts.
-        goes_on = link.num_parts < MOST_PARTS and len(peer.links) <= _FEW and not self._turns
-        link.answered_at = arrived_at if goes_on else None
+        link.answered_at = arrived_at if link.num_parts < MOST_PARTS and self._goes_on(peer) else None
 
     def _look_at(self, link: Link, peer: Peer) -> float:
         """What the best nodes promise more than they did, now that something has come.
 
         How they share it is remembered for the peer.
         """
-        goes_on = len(peer.links) <= _FEW and not (self._turns or self._lockstep)
-        chances, link.reach_ends = _best(link, _LOOKED_AT if goes_on else PROMISE_NODES)
+        chances, link.reach_ends = _best(link, _LOOKED_AT if self._goes_on(peer) else PROMISE_NODES)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         link.answers(peer).promised(promise)
         before, link.promised, link.reach = link.promised, float(promise[-1]), sum(chances)
         return link.promised - before
+
+    def _goes_on(self, peer: Peer) -> bool:
+        """Whether a draft is looked at for more than one part: one that takes turns with rounds has no more to say."""
+        return len(peer.links) <= _FEW and not self._always
+
+
+def _forget_answer(link: Link) -> None:
+    """Nothing of an answer is here."""
+    link.answered_at, link.num_parts = None, 0
+    link.reach = link.reach_ends = link.ends = 0.0
 
 
 def _gained(link: Link, gain: float) -> None:

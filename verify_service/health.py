@@ -97,6 +97,10 @@ class Answers:
         self.found = self._hoped_found = found
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
+    def part_times(self, part: int) -> AnswerTimes:
+        """How long part number `part` takes, from what came before it."""
+        return self.later if part else self.more
+
     def promised(self, promise: NDArray[np.float64]) -> None:
         """Tokens that the best 1, 2, ... nodes of an answer are expected to have accepted, shape [PROMISE_NODES]."""
         if promise[-1]:

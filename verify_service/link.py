@@ -209,7 +209,7 @@ class Link:
         answers = self.answers(self.peer)
         times, since = self.first_times(self.peer), self.asked_at
         if not self.awaited:
-            times, since = answers.later if self.num_parts else answers.more, self.answered_at
+            times, since = answers.part_times(self.num_parts), self.answered_at
         return times.left(0.0 if since is None else self.clock() - since)[0]
 
     def whole_wait(self) -> Wait | None:
@@ -218,12 +218,14 @@ class Link:
             return None
         answers = self.answers(self.peer)
         if self.answered_at is not None:
-            waited = self.clock() - self.answered_at
-            if not self.num_parts:
-                return Wait(more_gain, *answers.more.left(waited), answers.shares)
-            usual, (typical, late) = answers.later.typical, answers.later.left(waited)
-            late = min(late, _OVERDUE * usual - waited)
-            return Wait(more_gain, max(typical, _LEAST_LEFT * usual), late, answers.shares) if late > 0 else None
+            waited, times = self.clock() - self.answered_at, answers.part_times(self.num_parts)
+            typical, late = times.left(waited)
+            if self.num_parts:
+                typical = max(typical, _LEAST_LEFT * times.typical)
+                late = min(late, _OVERDUE * times.typical - waited)
+                if late <= 0:
+                    return None
+            return Wait(more_gain, typical, late, answers.shares)
         first = self.first_wait()
         if first is None:
             return None

@@ -43,11 +43,13 @@ def request(tokens: list[int]) -> Request:
     return make_request(Answer(), tokens, SamplingParams(), 50)
 
 
-def tree(number: int, epoch: int, base_len: int, tokens: list[int]) -> Grow:
+def tree(number: int, epoch: int, base_len: int, tokens: list[int], first: int = 1, score: float = -0.05) -> Grow:
+    """A chain of tokens, node `first` and what hangs below it, behind the node before."""
     count = len(tokens)
+    parents = np.arange(first - 1, first - 1 + count, dtype=np.uint32)
     return Grow(
-        number, epoch, base_len, base_len, 1, np.arange(count, dtype=np.uint32), np.array(tokens, np.int32),
-        np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
+        number, epoch, base_len, base_len, first, parents, np.array(tokens, np.int32),
+        np.full(count, score, np.float32), np.zeros(count, np.uint8),
     )  # fmt: skip
 
 

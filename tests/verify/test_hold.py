@@ -12,7 +12,7 @@ from local_draft import LocalDraft, chain
 from scripted_peer import Clock, Recorder, follow, request, tree
 
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Grow, VerifyMessage
+from outrider.tree.messages import VerifyMessage
 from verify_service.budget import WIDTHS, Budget, CostModel
 from verify_service.drafts import Drafts
 from verify_service.engine import Engine
@@ -61,12 +61,7 @@ class Peer:
 
     def follow_up(self, first: int, tokens: list[int]) -> None:
         """More nodes, each below the one before."""
-        count = len(tokens)
-        grow = Grow(
-            self.link.number, self.epoch, self.request.committed_len, self.request.committed_len, first,
-            np.arange(first - 1, first - 1 + count, dtype=np.uint32), np.array(tokens, np.int32),
-            np.full(count, -0.05, np.float32), np.zeros(count, np.uint8),
-        )  # fmt: skip
+        grow = tree(self.link.number, self.epoch, self.request.committed_len, tokens, first)
         self.drafts.receive(self.port, [grow], self.clock.now)
 
     def wait(self, lockstep: bool = False, others: int = 0) -> float:

@@ -39,27 +39,19 @@ class Grown:
 
     def answer(self) -> None:
         self._epoch += 1
-        grow = tree(self.link.number, self._epoch, self.request.committed_len, [5])
-        self._drafts.receive(self._port, [grow], self._clock.now)
+        self._say([5], 1)
 
     def part(self, node: int, score: float = -0.05) -> None:
         """A node below the last one, `node`."""
         self._clock.now += PART
-        committed = self.request.committed_len
-        ids = (np.array([node], np.uint32), np.array([5 + node], np.int32))
-        grow = Grow(
-            self.link.number, self._epoch, committed, committed, node + 1, *ids,
-            np.array([score], np.float32), np.zeros(1, np.uint8),
-        )  # fmt: skip
-        self._drafts.receive(self._port, [grow], self._clock.now)
+        self._say([5 + node], node + 1, score)
 
     def say_nothing(self) -> None:
-        committed, none = self.request.committed_len, np.empty(0)
-        grow = Grow(
-            self.link.number, self._epoch, committed, committed, 3, none.astype(np.uint32), none.astype(np.int32),
-            none.astype(np.float32), none.astype(np.uint8),
-        )  # fmt: skip
         self._clock.now += PART
+        self._say([], 3)
+
+    def _say(self, tokens: list[int], first: int, score: float = -0.05) -> None:
+        grow = tree(self.link.number, self._epoch, self.request.committed_len, tokens, first, score)
         self._drafts.receive(self._port, [grow], self._clock.now)
 
     def miss(self) -> None:
