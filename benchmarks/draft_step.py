@@ -4,13 +4,16 @@ A step is everything between two looks at the candidates: the choice of nodes, t
 that of a burst of many steps less that of one with a single step, divided by the steps between. All nodes are real.
 
 python benchmarks/draft_step.py --standalone MODEL --random-eagle3 --out benchmarks/results/draft_step.json
+python benchmarks/draft_step.py --random-standalone --random-eagle3 --rows 1 --nodes 32 --contexts 256 1024
 python benchmarks/draft_step.py --device cpu --standalone MODEL --nodes 8 --contexts 256 --rows 1
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from report import Row, cpu_name, write_report
+from safetensors.torch import save_file
 
 from draft_service.burst.cuda_runner import CudaRunner
 from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
@@ -52,6 +56,23 @@ HEAD_8B = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+# SmolLM2-135M's.
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 PAGE_SIZE = 16
 _MAX_STEPS = 8
 
@@ -80,6 +101,29 @@ def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
     return head
 
 
+def random_standalone(folder: Path) -> None:
+    """Write a model of random weights; what a step takes does not depend on them."""
+    hidden, mlp, vocab = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["vocab_size"]
+    kv = SMALL["num_key_value_heads"] * 64
+    sizes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    of_layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
+    }  # fmt: skip
+    for layer in range(SMALL["num_hidden_layers"]):
+        sizes |= {f"model.layers.{layer}.{name}.weight": size for name, size in of_layer.items()}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.02
+        for name, size in sizes.items()
+    }
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, DraftModel]]:
     """Those that were asked for, one after the other, named as in reports."""
     for name, path in (("standalone", options.standalone), ("eagle3", options.eagle3)):
@@ -92,6 +136,14 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
                 device=str(device),
             )
             yield f"{Path(path).name.lower()} {name}", load_draft_model(told)
+    if options.random_standalone:
+        with tempfile.TemporaryDirectory() as folder:
+            random_standalone(Path(folder))
+            told = DraftOptions(
+                speculative_algorithm=("STANDALONE",), speculative_draft_model_path=folder, device=str(device)
+            )
+            model = load_draft_model(told)
+        yield "135m standalone", model
     if options.random_eagle3:
         yield "llama-8b eagle3", random_head(device, torch.bfloat16)
 
@@ -216,6 +268,7 @@ def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--standalone", default="", help="a small language model: folder or name")
+    parser.add_argument("--random-standalone", action="store_true", help="a random model of SmolLM2-135M's shape")
     parser.add_argument("--eagle3", default="", help="folder of an EAGLE-3 head")
     parser.add_argument("--target", default="", help="folder of the head's target")
     parser.add_argument("--random-eagle3", action="store_true", help="a random head of an 8B model's shape")

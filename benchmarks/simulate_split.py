@@ -332,7 +332,8 @@ class Simulation:
 
 
 def parse_costs(changes: Sequence[str]) -> Costs:
-    """Costs with some changed: name=ms."""
+    """Costs with some changed: name=ms, of tables name=factor."""
+    usual = Costs()
     known = {one.name for one in fields(Costs)}
     values: dict[str, Any] = {}
     for change in changes:
@@ -340,7 +341,10 @@ def parse_costs(changes: Sequence[str]) -> Costs:
         values[name] = float(value)
     if unknown := values.keys() - known:
         raise SystemExit(f"--cost: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    return replace(Costs(), **values)
+    for name, factor in values.items():
+        if isinstance(table := getattr(usual, name), tuple):
+            values[name] = tuple((size, factor * taken) for size, taken in table)
+    return replace(usual, **values)
 
 
 def main() -> None:
@@ -350,7 +354,9 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=0, help="0: 6 of one at a time, else two of each client")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with other texts")
-    parser.add_argument("--cost", nargs="*", default=[], help="name=ms: see simulate_world.Costs")
+    parser.add_argument(
+        "--cost", nargs="*", default=[], help="name=ms, of `round` and `step` name=factor: see simulate_world.Costs"
+    )
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")

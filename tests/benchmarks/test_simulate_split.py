@@ -16,7 +16,7 @@ sys.path.insert(0, str(FOLDER))
 from simulate_language import ORIGIN, VOCAB, Language  # noqa: E402
 from simulate_pool import Memory, Pool  # noqa: E402
 from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
-from simulate_world import World  # noqa: E402
+from simulate_world import Costs, World  # noqa: E402
 
 from draft_service.burst.buckets import Bucket  # noqa: E402
 from draft_service.burst.buffers import BurstInput, RerootInput  # noqa: E402
@@ -234,6 +234,8 @@ def test_a_run_is_repeatable_and_times_leave_no_trace() -> None:
 
 def test_costs_are_changed_by_name_and_unknown_ones_refused() -> None:
     assert parse_costs(["host=2", "line=0.5"]).line == 0.5
+    usual, faster = Costs(), parse_costs(["step=0.5"])
+    assert faster.of_step(32, 1) == pytest.approx(usual.of_step(32, 1) / 2) and faster.round == usual.round
     with pytest.raises(SystemExit, match="no such"):
         parse_costs(["no such=1"])
     assert 0 <= LANGUAGE.choose(ORIGIN)[0] < VOCAB

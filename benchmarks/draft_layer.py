@@ -1,0 +1,149 @@
+"""What a layer of a small model takes in a draft step on a GPU, attention to context and branches included.
+
+Launches of a step overlap: those behind begin while one runs, and find what is left of the processors. So a kernel that
+is faster alone can make a layer slower, and what counts is the layer. Each case is one CUDA graph over all layers, each
+with weights and a cache of its own. With --cuts the layer with one of its products in every cut of its work. With
+--shares all kernels ask for that share of the L1 cache as shared memory, in percent (-1: the driver's choice).
+
+python benchmarks/draft_layer.py --nodes 8 32 64 --contexts 256 1024 --shares -1 60 100 --out draft_layer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from kernels_attention import graph_us
+from kernels_layer import DTYPE, SHAPES, SLOTS, Layers, Shape
+from report import Row, write_report
+from torch import Tensor
+
+from kernels.attention_tiles import choose_splits
+from kernels.branches import branch_attention, list_branches
+from kernels.compiling import allow_threads
+from kernels.launch import num_processors
+from kernels.row_configs import RowConfig
+
+PAGE, REGION, DEPTH = 16, 768, 14
+_CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
+
+
+def tree_masks(count: int, slots: list[int], generator: torch.Generator) -> Tensor:
+    """Bits of each node's ancestors and its own, int32 [count, REGION / 32]; up to DEPTH of them."""
+    masks = torch.zeros(count, REGION // 32, dtype=torch.int64)
+    parents = [-1, *(int(torch.randint(max(node - 6, 0), node, (1,), generator=generator)) for node in range(1, count))]
+    for node in range(count):
+        at = node
+        for _ in range(DEPTH):
+            masks[node, slots[at] // 32] |= 1 << (slots[at] % 32)
+            at = parents[at]
+            if at < 0:
+                break
+    return torch.where(masks >= 1 << 31, masks - (1 << 32), masks).int()
+
+
+class Step(Layers):
+    """A step of `count` nodes of one request behind `context` tokens."""
+
+    def __init__(self, shape: Shape, count: int, context: int) -> None:
+        super().__init__(shape, count)
+        generator = torch.Generator().manual_seed(1)
+        base = -(-context // PAGE) * PAGE + PAGE
+        self.tables = torch.randperm((base + REGION) // PAGE, generator=generator).int().cuda()[None]
+        slots = torch.randperm(REGION, generator=generator)[:count]
+        self.lengths = [torch.tensor(ints, dtype=torch.int32, device="cuda") for ints in ([0], [0, count], [context])]
+        rows, first, _ = self.lengths
+        masks = tree_masks(count, slots.tolist(), generator).cuda()
+        self.branches = list_branches(masks, first, rows, self.tables, base=base, page_size=PAGE)
+        logical = base + slots.cuda()
+        self.slots = (self.tables[0].long()[logical // PAGE] * PAGE + logical % PAGE).int()
+        size = (shape.layers, SLOTS, shape.kv_heads, shape.dim)
+        self.cache = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in "kv"]
+        self.splits = choose_splits(count, 1, count, shape.heads, shape.kv_heads, num_processors(self.slots))
+
+    def layer(self, layer: int, cut: str = "", config: RowConfig | None = None) -> None:
+        """As a step runs it, but for the product named `cut`."""
+
+        def of(name: str) -> RowConfig | None:
+            return config if name == cut else None
+
+        q = self.heads_after(layer, of("heads"))
+        k, v = (cache[layer] for cache in self.cache)
+        rows, first, cached = self.lengths
+        how = {"page_size": PAGE, "max_row_tokens": len(q), "num_splits": self.splits}
+        where = (self.tables, rows, first, cached, self.branches)
+        attended = branch_attention(q, k, v, *where, scale=self.shape.dim**-0.5, **how)
+        self.added_after(self.out, attended, layer, of("output"))
+        self.added_after(self.down, self.gated_after(layer, of("gated")), layer, of("down"))
+
+
+def cuts(step: Step) -> Iterator[tuple[str, partial[None]]]:
+    """The layer with each product in every cut that a processor holds."""
+    count, hidden, mlp = len(step.stream), step.shape.hidden, step.shape.mlp
+    for tile, block_m, warps, cut in product((16, 32, 64), (16, 32), (4, 8), (0, 256, 512)):
+        config = RowConfig(tile=tile, block_m=block_m, warps=warps, cut=cut)
+        for name, size in (("heads", hidden), ("gated", hidden), ("output", hidden), ("down", mlp)):
+            if bool(cut) == (name == "down") and (cut or config.holds(count, size)):
+                label = f"{name} tile {tile} rows {block_m} warps {warps} cut {cut}"
+                yield label, partial(step.layer, cut=name, config=config)
+
+
+def share(percent: int) -> None:
+    """Have all kernels that were launched ask for this share of the L1 cache from now on."""
+    from triton.compiler import CompiledKernel
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    for kernel in gc.get_objects():
+        if isinstance(kernel, CompiledKernel) and kernel.function:
+            error = driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _CARVEOUT, percent)
+            if error:
+                raise RuntimeError(f"CUDA refuses {percent} % shared memory for {kernel.name}: error {error}")
+
+
+def measure(step: Step, name: str, options: argparse.Namespace) -> list[Row]:
+    """All cases of a step."""
+    work = {"layer": step.layer} | (dict(cuts(step)) if options.cuts else {})
+    with ThreadPoolExecutor(16) as pool:  # compiled all at the same time
+        list(pool.map(lambda run: run(0), work.values()))
+    rows = []
+    for label, run in work.items():
+        for percent in options.shares:
+            torch.cuda.synchronize()
+            if percent >= 0 or len(options.shares) > 1:
+                share(percent)
+            case = f"{name} {label} share {percent}"
+            rows.append(Row(case, "us_per_layer", graph_us(run, step.shape.layers), "us"))
+            print(f"{case:80s}{rows[-1].value:8.2f} us", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Parse options, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32, 64])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024], help="tokens, 3072 at most")
+    parser.add_argument("--shares", nargs="+", type=int, default=[-1])
+    parser.add_argument("--cuts", action="store_true", help="every cut of every product")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    allow_threads()
+    rows = []
+    with torch.inference_mode():
+        for count, context in product(options.nodes, options.contexts):
+            shape = SHAPES[0]
+            rows += measure(Step(shape, count, context), f"{shape.name} m{count} ctx{context} bf16", options)
+    if options.out:
+        write_report(options.out, "draft_layer", torch.cuda.get_device_name(0), rows, ("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
