@@ -69,31 +69,28 @@ class Step(Layers):
         self.cache = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in "kv"]
         self.splits = choose_splits(count, 1, count, shape.heads, shape.kv_heads, num_processors(self.slots))
 
-    def layer(self, layer: int, cut: str = "", config: RowConfig | None = None) -> None:
-        """As a step runs it, but for the product named `cut`."""
-
-        def of(name: str) -> RowConfig | None:
-            return config if name == cut else None
-
-        q = self.heads_after(layer, of("heads"))
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Of each node to the context and to its ancestors."""
         k, v = (cache[layer] for cache in self.cache)
         rows, first, cached = self.lengths
         how = {"page_size": PAGE, "max_row_tokens": len(q), "num_splits": self.splits}
         where = (self.tables, rows, first, cached, self.branches)
-        attended = branch_attention(q, k, v, *where, scale=self.shape.dim**-0.5, **how)
-        self.added_after(self.out, attended, layer, of("output"))
-        self.added_after(self.down, self.gated_after(layer, of("gated")), layer, of("down"))
+        return branch_attention(q, k, v, *where, scale=self.shape.dim**-0.5, **how)
 
 
 def cuts(step: Step) -> Iterator[tuple[str, partial[None]]]:
     """The layer with each product in every cut that a processor holds."""
     count, hidden, mlp = len(step.stream), step.shape.hidden, step.shape.mlp
-    for tile, block_m, warps, cut in product((16, 32, 64), (16, 32), (4, 8), (0, 256, 512)):
-        config = RowConfig(tile=tile, block_m=block_m, warps=warps, cut=cut)
+    for tile, parts, block_m, warps, cut in product((16, 32, 64), (1, 2, 4), (16, 32), (4, 8), (0, 256, 512)):
+        config = RowConfig(tile, parts, block_m, warps, cut)
+        if parts > 1 and (tile == 64 or cut):
+            continue
         for name, size in (("heads", hidden), ("gated", hidden), ("output", hidden), ("down", mlp)):
-            if bool(cut) == (name == "down") and (cut or config.holds(count, size)):
-                label = f"{name} tile {tile} rows {block_m} warps {warps} cut {cut}"
-                yield label, partial(step.layer, cut=name, config=config)
+            if cut and name in ("heads", "gated"):
+                continue
+            if cut or config.holds(count, size):
+                label = f"{name} tile {tile} parts {parts} rows {block_m} warps {warps} cut {cut}"
+                yield label, partial(step.after, cut=name, config=config)
 
 
 def share(percent: int) -> None:
@@ -110,7 +107,7 @@ def share(percent: int) -> None:
 
 def measure(step: Step, name: str, options: argparse.Namespace) -> list[Row]:
     """All cases of a step."""
-    work = {"layer": step.layer} | (dict(cuts(step)) if options.cuts else {})
+    work = {"layer": step.after} | (dict(cuts(step)) if options.cuts else {})
     with ThreadPoolExecutor(16) as pool:  # compiled all at the same time
         list(pool.map(lambda run: run(0), work.values()))
     rows = []
@@ -138,8 +135,7 @@ def main() -> None:
     allow_threads()
     rows = []
     with torch.inference_mode():
-        for count, context in product(options.nodes, options.contexts):
-            shape = SHAPES[0]
+        for shape, count, context in product(SHAPES, options.nodes, options.contexts):
             rows += measure(Step(shape, count, context), f"{shape.name} m{count} ctx{context} bf16", options)
     if options.out:
         write_report(options.out, "draft_layer", torch.cuda.get_device_name(0), rows, ("torch", "triton"))

@@ -2,8 +2,8 @@
 
 Before: norm, product, rotation and writing one after the other. After: as layers run them, products over whole rows
 with all that stands around them in one launch where that pays (`kernels.row_configs`). Each case is one CUDA graph over
-all layers, each with weights of its own. With --cuts the products alone in every cut of their work: what the usual cuts
-were chosen from.
+all layers, each with weights of its own. How its work is best cut depends on all launches of a layer, see
+draft_layer.py.
 
 python benchmarks/kernels_layer.py --out benchmarks/results/kernels_layer.json
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -108,18 +107,27 @@ class Layers:
         self.added_before(self.out, self.attended, layer)
         self.added_before(self.down, self.gated_before(layer), layer)
 
-    def after(self, layer: int) -> None:
-        """The same as it is run."""
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """What stands for attention to a layer's cache, which is not run."""
+        return self.attended
+
+    def after(self, layer: int, cut: str = "", config: RowConfig | None = None) -> None:
+        """The same as it is run, but for the product named `cut`."""
+
+        def of(name: str) -> RowConfig | None:
+            return config if name == cut else None
+
         count = len(self.stream)
-        (self.heads_after if pays(count, *self.qkv[layer].shape, whole=True) else self.heads_before)(layer)
-        self.added_after(self.out, self.attended, layer)
-        fast = pays(count, *self.gate_up[layer].shape, whole=True, gated=True)
-        gated = self.gated_after if fast else self.gated_before
-        self.added_after(self.down, gated(layer), layer)
+        fast = cut == "heads" or pays(count, *self.qkv[layer].shape, whole=True)
+        q = self.heads_after(layer, of("heads")) if fast else self.heads_before(layer)
+        self.added_after(self.out, self.attend(layer, q), layer, of("output"))
+        fast = cut == "gated" or pays(count, *self.gate_up[layer].shape, whole=True, gated=True)
+        gated = self.gated_after(layer, of("gated")) if fast else self.gated_before(layer)
+        self.added_after(self.down, gated, layer, of("down"))
 
 
 def steps_of(layers: Layers) -> dict[str, Callable[[int], object]]:
-    """What is measured without --cuts."""
+    """What is measured."""
     middle = torch.randn(len(layers.stream), layers.shape.mlp, device="cuda", dtype=DTYPE)
     return {
         "layer before": layers.before,
@@ -135,29 +143,10 @@ def steps_of(layers: Layers) -> dict[str, Callable[[int], object]]:
     }
 
 
-def cuts_of(layers: Layers) -> dict[str, Callable[[int], object]]:
-    """Every product in every cut that a processor holds."""
-    count, middle = len(layers.stream), torch.randn(len(layers.stream), layers.shape.mlp, device="cuda", dtype=DTYPE)
-    found: dict[str, Callable[[int], object]] = {}
-    for tile, parts, block_m, warps in product((16, 32, 64), (1, 2, 4), (16, 32), (4, 8)):
-        config = RowConfig(tile, parts, block_m, warps)
-        name = f"tile {tile} parts {parts} rows {block_m} warps {warps}"
-        if (parts > 1 and tile == 64) or not config.holds(count, layers.shape.hidden):
-            continue
-        found[f"heads {name}"] = partial(layers.heads_after, config=config)
-        found[f"gated {name}"] = partial(layers.gated_after, config=config)
-        found[f"output {name}"] = partial(layers.added_after, layers.out, layers.attended, config=config)
-        if parts == 1:
-            cut = replace(config, cut=512)
-            found[f"down {name} cut"] = partial(layers.added_after, layers.down, middle, config=cut)
-            found[f"output {name} cut"] = partial(layers.added_after, layers.out, layers.attended, config=cut)
-    return found
-
-
-def measure(shape: Shape, count: int, cuts: bool) -> list[Row]:
+def measure(shape: Shape, count: int) -> list[Row]:
     """All cases of so many rows."""
     layers = Layers(shape, count)
-    steps = cuts_of(layers) if cuts else steps_of(layers)
+    steps = steps_of(layers)
     allow_threads()
     with ThreadPoolExecutor(16) as pool:  # compiled all at the same time
         list(pool.map(lambda step: step(0), steps.values()))
@@ -165,9 +154,8 @@ def measure(shape: Shape, count: int, cuts: bool) -> list[Row]:
     for name, step in steps.items():
         rows.append(Row(f"{shape.name} {name} m{count} bf16", "us_per_layer", graph_us(step, shape.layers), "us"))
         print(f"{rows[-1].case:68s}{rows[-1].value:8.2f} us", flush=True)
-    if not cuts:
-        before, after = rows[0].value, rows[1].value
-        rows.append(Row(f"{shape.name} layer m{count} bf16", "after_over_before", after / before, "ratio"))
+    before, after = rows[0].value, rows[1].value
+    rows.append(Row(f"{shape.name} layer m{count} bf16", "after_over_before", after / before, "ratio"))
     return rows
 
 
@@ -175,12 +163,11 @@ def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 32, 64])
-    parser.add_argument("--cuts", action="store_true", help="every cut of every product")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
-        rows = [row for shape in SHAPES for count in options.rows for row in measure(shape, count, options.cuts)]
+        rows = [row for shape in SHAPES for count in options.rows for row in measure(shape, count)]
     if options.out:
         write_report(options.out, "kernels_layer", torch.cuda.get_device_name(0), rows, ("torch", "triton"))
 

@@ -68,7 +68,7 @@ def fits(num_rows: int, size: int, whole: bool = True) -> bool:
 def pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
     """Whether it is the fastest way on an H200, over the kernel for large models, which is after bandwidth alone.
 
-    `benchmarks/kernels_layer.py --cuts` tries every cut.
+    `benchmarks/draft_layer.py --cuts` tries every cut within a layer.
     """
     if not fits(num_rows, size, whole) or num_out * size > _MAX_WEIGHTS:
         return False
