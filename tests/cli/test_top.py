@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from service_process import wait_until
 
 from outrider.bench.clients import Ask, GrpcClient
 from outrider.bench.runner import Point, run_point
@@ -44,6 +45,8 @@ def views(live: Cluster) -> dict[str, View]:
     """What a load leaves on the pages of all three services."""
     watch = Watch([live.metrics_url(name) for name in live.services])
     watch.read()
+    drafted = page_url(live.metrics_url("draft"))
+    commits_before = Page.read(drafted).total("outrider_draft_commits")
 
     async def load() -> None:
         client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
@@ -52,6 +55,8 @@ def views(live: Cluster) -> dict[str, View]:
         await client.close()
 
     asyncio.run(load())
+    # A draft's engine tells its page a few times a second what it has done, and a load may be over sooner.
+    wait_until(lambda: Page.read(drafted).total("outrider_draft_commits") > commits_before)
     return {view.kind: view for view in watch.read()}
 
 
