@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from kernels_attention import graph_us
+from kernels_draft import PAGE, REGION, branch_masks, ints
 from kernels_layer import DTYPE, SHAPES, SLOTS, Layers, Shape
 from report import Row, write_report
 from torch import Tensor
@@ -31,23 +32,9 @@ from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.row_configs import RowConfig
 
-PAGE, REGION, DEPTH = 16, 768, 14
+MAX_CONTEXT = (SLOTS - REGION) // PAGE * PAGE
 _CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
-
-
-def tree_masks(count: int, slots: list[int], generator: torch.Generator) -> Tensor:
-    """Bits of each node's ancestors and its own, int32 [count, REGION / 32]; up to DEPTH of them."""
-    masks = torch.zeros(count, REGION // 32, dtype=torch.int64)
-    parents = [-1, *(int(torch.randint(max(node - 6, 0), node, (1,), generator=generator)) for node in range(1, count))]
-    for node in range(count):
-        at = node
-        for _ in range(DEPTH):
-            masks[node, slots[at] // 32] |= 1 << (slots[at] % 32)
-            at = parents[at]
-            if at < 0:
-                break
-    return torch.where(masks >= 1 << 31, masks - (1 << 32), masks).int()
 
 
 class Step(Layers):
@@ -55,15 +42,12 @@ class Step(Layers):
 
     def __init__(self, shape: Shape, count: int, context: int) -> None:
         super().__init__(shape, count)
-        generator = torch.Generator().manual_seed(1)
-        base = -(-context // PAGE) * PAGE + PAGE
-        self.tables = torch.randperm((base + REGION) // PAGE, generator=generator).int().cuda()[None]
-        slots = torch.randperm(REGION, generator=generator)[:count]
-        self.lengths = [torch.tensor(ints, dtype=torch.int32, device="cuda") for ints in ([0], [0, count], [context])]
+        base = -(-context // PAGE) * PAGE
+        self.tables = torch.randperm((base + REGION) // PAGE, device="cuda").int()[None]
+        self.lengths = [ints(values) for values in ([0], [0, count], [context])]
         rows, first, _ = self.lengths
-        masks = tree_masks(count, slots.tolist(), generator).cuda()
-        self.branches = list_branches(masks, first, rows, self.tables, base=base, page_size=PAGE)
-        logical = base + slots.cuda()
+        self.branches = list_branches(branch_masks(count), first, rows, self.tables, base=base, page_size=PAGE)
+        logical = base + torch.randperm(REGION, device="cuda")[:count]
         self.slots = (self.tables[0].long()[logical // PAGE] * PAGE + logical % PAGE).int()
         size = (shape.layers, SLOTS, shape.kv_heads, shape.dim)
         self.cache = [torch.randn(size, device="cuda", dtype=DTYPE) for _ in "kv"]
@@ -113,9 +97,7 @@ def measure(step: Step, name: str, options: argparse.Namespace) -> list[Row]:
     rows = []
     for label, run in work.items():
         for percent in options.shares:
-            torch.cuda.synchronize()
-            if percent >= 0 or len(options.shares) > 1:
-                share(percent)
+            share(percent)
             case = f"{name} {label} share {percent}"
             rows.append(Row(case, "us_per_layer", graph_us(run, step.shape.layers), "us"))
             print(f"{case:80s}{rows[-1].value:8.2f} us", flush=True)
@@ -126,11 +108,13 @@ def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32, 64])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024], help="tokens, 3072 at most")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024], help=f"tokens, {MAX_CONTEXT} at most")
     parser.add_argument("--shares", nargs="+", type=int, default=[-1])
     parser.add_argument("--cuts", action="store_true", help="every cut of every product")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
+    if max(options.contexts) > MAX_CONTEXT:
+        parser.error(f"--contexts {max(options.contexts)}: the cache has room for {MAX_CONTEXT} tokens and a tree")
     torch.manual_seed(0)
     allow_threads()
     rows = []

@@ -11,9 +11,7 @@ python benchmarks/draft_step.py --device cpu --standalone MODEL --nodes 8 --cont
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from random_weights import SMALL, SMALL_VOCAB, fill_random, random_model
 from report import Row, cpu_name, write_report
-from safetensors.torch import save_file
 
 from draft_service.burst.cuda_runner import CudaRunner
 from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
@@ -36,6 +34,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import eagle3_config
 from outrider.models.drafters.eagle3 import Eagle3Head
 from outrider.models.drafters.loader import load_draft_model
+from outrider.models.drafters.standalone import StandaloneDraft
 from outrider.sampling.params import SamplingParams
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -56,23 +55,6 @@ HEAD_8B = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# SmolLM2-135M's.
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
 PAGE_SIZE = 16
 _MAX_STEPS = 8
 
@@ -91,37 +73,8 @@ def random_head(device: torch.device, dtype: torch.dtype) -> DraftModel:
     config = eagle3_config(HEAD_8B, {"fc.weight"}, 32, 4096)
     ids = torch.arange(0, 4 * config.draft_vocab_size, 4, dtype=torch.int32, device=device)
     head = Eagle3Head(config, dtype, device, ids)
-    with torch.inference_mode():
-        for tensor in head.checkpoint_tensors().values():
-            if tensor.ndim == 1:
-                tensor.fill_(1.0)
-            else:
-                tensor.normal_(0.0, 0.02)
-        head.finish_loading()
+    fill_random(head)
     return head
-
-
-def random_standalone(folder: Path) -> None:
-    """Write a model of random weights; what a step takes does not depend on them."""
-    hidden, mlp, vocab = SMALL["hidden_size"], SMALL["intermediate_size"], SMALL["vocab_size"]
-    kv = SMALL["num_key_value_heads"] * 64
-    sizes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    of_layer = {
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
-    }  # fmt: skip
-    for layer in range(SMALL["num_hidden_layers"]):
-        sizes |= {f"model.layers.{layer}.{name}.weight": size for name, size in of_layer.items()}
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.02
-        for name, size in sizes.items()
-    }
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SMALL))
-    (folder / "tokenizer.json").write_text("{}")
 
 
 def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, DraftModel]]:
@@ -137,13 +90,8 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
             )
             yield f"{Path(path).name.lower()} {name}", load_draft_model(told)
     if options.random_standalone:
-        with tempfile.TemporaryDirectory() as folder:
-            random_standalone(Path(folder))
-            told = DraftOptions(
-                speculative_algorithm=("STANDALONE",), speculative_draft_model_path=folder, device=str(device)
-            )
-            model = load_draft_model(told)
-        yield "135m standalone", model
+        model = random_model(SMALL, SMALL_VOCAB, torch.bfloat16, device, tied=True)
+        yield "135m standalone", StandaloneDraft(model, tokenizer_hash="")
     if options.random_eagle3:
         yield "llama-8b eagle3", random_head(device, torch.bfloat16)
 

@@ -24,15 +24,14 @@ from engine_cost import CostModel, round_times
 from engine_parts import BareProducts, Parts, RoundShape, linear_forward
 from engine_rounds import GREEDY, Rounds, RoundTimes
 from engine_timing import copy_rate, matmul_rate, median_ms
+from random_weights import random_model
 from report import Row, cpu_name, write_report
 
 from outrider.attention.base import AttentionBackend
 from outrider.cache.kv import KVCache
 from outrider.models.base import CausalLM
-from outrider.models.config import ModelConfig
 from outrider.models.inflate_shapes import parse_shape
 from outrider.models.loader import load_model
-from outrider.models.registry import model_class
 from outrider.sampling.params import SamplingParams
 from verify_service.cuda_executor import CudaExecutor, CudaLimits
 from verify_service.parts import attention_backend
@@ -281,30 +280,6 @@ class Benchmark:
         return 2 * weights * count + 2 * attention
 
 
-def random_model(shape: str, vocab_size: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """A Llama of that shape with random weights."""
-    sizes = parse_shape(shape)
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.intermediate,
-        "max_position_embeddings": 1 << 16,
-        "rms_norm_eps": 1e-5,
-    }
-    config = ModelConfig.from_fields(fields, {})
-    with torch.inference_mode():
-        model = model_class(config.architecture)(config, dtype, device)
-        for name, tensor in model.checkpoint_tensors().items():
-            tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, 0.02)
-        model.finish_loading()
-    return model
-
-
 def print_table(rows: list[Row]) -> None:
     """The figures that have targets, shortest last."""
     metrics = ["gemm_ms", "linear_ms", "attention_us_per_layer", "attention_over_kv_read", "attend_ms", "sampling_us"]
@@ -349,7 +324,7 @@ def main() -> int:
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     start = time.perf_counter()
     if options.shape:
-        model = random_model(options.shape, options.vocab_size, dtype, device)
+        model = random_model(parse_shape(options.shape), options.vocab_size, dtype, device)
     else:
         model = load_model(options.model, dtype, device)
     if device.type == "cuda":

@@ -83,6 +83,14 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
+def branch_masks(count: int) -> Tensor:
+    """Bits of ANCESTORS tree slots for each token, int32 [count, REGION / 32]. Which ones they are costs nothing."""
+    seen = torch.rand(count, REGION, device="cuda").argsort(1)[:, :ANCESTORS]
+    bits = torch.zeros(count, REGION, dtype=torch.int64, device="cuda").scatter_(1, seen, 1)
+    words = (bits.view(count, -1, 32) << torch.arange(32, device="cuda")).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
 class Step:
     """A case's tensors, and one layer's attention of branches, or of a round."""
 
@@ -105,12 +113,9 @@ class Step:
         )
         # What is seen costs no more than what is not.
         self.round_mask = torch.randint(-(2**31), 2**31 - 1, (case.tokens, -(-case.tokens // 32)), device="cuda").int()
-        seen = torch.rand(case.tokens, REGION, device="cuda").argsort(1)[:, :ANCESTORS]
-        bits = torch.zeros(case.tokens, REGION, dtype=torch.int64, device="cuda").scatter_(1, seen, 1)
-        words = (bits.view(case.tokens, -1, 32) << torch.arange(32, device="cuda")).sum(2)
-        mask = torch.where(words >= 2**31, words - 2**32, words).int()
         tables, table_rows, first, _ = self.lengths
-        self.branches = list_branches(mask, first, table_rows, tables, base=case.context, page_size=PAGE)
+        masks = branch_masks(case.tokens)
+        self.branches = list_branches(masks, first, table_rows, tables, base=case.context, page_size=PAGE)
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.splits = choose_splits(case.tokens, rows, case.tokens, heads.query, heads.kv, processors)
         torch.cuda.synchronize()
