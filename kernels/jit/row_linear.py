@@ -17,31 +17,42 @@ from kernels.row_configs import RowConfig, pieces
 
 
 @triton.jit
-def _load_piece(matrix, row, inside, size, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """COLUMNS columns of rows from BEGIN on, those behind the row's end as zeros: [PARTS, rows, COLUMNS // PARTS]."""
+def _load_piece(
+    matrix, row, inside, SIZE: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):
+    """COLUMNS columns of rows from BEGIN on, those behind the row's end as zeros: [PARTS, rows, COLUMNS // PARTS].
+
+    `inside` None where all rows are. A load without a mask is an instruction in place of five, many times over.
+    """
     WIDTH: tl.constexpr = COLUMNS // PARTS
     column = BEGIN + tl.arange(0, PARTS)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    mask = inside[None, :, None]
-    if BEGIN > 0:
-        mask = mask & (column < size)
-    return tl.load(matrix + row[None, :, None] * size + column, mask=mask, other=0.0)
+    where = matrix + row[None, :, None] * SIZE + column
+    if BEGIN + COLUMNS > SIZE:
+        mask = column < SIZE
+        if inside is not None:
+            mask = mask & inside[None, :, None]
+        values = tl.load(where, mask=mask, other=0.0)
+    elif inside is not None:
+        values = tl.load(where, mask=inside[None, :, None], other=0.0)
+    else:
+        values = tl.load(where)
+    return values
 
 
 @triton.jit
-def _load_pieces(matrix, row, inside, size, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
+def _load_pieces(matrix, row, inside, SIZE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
     """Whole rows of a matrix, as FIRST columns and the others."""
-    first = _load_piece(matrix, row, inside, size, 0, FIRST, PARTS)
+    first = _load_piece(matrix, row, inside, SIZE, 0, FIRST, PARTS)
     rest = first
     if REST > 0:
-        rest = _load_piece(matrix, row, inside, size, FIRST, REST, PARTS)
+        rest = _load_piece(matrix, row, inside, SIZE, FIRST, REST, PARTS)
     return first, rest
 
 
 @triton.jit
-def _load_factors(norm, size, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
+def _load_factors(norm, SIZE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr):
     """The weight of a norm."""
-    row = tl.zeros([1], tl.int32)
-    first, rest = _load_pieces(norm, row, row == 0, size, FIRST, REST, PARTS)
+    first, rest = _load_pieces(norm, tl.zeros([1], tl.int32), None, SIZE, FIRST, REST, PARTS)
     return first.to(tl.float32), rest.to(tl.float32)
 
 
@@ -53,12 +64,12 @@ def _power(values):
 
 
 @triton.jit
-def _norm_scale(first, rest, size, eps, REST: tl.constexpr):
+def _norm_scale(first, rest, SIZE: tl.constexpr, eps, REST: tl.constexpr):
     """What an RMS norm multiplies each row with, float32 [rows]."""
     power = _power(first)
     if REST > 0:
         power += _power(rest)
-    return tl.rsqrt(power / size + eps)
+    return tl.rsqrt(power / SIZE + eps)
 
 
 @triton.jit
@@ -68,8 +79,8 @@ def _times(values, scale, factors):
 
 @triton.jit
 def _normed_product(
-    first, rest, weights, more_weights, factors, more_factors, size, eps,
-    REST: tl.constexpr, NORM: tl.constexpr,
+    first, rest, weights, more_weights, factors, more_factors, eps,
+    SIZE: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """float32 [weight rows, rows] of normed rows, or of rows as they are.
 
@@ -78,14 +89,14 @@ def _normed_product(
     """
     EARLY: tl.constexpr = NORM and first.dtype == tl.float16
     left, more_left = first, rest
-    scale = _norm_scale(first, rest, size, eps, REST)[None, :, None] if EARLY else 1.0
+    scale = _norm_scale(first, rest, SIZE, eps, REST)[None, :, None] if EARLY else 1.0
     if NORM:
         left = _times(first, scale, factors)
         if REST > 0:
             more_left = _times(rest, scale, more_factors)
     acc = _product(left, more_left, weights, more_weights, REST)
     if NORM and not EARLY:
-        acc *= _norm_scale(first, rest, size, eps, REST)[None, :]
+        acc *= _norm_scale(first, rest, SIZE, eps, REST)[None, :]
     return acc
 
 
@@ -116,7 +127,7 @@ def _halves(acc):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_linear(
-    rows, weight, norm, bias, residual, out, num_rows, num_out, size, eps,
+    rows, weight, norm, bias, residual, out, num_rows, eps, NUM_OUT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -125,33 +136,33 @@ def _norm_linear(
         tl.extra.cuda.gdc_launch_dependents()
     WIDTH: tl.constexpr = TILE // 2 if GATED else TILE
     local = tl.arange(0, TILE)
-    column = tl.program_id(0) * WIDTH + local % WIDTH
-    weights, more_weights = _load_pieces(
-        weight, (column + local // WIDTH * num_out).to(tl.int64), column < num_out, size, FIRST, REST, PARTS
-    )
+    begin = tl.program_id(0) * WIDTH
+    source = (local % WIDTH).to(tl.int64) + local // WIDTH * NUM_OUT
+    there = None if NUM_OUT % WIDTH == 0 else begin + local % WIDTH < NUM_OUT
+    weights, more_weights = _load_pieces(weight + begin.to(tl.int64) * SIZE, source, there, SIZE, FIRST, REST, PARTS)
     factors, more_factors = weights, more_weights
     if NORM:
-        factors, more_factors = _load_factors(norm, size, FIRST, REST, PARTS)
+        factors, more_factors = _load_factors(norm, SIZE, FIRST, REST, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first, rest = _load_pieces(rows, row, row < num_rows, size, FIRST, REST, PARTS)
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    inside = (row[:, None] < num_rows) & (column[None, :] < num_out)
-    places = row[:, None] * num_out + column[None, :]
+    first, rest = _load_pieces(rows, row, row < num_rows, SIZE, FIRST, REST, PARTS)
+    column = begin + tl.arange(0, WIDTH)
+    inside = (row[:, None] < num_rows) & (column[None, :] < NUM_OUT)
+    places = row[:, None] * NUM_OUT + column[None, :]
     if residual is not None:
         added = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
-    acc = _normed_product(first, rest, weights, more_weights, factors, more_factors, size, eps, REST, NORM)
+    acc = _normed_product(first, rest, weights, more_weights, factors, more_factors, eps, SIZE, REST, NORM)
     if GATED:
         gate, up = _halves(acc)
         if bias is not None:
-            gate += tl.load(bias + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias + num_out + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(bias + column, mask=column < NUM_OUT, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + NUM_OUT + column, mask=column < NUM_OUT, other=0.0).to(tl.float32)[None, :]
         result = gate * tl.sigmoid(gate) * up
     else:
         result = tl.trans(acc)
         if bias is not None:
-            result += tl.load(bias + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(bias + column, mask=column < NUM_OUT, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         result += added
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
@@ -159,7 +170,7 @@ def _norm_linear(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _cut_linear(
-    rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
+    rows, weight, bias, residual, out, partials, counters, num_rows, NUM_OUT: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, TILE: tl.constexpr, CUT: tl.constexpr, CUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of weight rows, tiles of rows, CUTS cuts of CUT columns).
@@ -170,21 +181,24 @@ def _cut_linear(
         tl.extra.cuda.gdc_launch_dependents()
     cut = tl.program_id(2)
     column = cut * CUT + tl.arange(0, CUT)
-    within = (column < size)[None, :]
     local = tl.arange(0, TILE)
     target = tl.program_id(0) * TILE + local
-    weights = tl.load(
-        weight + target[:, None].to(tl.int64) * size + column[None, :],
-        mask=(target < num_out)[:, None] & within,
-        other=0.0,
-    )
+    tile_weight = weight + (tl.program_id(0) * TILE).to(tl.int64) * SIZE + cut * CUT
+    tile_weight += local[:, None].to(tl.int64) * SIZE + tl.arange(0, CUT)[None, :]
+    if NUM_OUT % TILE == 0 and SIZE % CUT == 0:
+        weights = tl.load(tile_weight)
+    else:
+        weights = tl.load(tile_weight, mask=(target < NUM_OUT)[:, None] & (column < SIZE)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < num_rows
-    part = tl.load(rows + row[:, None] * size + column[None, :], mask=there[:, None] & within, other=0.0)
-    inside = (target < num_out)[:, None] & there[None, :]
-    places = row[None, :] * num_out + target[:, None]
+    seen = there[:, None]
+    if SIZE % CUT > 0:
+        seen = seen & (column < SIZE)[None, :]
+    part = tl.load(rows + row[:, None] * SIZE + column[None, :], mask=seen, other=0.0)
+    inside = (target < NUM_OUT)[:, None] & there[None, :]
+    places = row[None, :] * NUM_OUT + target[:, None]
     # Here and not where it is used: that is the end of the launch, which all wait for.
     if residual is not None:
         added = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
@@ -201,7 +215,7 @@ def _cut_linear(
             acc += tl.load(place + other * (TILE * BLOCK_M))
         tl.store(counters + tile, 0)
         if bias is not None:
-            acc += tl.load(bias + target, mask=target < num_out, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + target, mask=target < NUM_OUT, other=0.0).to(tl.float32)[:, None]
         if residual is not None:
             acc += added
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
@@ -209,7 +223,7 @@ def _cut_linear(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_qkv(
-    rows, weight, norm, bias, cos, sin, slots, k_cache, v_cache, qk_norm, q, num_rows, size, eps, qk_eps,
+    rows, weight, norm, bias, cos, sin, slots, k_cache, v_cache, qk_norm, q, num_rows, eps, qk_eps, SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, QK_NORM: tl.constexpr, PDL: tl.constexpr,
@@ -223,16 +237,16 @@ def _norm_qkv(
     head = tl.program_id(0) // CUTS
     local = tl.arange(0, 2 * PAIRS)
     begin = head * DIM + tl.program_id(0) % CUTS * PAIRS
-    source = (begin + local % PAIRS + local // PAIRS * HALF).to(tl.int64)
-    weights, more_weights = _load_pieces(weight, source, source >= 0, size, FIRST, REST, PARTS)
+    source = (local % PAIRS + local // PAIRS * HALF).to(tl.int64)
+    weights, more_weights = _load_pieces(weight + begin.to(tl.int64) * SIZE, source, None, SIZE, FIRST, REST, PARTS)
     factors, more_factors = weights, more_weights
     if NORM:
-        factors, more_factors = _load_factors(norm, size, FIRST, REST, PARTS)
+        factors, more_factors = _load_factors(norm, SIZE, FIRST, REST, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = row < num_rows
-    first, rest = _load_pieces(rows, row, there, size, FIRST, REST, PARTS)
+    first, rest = _load_pieces(rows, row, there, SIZE, FIRST, REST, PARTS)
     pair = tl.program_id(0) % CUTS * PAIRS + tl.arange(0, PAIRS)
     channel = head * DIM + pair
     turn = row[:, None] * HALF + pair[None, :]
@@ -240,7 +254,7 @@ def _norm_qkv(
     cosine = tl.load(cos + turn, mask=there[:, None], other=0.0)
     sine = tl.load(sin + turn, mask=there[:, None], other=0.0)
     low, high = _halves(
-        _normed_product(first, rest, weights, more_weights, factors, more_factors, size, eps, REST, NORM)
+        _normed_product(first, rest, weights, more_weights, factors, more_factors, eps, SIZE, REST, NORM)
     )
     if bias is not None:
         low += tl.load(bias + channel).to(tl.float32)[None, :]
@@ -284,7 +298,7 @@ def norm_linear(
         return
     width = config.tile // 2 if gated else config.tile
     _norm_linear[(triton.cdiv(num_out, width), triton.cdiv(num_rows, block_m))](
-        rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, num_out, size, eps,
+        rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, eps, num_out, size,
         BLOCK_M=block_m, TILE=config.tile, FIRST=first, REST=rest, PARTS=parts,
         NORM=norm is not None, GATED=gated, PDL=pdl, num_warps=config.warps, **options,
     )  # fmt: skip
@@ -304,7 +318,7 @@ def norm_qkv(
     options = {"launch_pdl": True} if pdl else {}
     _norm_qkv[(programs, triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, cos, sin, slots, k_cache, v_cache,
-        weight if qk_norm is None else qk_norm, q, num_rows, size, eps, qk_eps,
+        weight if qk_norm is None else qk_norm, q, num_rows, eps, qk_eps, size,
         NUM_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, BLOCK_M=block_m,
         FIRST=first, REST=rest, PARTS=parts, NORM=norm is not None, QK_NORM=qk_norm is not None, PDL=pdl,
         num_warps=config.warps, **options,
