@@ -199,7 +199,7 @@ class ScriptedRunner:
         pending = self.queued.pop(0)
         if not pending.state:
             self._begin(pending)
-        burst, (width, _, branching) = pending.burst, pending.bucket
+        burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         results = self.output.host_steps(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
         for step in range(pending.num_steps):
             line = results[step]

@@ -2,10 +2,11 @@
 
 Launches of a step overlap: those behind begin while one runs, and find what is left of the processors. So a kernel that
 is faster alone can make a layer slower, and what counts is the layer. Each case is one CUDA graph over all layers, each
-with weights and a cache of its own. With --cuts the layer with one of its products in every cut of its work. With
---shares all kernels ask for that share of the L1 cache as shared memory, in percent (-1: the driver's choice).
+with weights and a cache of its own. Attention is one launch or two, as in a lone request's steps: see --long. With
+--cuts the layer with one of its products in every cut of its work. With --shares all kernels ask for that share of the
+L1 cache as shared memory, in percent (-1: the driver's choice).
 
-python benchmarks/draft_layer.py --nodes 8 32 64 --contexts 256 1024 --shares -1 60 100 --out draft_layer.json
+python benchmarks/draft_layer.py --nodes 8 16 32 64 --contexts 256 1024 --shares -1 100 --out draft_layer.json
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from kernels_layer import DTYPE, SHAPES, SLOTS, Layers, Shape
 from report import Row, write_report
 from torch import Tensor
 
+from draft_service.burst.buckets import SHORT_WIDTH
 from kernels.attention_tiles import choose_splits
-from kernels.branches import branch_attention, list_branches
+from kernels.branches import branch_attention, list_branches, short_tokens
 from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.row_configs import RowConfig
@@ -38,10 +40,11 @@ _CARVEOUT = 9
 
 
 class Step(Layers):
-    """A step of `count` nodes of one request behind `context` tokens."""
+    """A step of `count` nodes of one request behind `context` tokens, which may be `long` though they are short."""
 
-    def __init__(self, shape: Shape, count: int, context: int) -> None:
+    def __init__(self, shape: Shape, count: int, context: int, long: bool) -> None:
         super().__init__(shape, count)
+        self.short = context <= short_tokens(shape.dim) and count <= SHORT_WIDTH and not long
         base = -(-context // PAGE) * PAGE
         self.tables = torch.randperm((base + REGION) // PAGE, device="cuda").int()[None]
         self.lengths = [ints(values) for values in ([0], [0, count], [context])]
@@ -57,7 +60,7 @@ class Step(Layers):
         """Of each node to the context and to its ancestors."""
         k, v = (cache[layer] for cache in self.cache)
         rows, first, cached = self.lengths
-        how = {"page_size": PAGE, "max_row_tokens": len(q), "num_splits": self.splits}
+        how = {"page_size": PAGE, "max_row_tokens": len(q), "num_splits": self.splits, "short": self.short}
         where = (self.tables, rows, first, cached, self.branches)
         return branch_attention(q, k, v, *where, scale=self.shape.dim**-0.5, **how)
 
@@ -109,7 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[8, 32, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 1024], help=f"tokens, {MAX_CONTEXT} at most")
-    parser.add_argument("--shares", nargs="+", type=int, default=[-1])
+    parser.add_argument("--shares", nargs="+", type=int, default=[100])
+    parser.add_argument("--long", action="store_true", help="attention as behind contexts that are not short")
     parser.add_argument("--cuts", action="store_true", help="every cut of every product")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
@@ -120,7 +124,8 @@ def main() -> None:
     rows = []
     with torch.inference_mode():
         for shape, count, context in product(SHAPES, options.nodes, options.contexts):
-            rows += measure(Step(shape, count, context), f"{shape.name} m{count} ctx{context} bf16", options)
+            step, kind = Step(shape, count, context, options.long), " long" if options.long else ""
+            rows += measure(step, f"{shape.name}{kind} m{count} ctx{context} bf16", options)
     if options.out:
         write_report(options.out, "draft_layer", torch.cuda.get_device_name(0), rows, ("torch", "triton"))
 

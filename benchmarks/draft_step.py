@@ -22,6 +22,7 @@ import torch
 from random_weights import SMALL, SMALL_VOCAB, fill_random, random_model
 from report import Row, cpu_name, write_report
 
+from draft_service.burst import runner as burst_runner
 from draft_service.burst.cuda_runner import CudaRunner
 from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
 from draft_service.burst.runner import Runner, RunnerOptions
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--branching", type=int, default=8)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--long", action="store_true", help="all contexts as those that are not short")
     parser.add_argument("--launch-by-launch", action="store_true", help="layers of small models as those of large ones")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
@@ -235,6 +237,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.launch_by_launch:
         Linear.takes_rows_at_once = lambda *_, **__: False  # type: ignore[method-assign]
+    if options.long:
+        burst_runner.short_context = lambda _: 0
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     grid = [

@@ -98,7 +98,7 @@ class Pool:
 
     def run(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
         """A step: pool indices and slots [M], tokens and edges [M, k] of what it ran; -1 and -inf for none."""
-        width, _, branching = self._bucket
+        width, branching = self._bucket.width, self._bucket.branching
         picked, slots = np.full((2, width), -1, np.int32)
         tokens, edges = np.full((width, branching), -1, np.int32), np.full((width, branching), -np.inf, np.float32)
         chosen = self._place(self._choose())

@@ -332,13 +332,14 @@ class Simulation:
 
 
 def parse_costs(changes: Sequence[str]) -> Costs:
-    """Costs with some changed: name=ms, of tables name=factor."""
+    """Costs with some changed: name=ms, of tables name=factor; that of `step` is one of `lone_step`, too."""
     usual = Costs()
     known = {one.name for one in fields(Costs)}
     values: dict[str, Any] = {}
     for change in changes:
         name, value = change.split("=")
         values[name] = float(value)
+    values |= {"lone_step": values["step"]} if "step" in values and "lone_step" not in values else {}
     if unknown := values.keys() - known:
         raise SystemExit(f"--cost: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     for name, factor in values.items():

@@ -57,6 +57,8 @@ class Costs:
     """From the end of an answer until the next request has come."""
     step: tuple[tuple[int, float], ...] = ((8, 0.475), (16, 0.51), (32, 0.555), (64, 0.65), (128, 0.87))
     """Of a draft step by its nodes."""
+    lone_step: tuple[tuple[int, float], ...] = ((8, 0.44), (16, 0.49), (32, 0.515), (64, 0.59), (128, 0.87))
+    """The same for one request, whose context is short."""
     step_row: float = 0.012
     """Of each request of its burst but the first."""
     begin: float = 0.04
@@ -106,7 +108,9 @@ class Costs:
 
     def of_step(self, width: int, rows: int) -> float:
         """Seconds of a draft step."""
-        return 1e-3 * (_padded(self.step, width) + self.step_row * max(rows - 1, 0))
+        if rows <= 1:
+            return 1e-3 * _padded(self.lone_step, width)
+        return 1e-3 * (_padded(self.step, width) + self.step_row * (rows - 1))
 
 
 def _padded(table: Sequence[tuple[int, float]], count: int) -> float:

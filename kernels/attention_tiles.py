@@ -15,6 +15,11 @@ CHOSEN_SPLITS = 24
 WORTHY_SPLITS = 16
 # Queries of the smallest tile.
 SMALL_ROWS = 16
+# Where context and branches are one launch: splits, how many where programs are many, and tiles of keys that each
+# program of the context has in registers before it waits.
+SHORT_SPLITS = 8
+_CROWDED_SPLITS = 6
+AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,33 @@ def branch_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype
     if queries <= SMALL_ROWS:
         return replace(config, num_warps=1, span=1)
     return replace(config, span=1, keys=32 if queries <= config.rows else config.keys)
+
+
+def short_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile for short contexts with branches: AHEAD of them and one of ancestors are in registers at once."""
+    rows = max(SMALL_ROWS, power_of_two(group))
+    if dtype == torch.float32:
+        return TileConfig(rows, max(_short_keys(head_dim) // 2, SMALL_ROWS), 4, 1)
+    return TileConfig(rows, _short_keys(head_dim), 8, 1)
+
+
+def _short_keys(head_dim: int) -> int:
+    return max(4096 // power_of_two(head_dim), SMALL_ROWS)
+
+
+def short_tokens(head_dim: int) -> int:
+    """The longest context that is a short one: what all splits together have in registers."""
+    return SHORT_SPLITS * AHEAD * _short_keys(head_dim)
+
+
+def short_splits(programs: int, processors: int) -> int:
+    """The most splits of short contexts: two programs a processor, since they wait for each other in the end.
+
+    Args:
+        programs: of one split.
+        processors: of the device.
+    """
+    return min(max(2 * processors // programs, _CROWDED_SPLITS), SHORT_SPLITS)
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention import check_caches, check_splits
-from kernels.attention_tiles import TileConfig, branch_config, usual_tokens
+from kernels.attention_tiles import TileConfig, branch_config, short_config, short_tokens, usual_tokens
 from kernels.launch import supports_pdl, use_triton
 from kernels.reference import branches as reference
+
+__all__ = ["Branches", "branch_attention", "list_branches", "short_tokens"]
 
 
 class Branches(NamedTuple):
@@ -73,17 +75,22 @@ def branch_attention(
     out: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
+    short: bool = False,
 ) -> Tensor:
     """Each token attends to the context of its row and to its branch.
 
-    Two launches: partial softmaxes of each split of the context and of each branch, then their sum. Nothing is read on
-    the host, so the launches can be captured. Keys and values of the tokens must have been written (`rope_write`).
-    Where `pdl`, all but q and the caches is read before the launch in front of this one has ended, which therefore must
-    not be that of the lists: see kernels.attention.tree_attention, whose arguments these are, too, but for:
+    Two launches: partial softmaxes of each split of the context and of each branch, then their sum. One, if `short`.
+    Nothing is read on the host, so the launches can be captured. Keys and values of the tokens must have been written
+    (`rope_write`). Where `pdl`, all but q and the caches is read before the launch in front of this one has ended,
+    which therefore must not be that of the lists: see kernels.attention.tree_attention, whose arguments these are, too,
+    but for:
 
     Args:
         branches: of these tokens.
         num_splits: the most programs that share the context of a tile, 1 to 32; how many do is decided on the device.
+            If `short`, it is not used.
+        short: contexts are expected to have at most `short_tokens(D)` tokens. Longer ones take longer this way, and
+            come out the same.
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.
@@ -100,6 +107,13 @@ def branch_attention(
     where = (page_tables, table_rows, first, cached_len, *branches)
     if not use_triton(q):
         return reference.branch_attention(q, k_cache, v_cache, *where, page_size, scale, out)
+    if short:
+        from kernels.jit import short_branches
+
+        config = config or short_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
+        told = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config)
+        short_branches.branch_attention(q, k_cache, v_cache, *where, out, *told)
+        return out
     from kernels.jit import branches as jit
 
     usual = usual_tokens(num_tokens, cached_len.shape[0], max_row_tokens)

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.carveout import share_l1
 from kernels.launch import num_processors
 from kernels.pages import stamp
 from outrider.errors import ConfigError
 
-__all__ = ["choose_device", "num_processors", "put", "stamp"]
+__all__ = ["choose_device", "num_processors", "put", "share_l1", "stamp"]
 
 Numbers = Sequence[int] | NDArray[np.int32] | NDArray[np.float32]
 

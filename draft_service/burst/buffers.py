@@ -249,7 +249,7 @@ class BurstOutput:
 
     def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:
         """What a copy holds of some steps, in memory of its own."""
-        width, _, branching = bucket
+        width, branching = bucket.width, bucket.branching
         steps = self.host_steps(copy, bucket, num_steps, first_step).copy()
         shape = (num_steps, width, branching)
         return BurstResult(

@@ -27,7 +27,7 @@ from outrider.attention.frontier import (
     reroot_pool,
 )
 from outrider.attention.paged import PagedBatch, choose_splits
-from outrider.device import num_processors
+from outrider.device import num_processors, share_l1
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
@@ -62,16 +62,18 @@ class CudaRunner(Runner):
         """Warm prompts up and capture a graph for every bucket; on a CPU there is nothing to do. Trashes the cache."""
         if not self._on_gpu:
             return
+        if any(bucket.short for bucket in self.buckets.all()):
+            share_l1()
         self._warm_up()
         # With no entries in the pool, steps change nothing.
         self._input.clear()
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
-            self._begins.capture(self.buckets.all(), False)
+            self._begins.capture(self.buckets.sizes(), False)
             # What a shape's steps have left in the pool names rows that there are not where another shape reads it.
             self._input.clear()
             self._entries.view(torch.float32).fill_(-math.inf)
-            self._reroots.capture(self.buckets.all(), False)
+            self._reroots.capture(self.buckets.sizes(), False)
             self._contexts.capture()
 
     def _warm_up(self) -> None:
@@ -82,7 +84,7 @@ class CudaRunner(Runner):
         self._warm_up_features()
         self.memory.warm_up()
         self._input.clear()
-        for bucket in self.buckets.all():
+        for bucket in self.buckets.sizes():
             self._begin(bucket)
             self._reroot(bucket)
 
@@ -130,7 +132,7 @@ class CudaRunner(Runner):
         if reroots is not None:
             self.memory.take_features(reroots.features)
             self._told.to_device(reroots, more.bucket.rows)
-            self._reroots.run(more.bucket)
+            self._reroots.run(more.bucket.sizes)
         for _ in range(num_steps):
             self.graphs.run(more.bucket)
         self._output.to_host(more.copy, more.bucket, num_steps, done)
@@ -155,7 +157,7 @@ class CudaRunner(Runner):
         self.memory.flush()
         self.memory.take_features(burst.features)
         self._input.to_device(pending.copy, len(burst.rows))
-        self._begins.run(bucket)
+        self._begins.run(bucket.sizes)
         for _ in range(burst.num_steps):
             self.graphs.run(bucket)
         self._output.to_host(pending.copy, bucket, burst.num_steps)
@@ -202,6 +204,7 @@ class CudaRunner(Runner):
         return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
 
     def _step_tokens(self, bucket: Bucket) -> StepTokens:
+        bucket = bucket.sizes
         found = self._steps.get(bucket)
         if found is None:
             words, device = self.shape.region // 32, self._model.device
@@ -225,4 +228,5 @@ class CudaRunner(Runner):
             mask=step.mask,
             region_base=plan.region_base,
             num_splits=choose_splits(bucket.width, bucket.rows, bucket.width, *heads, self._num_processors),
+            short=bucket.short,
         )

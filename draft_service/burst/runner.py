@@ -20,6 +20,8 @@ from draft_service.burst.device_memory import DeviceMemory
 from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
 from draft_service.burst.projector import Projector, as_tensor, working_on
 from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import short_tokens
+from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
@@ -158,7 +160,7 @@ class Runner(ABC):
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
-        self.buckets = Buckets(shape)
+        self.buckets = Buckets(shape, short_context(model))
         self._model = model
         self._attention = attention
         self._input = BurstInput(shape, device)
@@ -234,7 +236,9 @@ class Runner(ABC):
         """See BurstRunner. Raises ValueError for a burst that does not fit, or a third one beside two pending."""
         if len(self._launched) == NUM_COPIES:
             raise ValueError(f"{NUM_COPIES} bursts are pending already")
-        pending = Pending(self, burst, self.buckets.fit(burst.width, len(burst.rows)), self._turn)
+        lengths = burst.rows.context_lens
+        longest = int(lengths[0]) if len(lengths) == 1 else None
+        pending = Pending(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
         self._input.fill(pending.copy, burst)
         self._turn = (self._turn + 1) % NUM_COPIES
         self._queue(pending)
@@ -304,6 +308,15 @@ class Runner(ABC):
     @abstractmethod
     def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
         """A forward of context tokens of several rows; `features` [tokens, feature_size] if the model takes any."""
+
+
+def short_context(model: DraftModel) -> int:
+    """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
+    if model.device.type != "cuda" or model.dtype == torch.float32:
+        return 0
+    # The width of the residual stream, which a model of no features does not tell.
+    width = model.num_heads * model.head_dim
+    return short_tokens(model.head_dim) if has_small_products(width) else 0
 
 
 def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[Chunk]]:

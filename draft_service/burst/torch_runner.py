@@ -66,7 +66,7 @@ class TorchRunner(Runner):
     def _run(self, pending: Pending) -> None:
         """Run a burst's steps, and write what they bring where `finish` reads it."""
         pending.ran = True
-        burst, (width, _, branching) = pending.burst, pending.bucket
+        burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
         self.memory.take_features(burst.features)
         lines = self._output.host_steps(pending.copy, pending.bucket, burst.num_steps)

@@ -51,6 +51,15 @@ def read(pointers, ON_GPU: tl.constexpr):
 
 
 @triton.jit
+def held(tile, ON_GPU: tl.constexpr):
+    """A tile that is in registers from here on: the compiler would put its loads off until it is used."""
+    if ON_GPU:
+        PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
+        tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACK)
+    return tile
+
+
+@triton.jit
 def key_slots(table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
     """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`."""
     keys = tl.minimum(keys, last)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_tiles import PATH_SPLITS, choose_splits
+from kernels.branches import short_tokens
 from kernels.pages import update_pages
 from kernels.sampling_state import RoundTokens
 from kernels.tree import MAX_PATH, expand_tree
@@ -21,6 +22,7 @@ __all__ = [
     "TreeBuffers",
     "TreeTokens",
     "choose_splits",
+    "short_tokens",
     "update_page_tables",
 ]
 
@@ -59,6 +61,8 @@ class PagedBatch(TokenBatch):
         region_base: the row's own keys are tree slots instead of its tokens: bit j of `mask` is the slot at logical
             position region_base + j, and `slots` are such, too. Needs a mask, and no `path`.
         num_splits: programs that share the keys of one tile of queries.
+        short: keys in a region are attended to as behind contexts of at most `short_tokens`, in one launch; slower
+            behind longer ones.
         lengths: `first` and `cached_len` in host memory, where a host made the batch.
     """
 
@@ -73,6 +77,7 @@ class PagedBatch(TokenBatch):
     path: Tensor | None = None
     region_base: int | None = None
     num_splits: int = 1
+    short: bool = False
     lengths: HostLengths | None = None
 
 

@@ -84,7 +84,9 @@ class TritonPlan(AttentionPlan):
         if batch.mask is None:
             return prefill_attention(q, k, v, *where, **shape)
         if self._branches is not None:
-            return branch_attention(q, k, v, *where, self._branches, num_splits=batch.num_splits, **shape)
+            return branch_attention(
+                q, k, v, *where, self._branches, num_splits=batch.num_splits, short=batch.short, **shape
+            )
         return tree_attention(
             q,
             k,

@@ -107,6 +107,11 @@ class Linear:
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
 
+def has_small_products(width: int) -> bool:
+    """Whether a model whose residual stream is so wide is one of small products, on a GPU and not in float32."""
+    return pays(1, width, width, whole=True)
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, serves this weight here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

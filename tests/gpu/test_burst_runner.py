@@ -124,6 +124,40 @@ def test_a_lone_request_has_more_candidates(folder: Path) -> None:
     assert host.num_checked > 100
 
 
+@pytest.mark.parametrize("kind", ["plain", "features"])
+@pytest.mark.parametrize("limit", [40, 100])
+def test_a_lone_request_outgrows_short_contexts(
+    folder: Path, kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draft_service.burst.runner.short_context", lambda model: limit)
+    host = Host(make_runner(draft(folder, kind, torch.float32, "cuda")), draft(folder, kind, torch.float32, "cpu"))
+    host.tolerance = TOLERANCE[torch.float32]
+    host.open(3, prompt(limit))
+    seen = []
+    request = host.requests[3]
+    for turn in range(6):
+        burst, seeds = host.burst(3, 16, floor=-20.0)
+        pending = host.runner.launch(burst)
+        host.merge(burst, seeds, pending.wait())
+        seen.append(pending.bucket.short)
+        known = [node for node in request.nodes.values() if node.parent is request.root]
+        best = list(max(known, key=lambda node: node.score).tokens[len(request.tokens) :])
+        if turn % 2:
+            ready, first, second = host.past_commit(3, best, (1, 3), 8, floor=-20.0)
+            assert ready and first and second
+        else:
+            host.commit(3, best)
+    assert seen[0] and not seen[5], seen
+    assert host.num_checked > 60
+
+
+def test_small_models_have_short_contexts_where_products_are_small(folder: Path) -> None:
+    for dtype, count in ((torch.bfloat16, 3), (torch.float32, 0)):
+        runner = make_runner(draft(folder, "plain", dtype, "cuda"))
+        assert [bucket.width for bucket in runner.buckets.all() if bucket.short] == [32, 16, 8][:count]
+        assert len(runner.graphs) == len(runner.buckets.all()) == len(runner.buckets.sizes()) + count
+
+
 def test_two_bursts_are_pending_at_once(folder: Path) -> None:
     host = Host(
         make_runner(draft(folder, "plain", torch.float32, "cuda")), draft(folder, "plain", torch.float32, "cpu")

@@ -1,18 +1,12 @@
-"""Compiles the kernels of a draft step for a GPU that is not there: the interpreter takes what the compiler refuses.
-
-Run by test_frontier.py, as a process of its own: in the test's, Triton may be its interpreter.
-"""
+"""Compiles the kernels around a draft step. Run by test_frontier.py, as a process of its own."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver
-from triton.runtime.jit import JITFunction
+from compile_only import compile_only
 
 from kernels.frontier_state import MORE_WORDS, NUM_FIELDS, TOLD_WORDS, Pool, StepTokens
 
@@ -21,22 +15,6 @@ if TYPE_CHECKING:
 
 # A draft service's.
 _REGION, _BRANCHING, _MAX_SEEDS, _MAX_STEPS, _MORE = 512, 8, 768, 32, 64
-
-
-class _Driver:
-    """What the compiler asks of a driver."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(CudaDriver, name)
 
 
 def _burst(width: int) -> Burst:
@@ -54,15 +32,7 @@ def _burst(width: int) -> Burst:
 
 def main() -> None:
     """Call every launcher once; each launch is a compilation."""
-    triton.runtime.driver.set_active(_Driver())  # type: ignore[no-untyped-call]
-    compiled: list[str] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled.append(self.__name__)
-        return run(self, *arguments, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only  # type: ignore[method-assign]
+    compiled = compile_only()
     from kernels.jit import frontier, frontier_choice
 
     for width in (8, 32, 64, 128):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +14,9 @@ from rounds import chain, make_round
 from torch import Tensor
 
 from kernels.attention import tree_attention
-from kernels.attention_tiles import TileConfig
-from kernels.branches import Branches, branch_attention, list_branches
+from kernels.attention_tiles import SHORT_SPLITS, TileConfig
+from kernels.branches import Branches, branch_attention, list_branches, short_tokens
+from kernels.carveout import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
 from kernels.reference import branches as reference
 
@@ -186,11 +191,41 @@ def test_what_no_mask_names_does_not_matter(device: str) -> None:
     assert torch.equal(made.run(num_splits=2), before)
 
 
+@pytest.mark.parametrize("keys", [16, 64])
+@pytest.mark.parametrize("heads", [(9, 3, 16), (8, 2, 16), (2, 2, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_short_contexts(dtype: torch.dtype, heads: tuple[int, int, int], keys: int, device: str) -> None:
+    """In one launch, whose programs have nothing, a part or all of their keys ahead; some contexts are not short."""
+    ahead = SHORT_SPLITS * 2 * keys
+    contexts = [2 * keys - 1, 0, 7 * keys, ahead + 3 * keys + 1, 8 * keys]
+    made = make_step([7, 2, 0, 3, 1], contexts, [64, 9, 33, 64, 1], device=device, heads=heads, dtype=dtype, padding=9)
+    result = made.run(short=True, config=replace(SMALL, keys=keys))
+    torch.testing.assert_close(result, made.expected(), **near(dtype))
+    assert not result[-9:].any(), "padding gets zeros"
+
+
+@pytest.mark.parametrize("context", [0, 5, 200])
+def test_branches_of_several_turns_behind_short_contexts(context: int, device: str) -> None:
+    """More ancestors than all programs of a tile look at together."""
+    made = make_step([6], [context], [256], device=device, heads=(9, 3, 16), region=256)
+    assert int(made.branches().lens.max()) > 90
+    result = made.run(short=True, config=replace(SMALL, keys=16))
+    torch.testing.assert_close(result, made.expected(), **near(torch.float32))
+
+
+def test_short_contexts_leave_counters_as_they_were(device: str) -> None:
+    made = make_step([5, 3], [90, 7], [40, 60], device=device)
+    first, second = (made.run(short=True, config=SMALL) for _ in range(2))
+    torch.testing.assert_close(first, made.expected(), **near(torch.float32))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_token_without_keys_gets_zeros(num_splits: int, device: str) -> None:
+def test_a_token_without_keys_gets_zeros(num_splits: int, short: bool, device: str) -> None:
     made = make_step([2, 1], [0, 5], [3, 4], device=device)
     made.mask[:2] = 0
-    result = made.run(num_splits=num_splits)
+    result = made.run(num_splits=num_splits, short=short)
     assert not result[:2].any()
     torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
@@ -237,6 +272,25 @@ def test_large_regions(num_splits: int, heads: tuple[int, int, int], dtype: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (32, 8, 128)])
+@pytest.mark.parametrize("context", [0, 100, 500, 1100])
+def test_short_contexts_of_real_heads(
+    context: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    assert short_tokens(64) == 1024 == 2 * short_tokens(128)
+    for count in (8, 31, 64):
+        made = make_step(
+            [count, 2], [context, 40], [256, 33], device=device, heads=heads, dtype=dtype, region=256, page_size=16,
+            padding=5,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        for pdl in (False, True):
+            result = made.run(config=None, short=True, pdl=pdl)
+            torch.testing.assert_close(result, made.expected(), **near(dtype))
+
+
+@pytest.mark.gpu
 def test_many_rows_of_one_token(device: str) -> None:
     made = make_step(
         [1] * 64, [17 * row for row in range(64)], [1 + 4 * row for row in range(64)], device=device,
@@ -247,14 +301,26 @@ def test_many_rows_of_one_token(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_replays_of_a_graph_read_new_lengths(device: str) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_replays_of_a_graph_read_new_lengths(short: bool, device: str) -> None:
     made = make_step([8, 3], [700, 90], [256, 31], device=device, heads=(9, 3, 64), dtype=torch.bfloat16, region=256)
-    made.run(num_splits=8, config=None)
+    made.run(num_splits=8, config=None, short=short)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = made.run(num_splits=8, config=None)
+        result = made.run(num_splits=8, config=None, short=short)
     for contexts, shift in (([700, 90], 0), ([3, 701], 1), ([64, 0], 2)):
         made.cached_len.copy_(torch.tensor(contexts))
         made.mask.copy_(made.mask.roll(shift, 0))
         graph.replay()
         torch.testing.assert_close(result, made.expected(), **near(torch.bfloat16))
+
+
+def test_every_kernel_of_a_small_layer_compiles_for_a_gpu() -> None:
+    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folder = Path(__file__).parent
+    words["PYTHONPATH"] = os.pathsep.join([str(folder.parents[1]), str(folder)])
+    told = subprocess.run(
+        [sys.executable, folder / "compile_layers.py"], env=words, capture_output=True, text=True, timeout=200
+    )
+    # By these names the division of L1 is asked for.
+    assert set(told.stdout.split()) == LAYER_KERNELS, told.stderr[-3000:]

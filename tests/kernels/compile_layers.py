@@ -1,0 +1,56 @@
+"""Compiles the kernels of a small model's layer. Run by test_branches.py, as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from compile_only import compile_only
+
+_CASES = [
+    (9, 3, 64, 64, torch.bfloat16),
+    (9, 3, 64, 8, torch.float32),
+    (14, 2, 64, 8, torch.float16),
+    (8, 4, 128, 32, torch.bfloat16),
+]
+"""Query heads, kv heads, their size, nodes, and what numbers are."""
+
+
+def main() -> None:
+    """Call every launcher; each launch is a compilation."""
+    compiled = compile_only()
+    from kernels.attention_tiles import short_config
+    from kernels.jit import row_linear, short_branches
+    from kernels.row_configs import qkv_config, usual_config
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.int32)
+
+    for heads, kv_heads, dim, count, dtype in _CASES:
+        size, mlp = heads * dim, 2 * heads * dim + 16
+
+        def made(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(*size, dtype=dtype)
+
+        q, cache, stream = made(count, heads, dim), made(640, kv_heads, dim), made(count, size)
+        short_branches.branch_attention(
+            q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
+            made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype),
+        )  # fmt: skip
+        if dtype == torch.float32:
+            continue
+        gated, down = usual_config(count, mlp, size, True), usual_config(count, size, mlp, False)
+        row_linear.norm_linear(
+            stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated, True
+        )
+        row_linear.norm_linear(made(count, mlp), made(size, mlp), None, 0.0, None, stream, False, stream, down, True)
+        angles, weight = torch.zeros(count, dim // 2), made((heads + 2 * kv_heads) * dim, size)
+        row_linear.norm_qkv(
+            stream, weight, angles, angles, ints(count), cache, cache, made(size), 1e-5, None, None, 0.0,
+            q, qkv_config(size, dim, False), True,
+        )  # fmt: skip
+    sys.stdout.write(" ".join(sorted(set(compiled))))
+
+
+if __name__ == "__main__":
+    main()
