@@ -93,16 +93,20 @@ def short_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
 
 
 def _short_keys(head_dim: int) -> int:
-    return max(4096 // power_of_two(head_dim), SMALL_ROWS)
+    # More than 128 do not fit the registers, whatever a key's size.
+    return min(max(4096 // power_of_two(head_dim), SMALL_ROWS), 128)
 
 
 def short_tokens(head_dim: int) -> int:
-    """The longest context that is a short one: what all splits together have in registers."""
+    """The longest context that is a short one: what all splits together have in registers, of two-byte numbers.
+
+    Where programs are many there are fewer splits, which look at the rest in a loop.
+    """
     return SHORT_SPLITS * AHEAD * _short_keys(head_dim)
 
 
 def short_splits(programs: int, processors: int) -> int:
-    """The most splits of short contexts: two programs a processor, since they wait for each other in the end.
+    """The most splits of short contexts: two programs a processor, as long as that leaves a few.
 
     Args:
         programs: of one split.

@@ -90,7 +90,8 @@ def branch_attention(
         num_splits: the most programs that share the context of a tile, 1 to 32; how many do is decided on the device.
             If `short`, it is not used.
         short: contexts are expected to have at most `short_tokens(D)` tokens. Longer ones take longer this way, and
-            come out the same.
+            come out the same. Where `pdl`, keys and values of contexts are read before the launch in front of this one
+            has ended, too, which therefore must write none: only tokens' own.
 
     Returns:
         [M, H * D] in q's dtype; zeros for padding.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 LAYER_KERNELS = frozenset(("_norm_linear", "_cut_linear", "_norm_qkv", "attend_short"))
 """The launches of a small model's layer in a draft step."""
@@ -14,27 +17,38 @@ _ALL = 100
 """Percent."""
 
 
-def share_l1() -> None:
+def share_l1() -> bool:
     """Have the kernels of small layers, as far as they are not loaded yet, ask for all of L1 as shared memory.
 
     A processor has one division at a time. By default that is what each kernel seems to need, and a program that needs
     another waits until the processor is empty: launches that overlap hold each other up. Other kernels do not overlap
     as much, and use what is left as a cache.
-    """
-    from triton import knobs
 
-    knobs.runtime.kernel_load_end_hook.add(_ask)
+    Returns:
+        False if there is no Triton, or one that does not tell of the kernels that it loads: all stays as it is then.
+    """
+    try:
+        from triton import knobs
+
+        knobs.runtime.kernel_load_end_hook.add(_ask)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _ask(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
-    """Called by Triton when it has loaded a kernel. Raises RuntimeError if CUDA does not take it."""
+    """Called by Triton when it has loaded a kernel. One that is refused is slower and no worse."""
     if name not in LAYER_KERNELS:
         return
-    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _ALL)
+    driver = _driver()
+    error = driver.cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _ALL) if driver else "no libcuda.so.1"
     if error:
-        raise RuntimeError(f"CUDA refuses {_ALL} % of L1 as shared memory for {name}: error {error}")
+        log.warning("CUDA does not give %s %d %% of L1 as shared memory: %s", name, _ALL, error)
 
 
 @cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

@@ -209,7 +209,9 @@ class CudaRunner(Runner):
         if found is None:
             words, device = self.shape.region // 32, self._model.device
             capacity = self._pool(bucket).capacity
-            found = self._steps[bucket] = StepTokens.new(bucket.width, bucket.rows, words, device, capacity)
+            made = StepTokens.new(bucket.width, bucket.rows, words, device, capacity)
+            # Another thread may compile a step of the same sizes.
+            found = self._steps.setdefault(bucket, made)
         return found
 
     def _step_batch(self, bucket: Bucket, step: StepTokens) -> PagedBatch:

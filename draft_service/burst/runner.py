@@ -312,7 +312,8 @@ class Runner(ABC):
 
 def short_context(model: DraftModel) -> int:
     """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
-    if model.device.type != "cuda" or model.dtype == torch.float32:
+    # A head's one layer gains nothing.
+    if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1:
         return 0
     # The width of the residual stream, which a model of no features does not tell.
     width = model.num_heads * model.head_dim

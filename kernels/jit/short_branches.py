@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import AHEAD, SHORT_SPLITS, TileConfig, max_tiles, power_of_two, short_splits
+from kernels.attention_tiles import AHEAD, SHORT_SPLITS, TileConfig, ceil_div, max_tiles, power_of_two, short_splits
 from kernels.jit.online import find_tile, held, key_slots, online, read
 from kernels.jit.scratch import scratch
 from kernels.jit.splits import tile_tokens
 from kernels.launch import num_processors
 
 _AHEAD: tl.constexpr = tl.constexpr(AHEAD)
-# With fewer programs for the context, one more has the branches alone.
+# While fewer programs have the context, one more joins them: it has less of the context than others, or nothing.
 _FEW: tl.constexpr = tl.constexpr(4)
 
 
@@ -208,7 +208,8 @@ def branch_attention(
     num_tokens, num_heads, dim = q.shape
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
-    tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens)
+    # Padding may take more of them than rows could.
+    tiles = max(max_tiles(num_tokens, num_rows, max_row_tokens, tokens), ceil_div(num_tokens, tokens))
     meetings = tiles * kv_heads
     splits = short_splits(meetings, num_processors(q))
     floats = meetings * SHORT_SPLITS * config.rows * dim

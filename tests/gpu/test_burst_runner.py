@@ -125,30 +125,32 @@ def test_a_lone_request_has_more_candidates(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "features"])
-@pytest.mark.parametrize("limit", [40, 100])
+@pytest.mark.parametrize(("limit", "dtype"), [(40, torch.float32), (100, torch.float32), (100, torch.bfloat16)])
 def test_a_lone_request_outgrows_short_contexts(
-    folder: Path, kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, kind: str, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draft_service.burst.runner.short_context", lambda model: limit)
-    host = Host(make_runner(draft(folder, kind, torch.float32, "cuda")), draft(folder, kind, torch.float32, "cpu"))
-    host.tolerance = TOLERANCE[torch.float32]
+    host = Host(make_runner(draft(folder, kind, dtype, "cuda")), draft(folder, kind, torch.float32, "cpu"))
+    host.tolerance = TOLERANCE[dtype]
+    # A draft's own features are rounded further from step to step.
+    check = dtype == torch.float32 or kind == "plain"
     host.open(3, prompt(limit))
     seen = []
     request = host.requests[3]
     for turn in range(6):
         burst, seeds = host.burst(3, 16, floor=-20.0)
         pending = host.runner.launch(burst)
-        host.merge(burst, seeds, pending.wait())
+        host.merge(burst, seeds, pending.wait(), check)
         seen.append(pending.bucket.short)
         known = [node for node in request.nodes.values() if node.parent is request.root]
         best = list(max(known, key=lambda node: node.score).tokens[len(request.tokens) :])
         if turn % 2:
-            ready, first, second = host.past_commit(3, best, (1, 3), 8, floor=-20.0)
+            ready, first, second = host.past_commit(3, best, (1, 3), 8, floor=-20.0, check=check)
             assert ready and first and second
         else:
             host.commit(3, best)
     assert seen[0] and not seen[5], seen
-    assert host.num_checked > 60
+    assert host.num_checked > 60 or not check
 
 
 def test_small_models_have_short_contexts_where_products_are_small(folder: Path) -> None:

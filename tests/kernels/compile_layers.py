@@ -10,7 +10,7 @@ from compile_only import compile_only
 _CASES = [
     (9, 3, 64, 64, torch.bfloat16),
     (9, 3, 64, 8, torch.float32),
-    (14, 2, 64, 8, torch.float16),
+    (8, 8, 16, 8, torch.float16),
     (8, 4, 128, 32, torch.bfloat16),
 ]
 """Query heads, kv heads, their size, nodes, and what numbers are."""

@@ -213,6 +213,16 @@ def test_branches_of_several_turns_behind_short_contexts(context: int, device: s
     torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
 
+def test_padding_may_be_more_than_rows_can_have(device: str) -> None:
+    made = make_step([3], [20], [9], device=device, heads=(9, 3, 16), padding=24)
+    out = torch.ones(27, 9 * 16, device=device)
+    tables, rows, first, cached = made.lengths
+    shape = {"page_size": made.page_size, "max_row_tokens": 3, "num_splits": 1, "scale": 0.25, "short": True}
+    where = (tables, rows, first, cached, made.branches())
+    branch_attention(made.q.clone(), made.k, made.v, *where, out=out, **shape)  # type: ignore[arg-type]
+    torch.testing.assert_close(out, made.expected(), **near(torch.float32))
+
+
 def test_short_contexts_leave_counters_as_they_were(device: str) -> None:
     made = make_step([5, 3], [90, 7], [40, 60], device=device)
     first, second = (made.run(short=True, config=SMALL) for _ in range(2))
