@@ -62,8 +62,8 @@ class Buckets:
             )
         rows = self.rows[bisect_left(self.rows, num_rows)]
         found = self.widths[bisect_left(self.widths, min(max(width, rows), self.widths[-1]))]
-        short = rows == 1 and found <= SHORT_WIDTH and longest is not None and longest <= self._short_context
-        return Bucket(found, rows, self.branching(rows), short)
+        short = longest is not None and 0 < self._short_context >= longest
+        return Bucket(found, rows, self.branching(rows), short and rows == 1 and found <= SHORT_WIDTH)
 
     def branching(self, num_rows: int) -> int:
         """Candidates of a node in bursts of so many requests."""

@@ -315,7 +315,7 @@ def short_context(model: DraftModel) -> int:
     # A head's one layer gains nothing.
     if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1:
         return 0
-    # The width of the residual stream, which a model of no features does not tell.
+    # Of most small models that of the residual stream, which a model without features does not tell.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0
 

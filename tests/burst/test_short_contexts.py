@@ -22,7 +22,7 @@ def test_who_gets_such_steps(model: DraftModel) -> None:
     assert buckets.fit(SHORT_WIDTH, 1, 1).short and not buckets.fit(SHORT_WIDTH + 1, 1, 1).short
     assert {bucket for bucket in buckets.all() if not bucket.short} == set(Buckets(shape).all()) == set(buckets.sizes())
     assert [bucket.width for bucket in buckets.all() if bucket.short] == [64, 32, 16, 8]
-    assert not any(bucket.short for bucket in Buckets(shape).all())
+    assert not any(bucket.short for bucket in [*Buckets(shape).all(), Buckets(shape).fit(8, 1, 0)])
 
 
 def test_they_find_what_the_model_finds(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:

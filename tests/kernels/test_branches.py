@@ -191,10 +191,16 @@ def test_what_no_mask_names_does_not_matter(device: str) -> None:
     assert torch.equal(made.run(num_splits=2), before)
 
 
-@pytest.mark.parametrize("keys", [16, 64])
-@pytest.mark.parametrize("heads", [(9, 3, 16), (8, 2, 16), (2, 2, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_short_contexts(dtype: torch.dtype, heads: tuple[int, int, int], keys: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("heads", "keys", "dtype"),
+    [
+        ((9, 3, 16), 16, torch.float32),
+        ((9, 3, 16), 64, torch.float16),
+        ((8, 2, 16), 64, torch.float32),
+        ((2, 2, 16), 16, torch.float16),
+    ],
+)
+def test_short_contexts(heads: tuple[int, int, int], keys: int, dtype: torch.dtype, device: str) -> None:
     """In one launch, whose programs have nothing, a part or all of their keys ahead; some contexts are not short."""
     ahead = SHORT_SPLITS * 2 * keys
     contexts = [2 * keys - 1, 0, 7 * keys, ahead + 3 * keys + 1, 8 * keys]
@@ -204,7 +210,7 @@ def test_short_contexts(dtype: torch.dtype, heads: tuple[int, int, int], keys: i
     assert not result[-9:].any(), "padding gets zeros"
 
 
-@pytest.mark.parametrize("context", [0, 5, 200])
+@pytest.mark.parametrize("context", [0, 200])
 def test_branches_of_several_turns_behind_short_contexts(context: int, device: str) -> None:
     """More ancestors than all programs of a tile look at together."""
     made = make_step([6], [context], [256], device=device, heads=(9, 3, 16), region=256)
