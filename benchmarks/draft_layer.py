@@ -12,7 +12,6 @@ python benchmarks/draft_layer.py --nodes 8 16 32 64 --contexts 256 1024 --shares
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +29,12 @@ from torch import Tensor
 from draft_service.burst.buckets import SHORT_WIDTH
 from kernels.attention_tiles import choose_splits
 from kernels.branches import branch_attention, list_branches, short_tokens
+from kernels.carveout import ask_for
 from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.row_configs import RowConfig
 
 MAX_CONTEXT = (SLOTS - REGION) // PAGE * PAGE
-_CARVEOUT = 9
-"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
 
 
 class Step(Layers):
@@ -84,12 +82,9 @@ def share(percent: int) -> None:
     """Have all kernels that were launched ask for this share of the L1 cache from now on."""
     from triton.compiler import CompiledKernel
 
-    driver = ctypes.CDLL("libcuda.so.1")
     for kernel in gc.get_objects():
         if isinstance(kernel, CompiledKernel) and kernel.function:
-            error = driver.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _CARVEOUT, percent)
-            if error:
-                raise RuntimeError(f"CUDA refuses {percent} % shared memory for {kernel.name}: error {error}")
+            ask_for(kernel.function, percent)
 
 
 def measure(step: Step, name: str, options: argparse.Namespace) -> list[Row]:

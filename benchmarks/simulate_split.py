@@ -339,7 +339,8 @@ def parse_costs(changes: Sequence[str]) -> Costs:
     for change in changes:
         name, value = change.split("=")
         values[name] = float(value)
-    values |= {"lone_step": values["step"]} if "step" in values and "lone_step" not in values else {}
+    if "step" in values:
+        values.setdefault("lone_step", values["step"])
     if unknown := values.keys() - known:
         raise SystemExit(f"--cost: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     for name, factor in values.items():

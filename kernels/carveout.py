@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 LAYER_KERNELS = frozenset(("_norm_linear", "_cut_linear", "_norm_qkv", "attend_short"))
 """The launches of a small model's layer in a draft step."""
-_CARVEOUT = 9
+CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
 _ALL = 100
 """Percent."""
@@ -36,19 +36,27 @@ def share_l1() -> bool:
     return True
 
 
+def ask_for(function: int, percent: int) -> None:
+    """Have a kernel, CUDA's `function`, ask for so much of L1 as shared memory; -1 leaves it to the driver.
+
+    Raises:
+        OSError: CUDA's driver is not there, or refuses.
+    """
+    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, percent)
+    if error:
+        raise OSError(f"CUDA's driver refuses {percent} % of L1 as shared memory: error {error}")
+
+
 def _ask(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
     """Called by Triton when it has loaded a kernel. One that is refused is slower and no worse."""
     if name not in LAYER_KERNELS:
         return
-    driver = _driver()
-    error = driver.cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _ALL) if driver else "no libcuda.so.1"
-    if error:
-        log.warning("CUDA does not give %s %d %% of L1 as shared memory: %s", name, _ALL, error)
+    try:
+        ask_for(function, _ALL)
+    except OSError as error:
+        log.warning("%s runs with less shared memory than it could: %s", name, error)
 
 
 @cache
-def _driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
+from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
@@ -332,11 +329,5 @@ def test_replays_of_a_graph_read_new_lengths(short: bool, device: str) -> None:
 
 
 def test_every_kernel_of_a_small_layer_compiles_for_a_gpu() -> None:
-    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folder = Path(__file__).parent
-    words["PYTHONPATH"] = os.pathsep.join([str(folder.parents[1]), str(folder)])
-    told = subprocess.run(
-        [sys.executable, folder / "compile_layers.py"], env=words, capture_output=True, text=True, timeout=200
-    )
     # By these names the division of L1 is asked for.
-    assert set(told.stdout.split()) == LAYER_KERNELS, told.stderr[-3000:]
+    assert set(compiled_by("compile_layers.py")) == LAYER_KERNELS

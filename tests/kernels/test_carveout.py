@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.carveout import share_l1
+from kernels.carveout import CARVEOUT, share_l1
 from kernels.norm import rms_norm
 from kernels.row_linear import norm_linear
 
 pytestmark = pytest.mark.gpu
-
-CARVEOUT = 9
-"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 
 def test_kernels_that_are_loaded_afterwards_have_it() -> None:
