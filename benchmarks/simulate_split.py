@@ -69,6 +69,7 @@ class Scene:
     seed: int = 0
     costs: Costs = field(default_factory=Costs)
     language: Language = field(default_factory=Language)
+    patience: float = 0.0
 
 
 class Round:
@@ -243,6 +244,7 @@ class Simulation:
         limits = EngineLimits(
             VOCAB, 1 << 20, max_running=MAX_RUNNING, chunk_size=2048, max_nodes=MAX_NODES, max_hold_seconds=0.05,
             root_apart=True, max_depth=MAX_DEPTH, max_round_tokens=MAX_RUNNING + MAX_NODES, spin=True,
+            hold_patience=self.scene.patience,
         )  # fmt: skip
         memory = Memory(MAX_RUNNING * 64, 16, keep_prefixes=False)
         engine = verify_engine.Engine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
@@ -361,6 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
+    parser.add_argument("--patience", type=float, default=0.0, help="verify's --hold-patience")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     told = parser.parse_args()
     for change in told.set:
@@ -371,7 +374,7 @@ def main() -> None:
     for batch in told.batch:
         answers = told.answers or (6 if batch == 1 else 2 * batch)
         language = Language(flatten=told.flatten)
-        scene = Scene(batch, answers, told.tokens, costs=parse_costs(told.cost), language=language)
+        scene = Scene(batch, answers, told.tokens, True, 0, parse_costs(told.cost), language, told.patience)
         scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
         runs = [Simulation(one).run() for one in scenes]
         plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]

@@ -143,6 +143,8 @@ class Budget:
         self.max_nodes = max_nodes
         self._fixed = fixed
         self._last_width = 0
+        self.usual_rate = 0.0
+        """Tokens that a round was expected to commit in a second, lately; 0 before the first."""
 
     def choose(
         self,
@@ -193,3 +195,5 @@ class Budget:
     def took(self, choice: Choice) -> None:
         """A round was run with this choice; the next one departs from its width only for more than noise."""
         self._last_width = choice.width
+        rate = choice.expected / choice.seconds
+        self.usual_rate += _LEARN * (rate - self.usual_rate) if self.usual_rate else rate

@@ -71,22 +71,23 @@ class Engine:
         self.memory = memory
         self.drafts = Drafts(
             limits.vocab_size,
-            max_nodes=CREDIT_ROUNDS * max(limits.max_nodes, 16),
+            CREDIT_ROUNDS * max(limits.max_nodes, 16),
             lockstep=limits.lockstep,
             turns=limits.turns,
+            patient=limits.hold_patience > 0,
         )
         self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
         self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)
         self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget, self.grammars)
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
-        self._hold = HoldPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
+        holds = (limits.max_hold_seconds, limits.lockstep, limits.turns, limits.hold_patience)
+        self._hold = HoldPolicy(self.budget, *holds)
         self._executor = executor
         self._rehearsal = Rehearsal(self.scheduler, executor, self._commit)
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
         self._stopping = False
-        self._unfinished = Unfinished(limits)
-        self._unread = Unread()
+        self._unfinished, self._unread = Unfinished(limits), Unread()
         self._arrived: deque[Action] = deque()
         """Taken from the inbox and not done yet."""
         self._garbage = Garbage()
