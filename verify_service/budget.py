@@ -195,5 +195,6 @@ class Budget:
     def took(self, choice: Choice) -> None:
         """A round was run with this choice; the next one departs from its width only for more than noise."""
         self._last_width = choice.width
-        rate = choice.expected / choice.seconds
-        self.usual_rate += _LEARN * (rate - self.usual_rate) if self.usual_rate else rate
+        if choice.expected:  # of prompts alone a round commits nothing
+            rate = choice.expected / choice.seconds
+            self.usual_rate += _LEARN * (rate - self.usual_rate) if self.usual_rate else rate

@@ -147,3 +147,11 @@ def test_the_end_of_its_draft_ends_the_wait() -> None:
     assert scene.wait()
     scene.drafts.disconnected(scene.port)
     assert not scene.link.grows and not scene.link.expects and scene.link.first_gain == scene.link.gain < inf
+
+
+def test_rounds_of_prompts_alone_do_not_make_rounds_seem_slow() -> None:
+    budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
+    budget.took(budget.choose(1, 1, [0.5]))
+    usual = budget.usual_rate
+    budget.took(budget.choose(64, 0, []))
+    assert budget.usual_rate == usual == pytest.approx(1.5 / ROUND)
