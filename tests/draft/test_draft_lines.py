@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -190,9 +191,15 @@ async def test_lines_can_be_turned_off(tmp_path: Path) -> None:
         assert hello.line is None
 
 
-async def test_a_socket_may_lie_in_a_folder_and_goes_with_the_service(tmp_path: Path) -> None:
-    folder = tmp_path / "lines"
-    folder.mkdir()
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A socket's path has room for 107 bytes, and `tmp_path` may take most of them."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="lines-") as name:
+        yield Path(name)
+
+
+async def test_a_socket_may_lie_in_a_folder_and_goes_with_the_service(tmp_path: Path, short_folder: Path) -> None:
+    folder = short_folder
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "outrider-dead"))
     async with service(tmp_path, f"--local-line={folder}") as channel:
