@@ -36,7 +36,7 @@ class Growth(Grower):
         """Begin to grow a tree; the drafter may fail at that."""
         author = tree.author
         self._drafter.open(
-            DraftRequest(tree.handle, author.tokens, author.prompt_len, author.sampling, tree.vocab_size)
+            DraftRequest(tree.handle, author.tokens, author.prompt_len, author.sampling, tree.vocab_size, author.tenant)
         )
         self._trees[tree.handle] = TreeGrowth(tree, self._limits)
         self.changed(tree)

@@ -13,6 +13,7 @@ from gateway.chat_template import ChatTemplateError
 from gateway.request import Chat, GenerateRequest, Job
 from gateway.tokenizer import Tokenizer
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
 
 _INLINE_CHARACTERS = 4096
@@ -79,6 +80,7 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
         ignore_eos=bool(request.ignore_eos),
         speculation=request.speculation != "off",
         priority=request.priority or 0,
+        tenant=salted_tenant(request.cache_salt or ""),
         arrived=arrived,
         num_prompt_logprobs=request.num_prompt_logprobs,
         trace=bool(request.trace),

@@ -39,6 +39,7 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
         "stop_token_ids": _bounded(message.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids") or None,
         "ignore_eos": message.ignore_eos,
         "priority": message.priority,
+        "cache_salt": message.cache_salt,
         "trace": message.trace,
         "sampling": _sampling(message.sampling),
     }

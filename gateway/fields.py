@@ -131,6 +131,9 @@ class OutputFields(StrictModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Requests with a lower number are served earlier. Default 0."
     )
+    cache_salt: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="Shares cached prefixes and n-grams with requests of the same key and the same salt alone."
+    )
     speculation: Literal["on", "off"] | None = Field(
         None, description="Whether drafts may be used. The output is the same either way."
     )

@@ -85,6 +85,8 @@ class Job:
     """Whether the tree that each round verified is told."""
     priority: int = 0
     """Lower is earlier."""
+    tenant: str = ""
+    """Whose text this is (outrider.rpc.call.salted_tenant)."""
     grammar_field: str = ""
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
     prompt_only: bool = False

@@ -63,15 +63,15 @@ class Router:
         """Asks all replicas at once how busy they are, for at most `deadline` seconds."""
         await asyncio.gather(*(r.refresh_load(deadline) for r in self.replicas))
 
-    def choose(self, prompt: Sequence[int], avoid: Collection[Replica] = ()) -> Replica:
-        """The replica for a prompt; those in `avoid` only if there is no other. Raises UnavailableError."""
+    def choose(self, prompt: Sequence[int], avoid: Collection[Replica] = (), *, tenant: str = "") -> Replica:
+        """The replica for a tenant's prompt; those in `avoid` only if there is no other. Raises UnavailableError."""
         ready = [r for r in self.replicas if r.state is ReplicaState.READY]
         ready = [r for r in ready if r not in avoid] or ready
         if not ready:
             raise UnavailableError("no verify service is ready; try again shortly", code="verify_unavailable")
         if len(ready) == 1:
             return ready[0]
-        beginning = array("q", prompt[: self._affinity_tokens]).tobytes()
+        beginning = tenant.encode() + array("q", prompt[: self._affinity_tokens]).tobytes()
         favourite = max(ready, key=lambda r: _rendezvous(r.address, beginning))
         idlest = min(ready, key=lambda r: r.num_answers)
         if favourite.num_answers > idlest.num_answers * _SPARE_RATIO + _SPARE_ANSWERS:
@@ -84,7 +84,7 @@ class Router:
         An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
         anything yet. Later it fails, because a client that counts tokens must not see them twice.
         """
-        first = self.choose(job.prompt_token_ids)
+        first = self.choose(job.prompt_token_ids, tenant=job.tenant)
         started = False
         try:
             async with aclosing(first.generate(job, choice_index)) as chunks:
@@ -98,7 +98,8 @@ class Router:
             _logger.warning(
                 "verify %s failed before the first token, trying once more: %s", first.address, error.message
             )
-        async with aclosing(self.choose(job.prompt_token_ids, avoid=(first,)).generate(job, choice_index)) as chunks:
+        second = self.choose(job.prompt_token_ids, avoid=(first,), tenant=job.tenant)
+        async with aclosing(second.generate(job, choice_index)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

@@ -56,6 +56,7 @@ def encode_request(job: Job, choice_index: int) -> verify_pb2.VerifyServiceGener
         num_prompt_logprobs=job.num_prompt_logprobs,
         trace=job.trace,
         priority=job.priority,
+        tenant=job.tenant,
         grammar=encode_grammar(job.sampling.grammar),
     )
 

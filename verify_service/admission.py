@@ -21,6 +21,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ID_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 64
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -69,6 +70,7 @@ class Admission:
             num_prompt_logprobs=self._prompt_logprobs(message),
             trace=message.trace,
             priority=message.priority,
+            tenant=message.tenant,
             client=client.get(),
         )
 
@@ -114,6 +116,7 @@ class Admission:
 def _check_sizes(message: verify_pb2.VerifyServiceGenerateRequest) -> None:
     for field, length, most in (
         ("request_id", len(message.request_id), MAX_ID_CHARACTERS),
+        ("tenant", len(message.tenant), MAX_TENANT_CHARACTERS),
         ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS),
         ("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS),
     ):

@@ -298,7 +298,8 @@ class Drafts:
         peer.links[link.number] = link
         request = link.request
         peer.health.sent(link.number, request.committed_len)
-        opened = Open(link.number, token_array(request.tokens), request.prompt_len, request.sampling, link.credit)
+        tokens = token_array(request.tokens)
+        opened = Open(link.number, tokens, request.prompt_len, request.sampling, link.credit, request.tenant)
         peer.outbox.append(opened)
         if link.paused:
             peer.outbox.append(Pause(link.number))

@@ -47,7 +47,7 @@ class Memory:
 
         Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
         """
-        pages = self.radix.match(request.tokens, self._shared(request, request.most_shared))
+        pages = self.radix.match(request.tokens, self._shared(request, request.most_shared), tenant=request.tenant)
         request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
         request.feature_epoch = self.feature_epoch
@@ -85,7 +85,8 @@ class Memory:
             keep = self._keep_prefixes and request.feature_epoch == self.feature_epoch
             valid = self._shared(request, request.cached_len) if keep else 0
             num_full = valid // self.page_size
-            self.radix.insert(request.tokens[: num_full * self.page_size], request.pages[:num_full])
+            tokens = request.tokens[: num_full * self.page_size]
+            self.radix.insert(tokens, request.pages[:num_full], tenant=request.tenant)
             self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0

@@ -41,6 +41,8 @@ class Request:
     """Lower is earlier, and is preempted later."""
     client: str = ""
     """On whose behalf; see Submission."""
+    tenant: str = ""
+    """Whose text this is; see Submission."""
     arrival: int = 0
     """Order of admission; of equal priority the youngest is preempted first."""
     arrived_at: float = 0.0

@@ -29,6 +29,8 @@ class Submission:
     """Lower is earlier."""
     client: str = ""
     """On whose behalf; requests of equal priority take turns by client."""
+    tenant: str = ""
+    """Whose text this is: nothing that is learned from it serves a request of another tenant."""
 
 
 @dataclass(frozen=True, slots=True)

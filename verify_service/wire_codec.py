@@ -38,6 +38,7 @@ def pack_submission(number: int, submission: Submission) -> Submit:
         num_prompt_logprobs=submission.num_prompt_logprobs,
         trace=submission.trace,
         priority=submission.priority,
+        tenant=submission.tenant,
         client=submission.client,
     )
 
@@ -54,6 +55,7 @@ def unpack_submission(frame: Submit) -> Submission:
         num_prompt_logprobs=frame.num_prompt_logprobs,
         trace=frame.trace,
         priority=frame.priority,
+        tenant=frame.tenant,
         client=frame.client,
     )
 

@@ -22,6 +22,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
     trace: bool = False
     priority: int = 0
     client: str = ""
+    tenant: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -87,6 +87,7 @@ def make_request(submission: Submission, sink: Callable[[Update], None], vocab_s
         num_prompt_logprobs=submission.num_prompt_logprobs,
         trace=submission.trace,
         priority=submission.priority,
+        tenant=submission.tenant,
         client=submission.client,
         sink=sink,
     )

@@ -46,6 +46,8 @@ class DraftRequest:
     """How the target samples."""
     vocab_size: int
     """Ids at or past this are illegal."""
+    tenant: str = ""
+    """Whose text it is; a drafter that learns from text uses it for requests of the same tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)

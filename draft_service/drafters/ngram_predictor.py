@@ -9,7 +9,7 @@ from draft_service.drafters.confidence import Confidence, LocalConfidence
 from draft_service.drafters.trie import State, Trie
 
 OWN, SHARED = 0, 1
-"""Source numbers: the request's own text, and what all requests put out."""
+"""Source numbers: the request's own text, and what its tenant's requests put out."""
 
 _MAX_FOLLOWERS = 24
 """Of a match with more followers the latest count."""

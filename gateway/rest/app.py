@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -39,10 +39,10 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 class RestApp:
     """Everything that HTTP clients reach."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Sequence[str] = ()) -> None:
-        """With `api_keys` every path but /health, /ready and the page's needs one of them as bearer token."""
+    def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
+        """With `api_keys`, each with its tenant, all paths but /health, /ready and the page's need one of them."""
         self._gateway = gateway
-        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
         self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
@@ -114,7 +114,10 @@ class RestApp:
             return
         key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
         # A door with one key knows nothing of its clients by it.
-        name_client((key or b"").decode() if len(self._api_keys) > 1 else "", "")
+        if key is None or len(self._api_keys) == 1:
+            name_client("", "")
+        else:
+            name_client(key.decode(), "", self._api_keys[key])
         if key is None:
             error = HttpError(
                 401,

@@ -95,6 +95,9 @@ class GenerateBody(StrictModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Requests with a lower number are served earlier. Default 0."
     )
+    cache_salt: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="Shares cached prefixes and n-grams with requests of the same key and the same salt alone."
+    )
     trace: bool | None = Field(
         None, description="Tell, round by round, the tree that was verified and where each token came from."
     )
@@ -144,6 +147,7 @@ class GenerateBody(StrictModel):
             "ignore_eos": sampling.ignore_eos,
             "speculation": self.speculation,
             "priority": self.priority,
+            "cache_salt": self.cache_salt,
             "trace": self.trace,
             "num_prompt_logprobs": None if self.logprob_start is None else num_top,
             "grammar": sampling.grammar,

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from outrider.cache.pages import PagePool
 from outrider.errors import InternalError
 
-Chunk = tuple[int, ...]
+Chunk = tuple[int | str, ...]
+"""A page's tokens. A prefix's first one begins with the tenant's name, so that tenants share no page."""
 
 
 class _Node:
@@ -44,14 +45,14 @@ class RadixCache:
         self._clock = 0
         self.num_pages = 0
 
-    def match(self, token_ids: Sequence[int], max_length: int | None = None) -> list[int]:
-        """Pages of the longest known prefix, at most `max_length` tokens long.
+    def match(self, token_ids: Sequence[int], max_length: int | None = None, *, tenant: str = "") -> list[int]:
+        """Pages of the longest prefix known of the tenant, at most `max_length` tokens long.
 
         Only full pages match. The caller gets one reference on each page and releases it. Pass len(prompt) - 1 as
         `max_length`, since the last prompt token must be computed for its logits; None means no bound.
         """
         limit = len(token_ids) if max_length is None else min(max_length, len(token_ids))
-        chunks = self._chunks(token_ids, max(limit, 0))
+        chunks = self._chunks(token_ids, max(limit, 0), tenant)
         node, _ = self._walk(chunks)
         pages: list[int] = []
         while node.parent is not None:
@@ -60,8 +61,8 @@ class RadixCache:
         self._pool.share(pages)
         return pages
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> int:
-        """Keep the full pages of `token_ids`, whose KV lies in `pages`, page by page.
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], *, tenant: str = "") -> int:
+        """Keep the full pages of a tenant's `token_ids`, whose KV lies in `pages`, page by page.
 
         The tree takes a reference of its own on every page that is new to it. Where it already has the same tokens in
         another page it keeps that one, and the caller's copy stays the caller's alone. Either way the caller keeps its
@@ -73,7 +74,7 @@ class RadixCache:
         Raises:
             ValueError: fewer pages than full pages of tokens.
         """
-        chunks = self._chunks(token_ids, len(token_ids))
+        chunks = self._chunks(token_ids, len(token_ids), tenant)
         if len(pages) < len(chunks):
             raise ValueError(f"{len(chunks)} full pages of tokens need as many pages, got {len(pages)}")
         node, matched = self._walk(chunks)
@@ -127,7 +128,8 @@ class RadixCache:
         for node in self._nodes():
             if not node.pages or len(node.pages) != len(node.chunks):
                 raise InternalError(f"radix cache: a node has {len(node.pages)} pages for {len(node.chunks)} chunks")
-            if any(len(chunk) != self._page_size for chunk in node.chunks):
+            tokens = (chunk[node.parent is self._root and at == 0 :] for at, chunk in enumerate(node.chunks))
+            if any(len(chunk) != self._page_size for chunk in tokens):
                 raise InternalError("radix cache: a chunk is not a page long")
             if node.parent is None or node.parent.children.get(node.chunks[0]) is not node:
                 raise InternalError("radix cache: a node is not its parent's child")
@@ -183,9 +185,12 @@ class RadixCache:
         upper.children[node.chunks[0]] = node
         return upper
 
-    def _chunks(self, token_ids: Sequence[int], length: int) -> list[Chunk]:
+    def _chunks(self, token_ids: Sequence[int], length: int, tenant: str) -> list[Chunk]:
         size = self._page_size
-        return [tuple(token_ids[start : start + size]) for start in range(0, length - size + 1, size)]
+        chunks: list[Chunk] = [tuple(token_ids[start : start + size]) for start in range(0, length - size + 1, size)]
+        if chunks:
+            chunks[0] = (tenant, *chunks[0])
+        return chunks
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())

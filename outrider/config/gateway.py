@@ -8,7 +8,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from outrider.config.base import option
-from outrider.config.secrets import read_secrets
+from outrider.config.secrets import read_api_keys
 from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
 
@@ -45,7 +45,9 @@ class GatewayOptions(ServiceOptions):
     )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
     api_key_file: Path | None = option(
-        None, "File with bearer tokens, one a line, instead of --api-key; each is a client with a share of its own."
+        None,
+        "File with bearer tokens, one a line, instead of --api-key; each is a client with a share of its own. A name "
+        "behind a token puts it in the tenant of that name: cached text is shared within a tenant alone.",
     )
     max_connection_age_seconds: float = option(
         3600.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
@@ -121,9 +123,9 @@ class GatewayOptions(ServiceOptions):
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 
-    def read_api_keys(self) -> tuple[str, ...]:
-        """The bearer tokens of clients, none when everybody may come in. Raises ConfigError."""
-        return read_secrets(self.api_key, self.api_key_file, "--api-key")
+    def read_api_keys(self) -> dict[str, str]:
+        """The bearer tokens of clients and their tenants, none when everybody may come in. Raises ConfigError."""
+        return read_api_keys(self.api_key, self.api_key_file, "--api-key")
 
     def read_api_key(self) -> str:
         """A bearer token that opens the doors, empty when everybody may come in. Raises ConfigError."""

@@ -147,7 +147,9 @@ def _pack_verify(message: VerifyMessage) -> VerifyPart:
             )
         case Open():
             tokens = bytes_of(message.token_ids, np.int32)
-            return OpenPart(message.request, tokens, message.prompt_len, message.sampling, message.credit)
+            return OpenPart(
+                message.request, tokens, message.prompt_len, message.sampling, message.credit, message.tenant
+            )
         case Pause():
             return PausePart(message.request)
         case Resume():
@@ -171,7 +173,8 @@ def _unpack_verify(part: VerifyPart) -> VerifyMessage:
                 part.credit,
             )
         case OpenPart():
-            return Open(part.request, array_of(part.token_ids, np.int32), part.prompt_len, part.sampling, part.credit)
+            tokens = array_of(part.token_ids, np.int32)
+            return Open(part.request, tokens, part.prompt_len, part.sampling, part.credit, part.tenant)
         case PausePart():
             return Pause(part.request)
         case ResumePart():

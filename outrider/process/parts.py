@@ -16,6 +16,7 @@ class OpenPart(msgspec.Struct, frozen=True, array_like=True, tag=1):
     prompt_len: int
     sampling: SamplingParams
     credit: int
+    tenant: str
 
 
 class CommitPart(msgspec.Struct, frozen=True, array_like=True, tag=2):

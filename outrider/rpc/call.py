@@ -21,6 +21,9 @@ MAX_CLIENT_CHARACTERS = 64
 client: ContextVar[str] = ContextVar("outrider_client", default="")
 """On whose behalf the current task works; empty for nobody in particular."""
 
+tenant: ContextVar[str] = ContextVar("outrider_tenant", default="")
+"""Whose text the current task brings: a digest, empty for a door that cannot tell its clients apart."""
+
 deadline: ContextVar[float | None] = ContextVar("outrider_deadline", default=None)
 """When the current task's answer is of no use any more, by time.monotonic(); None for never."""
 
@@ -38,11 +41,13 @@ def limit_time(asked: float | None, most: float) -> None:
     deadline.set(time.monotonic() + (most if asked is None else max(0.0, min(asked, most))))
 
 
-def name_client(token: str, user: str) -> None:
+def name_client(token: str, user: str, tenant_name: str = "") -> None:
     """Say for whom the current task works: the bearer token that came, and the user that the client names.
 
-    Neither leaves this process: what travels is a digest of each.
+    The tenant is the one that the token's owner has configured, else the token itself. None of the three leaves this
+    process: what travels is a digest of each.
     """
+    tenant.set(_tenant_digest("name", tenant_name) if tenant_name else _tenant_digest("key", token) if token else "")
     client.set(f"{_digest(token)}/{_digest(user)}" if token or user else "")
 
 
@@ -52,10 +57,20 @@ def name_user(user: str) -> None:
     client.set(f"{name}/{_digest(user)}" if user or client.get() else "")
 
 
+def salted_tenant(cache_salt: str) -> str:
+    """The current task's tenant, narrowed by what its client keeps text apart with; nobody reaches another's."""
+    return _tenant_digest("salt", f"{tenant.get()}/{cache_salt}") if cache_salt else tenant.get()
+
+
 def clean_client(given: str | bytes | None) -> str:
     """What a peer says it calls for, with harmless characters alone, of bounded length."""
     text = given.decode("ascii", "replace") if isinstance(given, bytes) else given or ""
     return _NOT_IN_CLIENT.sub("", text)[:MAX_CLIENT_CHARACTERS]
+
+
+def _tenant_digest(kind: str, text: str) -> str:
+    data = f"{kind}:{text}".encode("utf-8", "replace")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _digest(text: str) -> str:

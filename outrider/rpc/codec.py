@@ -129,6 +129,7 @@ def _encode_verify_event(message: VerifyMessage) -> draft_pb2.VerifyEvent:
                 prompt_len=message.prompt_len,
                 credit=message.credit,
                 grammar=encode_grammar(message.sampling.grammar),
+                tenant=message.tenant,
             )
             return draft_pb2.VerifyEvent(open=opened)
         case Pause():
@@ -231,6 +232,7 @@ def _decode_open(event: draft_pb2.VerifyEvent) -> Open:
         prompt_len=opened.prompt_len,
         sampling=_decode_target_sampling(opened),
         credit=opened.credit,
+        tenant=opened.tenant,
     )
 
 

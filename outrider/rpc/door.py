@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TypedDict
 
 from outrider.config.service import ServiceOptions
@@ -14,13 +14,13 @@ class DoorOptions(TypedDict):
     """Arguments of GrpcServer that every service takes from its options."""
 
     address: str
-    auth_token: Collection[str]
+    auth_token: Collection[str] | Mapping[str, str]
     tls: TlsSource | None
     reflection: bool
     max_connection_age: float
 
 
-def door_options(options: ServiceOptions, auth_tokens: Collection[str]) -> DoorOptions:
+def door_options(options: ServiceOptions, auth_tokens: Collection[str] | Mapping[str, str]) -> DoorOptions:
     """The arguments; `auth_tokens` open the door. Raises ConfigError, naming the file of TLS that is of no use."""
     files = door_tls(options)
     return DoorOptions(

@@ -7,8 +7,9 @@ import hmac
 import re
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -40,14 +41,14 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         *,
-        auth_tokens: Collection[str] = (),
+        auth_tokens: Mapping[str, str] = MappingProxyType({}),
         allow_unknown_fields: Collection[str] = (),
         for_peers: bool = False,
         message_seconds: float = 30.0,
     ) -> None:
-        """`for_peers`: callers are services of ours, whose word on whose behalf they call is taken."""
+        """`auth_tokens`: each with its tenant's name. Callers `for_peers` may say on whose behalf they call."""
         self._message_seconds = message_seconds
-        self._auth_tokens = tuple(token.encode() for token in auth_tokens)
+        self._auth_tokens = {token.encode(): tenant for token, tenant in auth_tokens.items()}
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
 
@@ -69,7 +70,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
             # A door with one token knows nothing of its clients by it.
-            call.token = (token or b"").decode() if len(self._auth_tokens) > 1 else ""
+            if token is not None and len(self._auth_tokens) > 1:
+                call.token, call.tenant = token.decode(), self._auth_tokens[token]
             call.user = str(metadata.get(USER_KEY, ""))
         lenient = method in self._allow_unknown_fields or not method.startswith(_OWN_PREFIX)
         return _wrap(handler, call, lenient)
@@ -80,7 +82,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return matching_token(data, self._auth_tokens)
 
 
-def matching_token(authorization: bytes, tokens: Sequence[bytes]) -> bytes | None:
+def matching_token(authorization: bytes, tokens: Collection[bytes]) -> bytes | None:
     """Which of `tokens` "Bearer TOKEN" carries; None for any other text.
 
     All are always compared, each in a time that does not depend on where the two differ.
@@ -108,13 +110,14 @@ class _Call:
         self.client: str | None = None
         """As a peer has said it; None where token and user tell."""
         self.token = ""
+        self.tenant = ""
         self.user = ""
 
     async def enter(self, context: Any) -> None:
         """Begin the call in its own task; refuse it if it must not run."""
         logs.request_id.set(self.request_id)
         if self.client is None:
-            name_client(self.token, self.user)
+            name_client(self.token, self.user, self.tenant)
         else:
             client.set(self.client)
         if not self.authorized:

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -36,6 +36,10 @@ MAX_STREAMS = 4096
 """Calls on one connection at once; a client's further ones wait there."""
 
 
+def _several(auth_token: str | Collection[str]) -> Iterable[str]:
+    return filter(None, (auth_token,) if isinstance(auth_token, str) else auth_token)
+
+
 class GrpcServer:
     """One listening address with health, the boundary interceptor and, if asked for, reflection.
 
@@ -57,7 +61,7 @@ class GrpcServer:
         address: str,
         service_names: Sequence[str],
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        auth_token: str | Collection[str] = "",
+        auth_token: str | Collection[str] | Mapping[str, str] = "",
         tls: TlsSource | None = None,
         allow_unknown_fields: Collection[str] = (),
         reflection: bool = False,
@@ -69,7 +73,7 @@ class GrpcServer:
         option: str = "--address",
     ) -> None:
         check_address(address, option)
-        tokens = tuple(filter(None, (auth_token,) if isinstance(auth_token, str) else auth_token))
+        tokens = auth_token if isinstance(auth_token, Mapping) else dict.fromkeys(_several(auth_token), "")
         for token in tokens:
             check_token(token, "--auth-token")
             hide_secret(token)

@@ -66,6 +66,7 @@ class TreeAuthor:
 
     def __init__(self, message: Open, vocab_size: int) -> None:
         self.request = message.request
+        self.tenant = message.tenant
         self.sampling = message.sampling
         self.prompt_len = message.prompt_len
         self.tokens: list[int] = message.token_ids.tolist()

@@ -69,6 +69,8 @@ class Open:
     prompt_len: int
     sampling: SamplingParams
     credit: int
+    tenant: str = ""
+    """Whose text this is: what a draft learns from it serves requests of the same tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Line(_message.Message):
     def __init__(self, host: _Optional[str] = ..., path: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit", "grammar")
+    __slots__ = ("request", "token_ids", "sampling", "choice_index", "prompt_len", "credit", "grammar", "tenant")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class Open(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request: int
     token_ids: bytes
     sampling: _common_pb2.SamplingParams
@@ -85,7 +86,8 @@ class Open(_message.Message):
     prompt_len: int
     credit: int
     grammar: _common_pb2.Grammar
-    def __init__(self, request: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., prompt_len: _Optional[int] = ..., credit: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., prompt_len: _Optional[int] = ..., credit: _Optional[int] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("request", "length_before", "token_ids", "epoch", "received_through", "resolved_root", "credit")

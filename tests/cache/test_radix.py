@@ -178,3 +178,20 @@ def test_integrity_check_finds_a_page_freed_behind_its_back() -> None:
     pool.release(pages)
     with pytest.raises(InternalError, match="free"):
         cache.check_integrity()
+
+
+def test_tenants_share_no_page() -> None:
+    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    cache = RadixCache(pool)
+    tokens = [1, 0, 1, 1, 0, 0]
+    for tenant in ("", "a", "b"):
+        pages = pool.allocate(3)
+        assert pages is not None and cache.match(tokens, tenant=tenant) == []
+        assert cache.insert(tokens, pages, tenant=tenant) == 3
+        pool.release(pages)
+        # A prefix splits the run of pages, a suffix of a prefix matches nothing.
+        found = cache.match(tokens[:2], tenant=tenant)
+        assert found == pages[:1] and cache.match(tokens[2:], tenant=tenant) == []
+        pool.release(found)
+        cache.check_integrity()
+    assert cache.evict(NUM_PAGES) == 9 and pool.num_free == NUM_PAGES

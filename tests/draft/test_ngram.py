@@ -24,10 +24,14 @@ FOREVER = math.inf
 
 
 def opened(
-    tokens: list[int], sampling: SamplingParams = GREEDY, drafter: NgramDrafter | None = None, handle: int = 1
+    tokens: list[int],
+    sampling: SamplingParams = GREEDY,
+    drafter: NgramDrafter | None = None,
+    handle: int = 1,
+    tenant: str = "",
 ) -> NgramDrafter:
     drafter = drafter or NgramDrafter(DraftOptions())
-    drafter.open(DraftRequest(handle, tokens, len(tokens), sampling, VOCAB))
+    drafter.open(DraftRequest(handle, tokens, len(tokens), sampling, VOCAB, tenant))
     drafter.work(FOREVER)
     return drafter
 
@@ -132,6 +136,31 @@ def test_what_one_request_put_out_another_gets() -> None:
     best = ask(drafter, root_of(tokens, 2))[0]
     assert best.token == output[14]
     assert drafter.sources[best.source] == "ngram_shared"
+
+
+def test_what_one_tenant_put_out_another_never_gets() -> None:
+    output = random.Random(2).sample(range(VOCAB), 50)
+    drafter = opened([1, 2], tenant="a")
+    drafter.commit(1, output, 0, {0})
+    drafter.close(1)
+    drafter.work(FOREVER)
+    tokens = [3, 4, *output[10:14]]
+    opened(tokens, drafter=drafter, handle=2, tenant="b")
+    assert ask(drafter, root_of(tokens, 2)) == []
+    opened(tokens, drafter=drafter, handle=3, tenant="a")
+    assert ask(drafter, root_of(tokens, 3))[0].token == output[14]
+
+
+def test_tenants_that_nothing_is_done_for_make_room() -> None:
+    drafter = NgramDrafter(DraftOptions(capacity=4096))
+    rng = random.Random(4)
+    for number in range(40):
+        opened([1, 2], drafter=drafter, handle=number, tenant=f"tenant {number}")
+        drafter.commit(number, [rng.randrange(VOCAB) for _ in range(1000)], 0, {0})
+        drafter.close(number)
+        drafter.work(FOREVER)
+    assert 1000 < drafter.gauges()["shared_trie_nodes"] <= 4096
+    assert 1 < len(drafter._tenants) < 40
 
 
 def test_a_running_request_shares_before_it_ends() -> None:

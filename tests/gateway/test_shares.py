@@ -69,6 +69,34 @@ async def test_verify_learns_whom_a_request_is_for_but_neither_key_nor_name(
         )
 
 
+async def test_a_tenant_is_a_key_or_keys_of_one_name_and_a_salt_narrows_it(
+    verify: ScriptedVerify, tmp_path: Path, keys: Path
+) -> None:
+    verify.say("ok")
+    keys.write_text("key-alpha\nkey-beta\nkey-gamma team\nkey-delta team\nkey-epsilon key-alpha\n")
+    async with open_world(verify, tmp_path, api_key_file=keys) as world:
+        found = {}
+        for key in ("alpha", "beta", "gamma", "delta", "epsilon"):
+            for salt in (None, "salt"):
+                assert (await post(world, f"key-{key}", cache_salt=salt)).status_code == 200
+                found[key, salt] = verify.requests[-1].tenant
+        assert found["gamma", None] == found["delta", None] and found["gamma", "salt"] == found["delta", "salt"]
+        assert len(set(found.values())) == 8 and all(found.values())
+        request = Request(prompt="x", cache_salt="salt")
+        [_ async for _ in world.stub.Generate(request, metadata=tuple(bearer("key-beta").items()))]
+        assert verify.requests[-1].tenant == found["beta", "salt"]
+        refused = await post(world, "key-beta", cache_salt="x" * 257)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_without_keys_all_are_one_tenant(verify: ScriptedVerify, tmp_path: Path) -> None:
+    verify.say("ok")
+    async with open_world(verify, tmp_path) as world:
+        await post(world, "anything")
+        await post(world, "another", user="ann")
+        assert [request.tenant for request in verify.requests] == ["", ""]
+
+
 async def test_with_one_key_only_the_user_counts(verify: ScriptedVerify, tmp_path: Path) -> None:
     verify.say("ok")
     async with open_world(verify, tmp_path, api_key="key-alpha") as world:
@@ -125,6 +153,10 @@ def test_clients_that_no_key_tells_apart_share_all_places() -> None:
 def test_a_file_of_keys_is_read_strictly(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for content, words in (("\n# nothing\n", "is empty"), ("\n".join(map(str, range(2000))), "at most 1024")):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            GatewayOptions(api_key_file=path).read_api_keys()
+    for content, words in (("key a b", "write KEY or KEY TENANT"), ("key a\nkey b", "two tenants")):
         path.write_text(content)
         with pytest.raises(ConfigError, match=words):
             GatewayOptions(api_key_file=path).read_api_keys()

@@ -52,7 +52,7 @@ async def test_nothing_is_decoded_for_who_may_not_call() -> None:
         method = "/outrider.v1.VerifyService/GetLoad"
         invocation_metadata: Any = ()
 
-    boundary = BoundaryInterceptor(auth_tokens=("s3cret",))
+    boundary = BoundaryInterceptor(auth_tokens={"s3cret": ""})
     closed: Any = await boundary.intercept_service(found, Details())
     # A stream of bytes, of which none is read.
     assert closed.request_streaming and closed.request_deserializer is None
