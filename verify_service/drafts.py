@@ -149,20 +149,23 @@ class Drafts:
         link.peer.outbox.append(Commit(link.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
-        """The request was preempted: nothing need grow."""
+        """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
         link = self._links.get(request)
-        if link is not None and link.peer is not None and not link.paused:
+        if link is None or link.paused:
+            return
+        link.paused = True
+        link.answered_at = None
+        if link.peer is not None:
             link.peer.outbox.append(Pause(link.number))
-            link.paused = True
-            link.answered_at = None
 
     def resume(self, request: Request) -> None:
         """The request runs again."""
         link = self._links.get(request)
-        if link is not None and link.peer is not None and link.paused:
+        if link is None or not link.paused:
+            return
+        link.paused = False
+        if link.peer is not None:
             link.peer.outbox.append(Resume(link.number, link.credit))
-        if link is not None:
-            link.paused = False
 
     def close(self, request: Request) -> None:
         """The request ended."""
