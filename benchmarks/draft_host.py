@@ -28,17 +28,17 @@ import torch
 from report import Row, cpu_name, write_report
 from told_trees import ToldTrees
 
-from draft_service.burst.buckets import Bucket, Buckets
-from draft_service.burst.buffers import BurstInput, BurstOutput
-from draft_service.burst.growth import BurstGrowth
-from draft_service.burst.plan import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots
-from draft_service.drafters.base import Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
-from outrider.rpc.codec import encode_draft
+from outrider.drafting.base import Needs
+from outrider.drafting.model.buckets import Bucket, Buckets
+from outrider.drafting.model.buffers import BurstInput, BurstOutput
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.growth import BurstGrowth
+from outrider.drafting.model.plan import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.protocol.codec import encode_draft
+from outrider.protocol.messages import Commit, DraftMessage, Features, Grow, Open
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Commit, DraftMessage, Features, Grow, Open
 
 VOCAB = 32000
 PROMPT = 40
@@ -253,7 +253,7 @@ class Peer:
     received: list[DraftMessage] = field(default_factory=list)
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
-        """See draft_service.requests."""
+        """See draft_service.engine.requests."""
         self.received.extend(messages)
 
 

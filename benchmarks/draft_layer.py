@@ -26,13 +26,13 @@ from kernels_layer import DTYPE, SHAPES, SLOTS, Layers, Shape
 from report import Row, write_report
 from torch import Tensor
 
-from draft_service.burst.buckets import SHORT_WIDTH
 from kernels.attention_tiles import choose_splits
 from kernels.branches import branch_attention, list_branches, short_tokens
 from kernels.carveout import ask_for
 from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.row_configs import RowConfig
+from outrider.drafting.model.buckets import SHORT_WIDTH
 
 MAX_CONTEXT = (SLOTS - REGION) // PAGE * PAGE
 

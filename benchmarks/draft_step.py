@@ -22,14 +22,14 @@ import torch
 from random_weights import SMALL, SMALL_VOCAB, fill_random, random_model
 from report import Row, cpu_name, write_report
 
-from draft_service.burst import runner as burst_runner
-from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
-from draft_service.burst.runner import Runner, RunnerOptions
-from draft_service.burst.torch_runner import TorchRunner
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model import runner as burst_runner
+from outrider.drafting.model.cuda_runner import CudaRunner
+from outrider.drafting.model.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
+from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.layers.linear import Linear
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import eagle3_config

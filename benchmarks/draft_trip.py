@@ -25,11 +25,11 @@ import numpy as np
 from pages import Page, cost_of
 from report import Row, cpu_name, write_report
 
+from outrider.protocol.codec import decode_draft, encode_verify
+from outrider.protocol.messages import PROTOCOL_VERSION, Commit, Grow, Hello, Open
 from outrider.rpc.channel import open_channel
-from outrider.rpc.codec import decode_draft, encode_verify
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import PROTOCOL_VERSION, Commit, Grow, Hello, Open
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 VOCAB = 32000

@@ -23,11 +23,11 @@ from outrider.models.base import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
-from outrider.training.answers import Answers, answer_questions
-from outrider.training.evaluate import read_text
-from outrider.training.evaluation_stage import load_drafter
-from outrider.training.prompts import ChatForm, read_questions
-from outrider.training.rollout import TextDraft
+from outrider_tools.training.answers import Answers, answer_questions
+from outrider_tools.training.evaluate import read_text
+from outrider_tools.training.evaluation_stage import load_drafter
+from outrider_tools.training.prompts import ChatForm, read_questions
+from outrider_tools.training.rollout import TextDraft
 
 FACTORS = (0.8, 1.0, 1.1, 1.2, 1.25, 1.3, 1.4, 1.5, 1.7, 2.0)
 

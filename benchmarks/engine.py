@@ -30,12 +30,12 @@ from report import Row, cpu_name, write_report
 from outrider.attention.base import AttentionBackend
 from outrider.cache.kv import KVCache
 from outrider.models.base import CausalLM
-from outrider.models.inflate_shapes import parse_shape
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
-from verify_service.cuda_executor import CudaExecutor, CudaLimits
-from verify_service.parts import attention_backend
-from verify_service.round_buffers import Bucket
+from outrider_tools.inflate.shapes import parse_shape
+from verify_service.engine.parts import attention_backend
+from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.round_buffers import Bucket
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 VOCAB_SIZE = 49152

@@ -24,7 +24,7 @@ from outrider.models.config import ModelConfig
 from outrider.sampling.device import DeviceSampler
 from outrider.sampling.lossy import EXACT
 from outrider.sampling.params import SamplingParams
-from verify_service.round_buffers import NUM_COMMITTED, Bucket
+from verify_service.executors.round_buffers import NUM_COMMITTED, Bucket
 
 # Layers with weights of their own: several times the L2 cache.
 DISTINCT_LAYERS = 4

@@ -13,9 +13,9 @@ from engine_trees import tree_below
 
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.request import Request
-from verify_service.round import Entry, Nodes
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Nodes
+from verify_service.executors.cuda import CudaExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
 PROBE_TOKENS = 6

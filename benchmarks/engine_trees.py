@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from verify_service.round import Nodes
+from verify_service.engine.round import Nodes
 
 MAX_DEPTH = 12
 

@@ -25,22 +25,22 @@ from typing import NamedTuple
 
 from report import Row, cpu_name, write_report
 
-from outrider.process.garbage import take_over
-from outrider.process.part_codec import pack_drafts, unpack_drafts
-from outrider.process.parts import DraftPart
+from outrider.host.garbage import take_over
+from outrider.protocol.messages import Commit, Grow, Open, VerifyMessage
+from outrider.protocol.part_codec import pack_drafts, unpack_drafts
+from outrider.protocol.parts import DraftPart
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Commit, Grow, Open, VerifyMessage
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine
-from verify_service.figures import RoundFigures
-from verify_service.inbox import Action, ThreadInbox
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.request import Request
-from verify_service.round import Entry, Result
-from verify_service.submission import Update
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.figures import RoundFigures
+from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.frames.submission import Update
+from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 1000
 CHANCES = (0.9, 0.06, 0.04)
@@ -87,7 +87,7 @@ class FakeDevice:
     """An executor that notes when it had nothing to do. Stops the engine after so many rounds."""
 
     def __init__(self, round_seconds: float, num_rounds: int) -> None:
-        self.engine: Engine | None = None
+        self.engine: VerifyEngine | None = None
         self.draft: Draft | None = None
         self.ended_at: float | None = None
         self.caught_up_at: float | None = None
@@ -149,7 +149,7 @@ class Draft:
 
     address = "fake"
 
-    def __init__(self, engine: Engine, device: FakeDevice, wire: Wire, pace: Pace) -> None:
+    def __init__(self, engine: VerifyEngine, device: FakeDevice, wire: Wire, pace: Pace) -> None:
         self._device = device
         self._wire = wire
         self._pace = pace
@@ -267,7 +267,7 @@ def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace:
     # As if every round were padded to the same width: then all nodes that there are pay.
     cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
     notes, wire = Notes(), Wire()
-    engine = Engine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
+    engine = VerifyEngine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
     device.engine, device.draft = engine, Draft(engine, device, wire, pace)
     engine.draft_connected(device.draft)
     params = SamplingParams(temperature=0.0)

@@ -27,11 +27,11 @@ from pages import Page, cost_of
 from report import Row, write_report
 from service_options import add_service_arguments, device_name, make_cluster
 
-from outrider.bench.clients import Ask, Client, GrpcClient, RestClient
-from outrider.bench.figures import errors_of, rows_of
-from outrider.bench.runner import Point, Run, run_point
-from outrider.bench.workload import Prompt, read_prompts
 from outrider.cli.cluster import Cluster
+from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient
+from outrider_tools.bench.figures import errors_of, rows_of
+from outrider_tools.bench.runner import Point, Run, run_point
+from outrider_tools.bench.workload import Prompt, read_prompts
 
 WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.fields import read_json
-from outrider.models.inflate_folder import COPIED_FILES
 from outrider.models.store import resolve_model
 from outrider.models.weights import SINGLE_FILE, open_shard, save_tensors, shard_paths
+from outrider_tools.inflate.folder import COPIED_FILES
 
 EMBEDDING = "model.embed_tokens.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,8 +7,8 @@ import torch
 from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.head import DraftHead
-from outrider.models.inflate_shapes import Shape
 from outrider.models.registry import model_class
+from outrider_tools.inflate.shapes import Shape
 
 SMALL = Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536)
 """SmolLM2-135M's; its embedding is its output matrix, too."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from outrider.bench.report import Row, cpu_name, write_report
+from outrider_tools.bench.report import Row, cpu_name, write_report
 
 __all__ = ["Row", "cpu_name", "write_report"]

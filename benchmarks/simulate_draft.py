@@ -16,26 +16,26 @@ from simulate_language import VOCAB, Language
 from simulate_pool import CONTEXT, Memory, Pool
 from simulate_world import Actor, Costs
 
-import draft_service.burst.announce as announce
-import draft_service.burst.growth as growth
-import draft_service.burst.options as options
-import draft_service.burst.reroot as reroot
-import draft_service.burst.roster as roster
-import draft_service.burst.runner as runner
-import draft_service.engine as draft_engine
-from draft_service.burst.buckets import Buckets
-from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
-from draft_service.drafters.base import Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.lines import HeardOnLine
-from draft_service.reporter import SessionPeer
-from draft_service.requests import Requests
+import draft_service.engine.engine as draft_engine
+import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.growth as growth
+import outrider.drafting.model.options as options
+import outrider.drafting.model.publisher as announce
+import outrider.drafting.model.reroot as reroot
+import outrider.drafting.model.runner as runner
+from draft_service.engine.lines import HeardOnLine
+from draft_service.engine.reporter import SessionPeer
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.model.buckets import Buckets
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.host.garbage import Garbage
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
-from outrider.process.garbage import Garbage
-from outrider.process.part_codec import pack_verify
+from outrider.protocol.messages import DraftMessage, VerifyMessage
+from outrider.protocol.part_codec import pack_verify
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import DraftMessage, VerifyMessage
 
 _GLANCE = 3e-6
 """Seconds between two looks at a device that works."""
@@ -160,7 +160,7 @@ class ScriptedRunner(runner.Runner):
 
 
 class DraftInbox:
-    """Where the engine finds what verify sent: see draft_service.inbox."""
+    """Where the engine finds what verify sent: see draft_service.engine.inbox."""
 
     def __init__(self, actor: Actor) -> None:
         self.ended: set[int] = set()

@@ -31,26 +31,26 @@ from simulate_draft import DraftService
 from simulate_language import VOCAB, Language
 from simulate_world import Actor, Costs, Notes, VerifyInbox, World
 
-import draft_service.burst.announce as announce
-import draft_service.burst.growth as growth
-import draft_service.burst.launch as launch
-import draft_service.burst.options as options
-import draft_service.burst.roster as roster
-import verify_service.drafts as drafts
-import verify_service.engine as verify_engine
-import verify_service.expectations as expectations
-import verify_service.hold as hold
-import verify_service.link as link
+import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.growth as growth
+import outrider.drafting.model.launch as launch
+import outrider.drafting.model.options as options
+import outrider.drafting.model.publisher as announce
+import verify_service.engine.engine as verify_engine
+import verify_service.speculation.answer_tracker as expectations
+import verify_service.speculation.draft_wait as hold
+import verify_service.speculation.drafts as drafts
+import verify_service.speculation.link as link
 from outrider.buckets import TOKEN_BUCKETS
+from outrider.protocol.messages import DraftMessage
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from outrider.tree.messages import DraftMessage
-from verify_service.budget import CostModel
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.request import Request
-from verify_service.round import Entry, Result
-from verify_service.submission import Update
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.frames.submission import Update
+from verify_service.speculation.budget import CostModel
 
 _MODULES = (announce, growth, launch, options, roster, hold, drafts, link, expectations)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from verify_service.figures import RoundFigures
-from verify_service.inbox import Action
-from verify_service.round import Entry
-from verify_service.submission import Update
+from verify_service.engine.figures import RoundFigures
+from verify_service.engine.inbox import Action
+from verify_service.engine.round import Entry
+from verify_service.frames.submission import Update
 
 _USUAL_LEARN = 0.05
 """As verify's metrics have it."""
@@ -247,7 +247,7 @@ class Actor:
 
 
 class VerifyInbox:
-    """What has come for verify's engine: see verify_service.inbox."""
+    """What has come for verify's engine: see verify_service.engine.inbox."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor

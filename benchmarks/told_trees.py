@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from outrider.tree.messages import Grow
+from outrider.protocol.messages import Grow
 
 _MOST_TOKENS = 8
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider.training.eagle3 import Eagle3Head, HeadShape, default_feature_layers
-from outrider.training.eagle3_learner import Eagle3Learner
-from outrider.training.options import TrainerOptions
-from outrider.training.packing import PackedBatches
-from outrider.training.target import Target
-from outrider.training.texts import TextBatch, Texts, make_batch
-from outrider.training.trainer import Trainer
+from outrider_tools.training.eagle3 import Eagle3Head, HeadShape, default_feature_layers
+from outrider_tools.training.eagle3_learner import Eagle3Learner
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.packing import PackedBatches
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import TextBatch, Texts, make_batch
+from outrider_tools.training.trainer import Trainer
 
 WAYS = {
     "padded, eager": {"packed": False, "compile": False},

@@ -9,18 +9,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from draft_service.engine_process import EngineProcess
-from draft_service.metrics import DraftMetrics
-from draft_service.remote import RemoteEngine
-from draft_service.servicer import DraftServicer
-from draft_service.wire import Ready
+from draft_service.door.engine_process import DraftEngineProcess
+from draft_service.door.metrics import DraftMetrics
+from draft_service.door.remote import RemoteDraftEngine
+from draft_service.door.servicer import DraftServicer
+from draft_service.frames import Ready
 from outrider.config.base import parse_options
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
+from outrider.host.child import share_interpreter, until_stopped
 from outrider.logs import get_logger
 from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
-from outrider.process.child import share_interpreter, until_stopped
 from outrider.rpc.door import DoorOptions, door_options
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free
@@ -47,7 +47,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         check_free(options.address, "--address")
     was_open = options.speculative_algorithm == AUTO
     options = _choose(options)
-    process = await EngineProcess.start(options)
+    process = await DraftEngineProcess.start(options)
     try:
         ready = await process.ready(stop)
         if ready is None:
@@ -61,7 +61,7 @@ async def _serve_engine(
     options: DraftOptions,
     ways: DoorOptions,
     stop: asyncio.Event,
-    process: EngineProcess,
+    process: DraftEngineProcess,
     ready: Ready,
     *,
     may_leave_out: bool,
@@ -120,13 +120,13 @@ def _settle_memory() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
-async def drain(engine: RemoteEngine, seconds: float) -> None:
+async def drain(engine: RemoteDraftEngine, seconds: float) -> None:
     """Open nothing more and wait until the open requests are closed, at most so long."""
     with suppress(TimeoutError):
         await asyncio.wait_for(engine.drain(), seconds)
 
 
-def watch(metrics: DraftMetrics, engine: RemoteEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
+def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
     """Add the gauges of what is open now; `gauges` are the drafter's."""
     metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
     metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
@@ -136,5 +136,5 @@ def watch(metrics: DraftMetrics, engine: RemoteEngine, servicer: DraftServicer, 
         metrics.watch(f"outrider_draft_{name}", help, partial(_gauge, engine, name))
 
 
-def _gauge(engine: RemoteEngine, name: str) -> float:
+def _gauge(engine: RemoteDraftEngine, name: str) -> float:
     return engine.state.gauges.get(name, 0)

@@ -13,18 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from gateway.allowance import Allowance
-from gateway.catalogue import Catalogue
-from gateway.gate import Gate
-from gateway.metrics import CONTENT_TYPE, GatewayMetrics
-from gateway.replica import Replica
-from gateway.rest.app import RestApp
-from gateway.rest.generation import DOOR
-from gateway.rest.hosts import HostRule
-from gateway.rest.server import HttpServer
-from gateway.router import Router as VerifyRouter
-from gateway.service import Gateway
-from gateway.servicer import SERVICE_NAME, GatewayServicer
+from gateway.core.allowance import Allowance
+from gateway.core.catalogue import Catalogue
+from gateway.core.gate import Gate
+from gateway.core.metrics import CONTENT_TYPE, GatewayMetrics
+from gateway.core.replica import Replica
+from gateway.core.router import Router as VerifyRouter
+from gateway.core.service import Gateway
+from gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
+from gateway.http.app import RestApp
+from gateway.http.hosts import HostRule
+from gateway.http.server import HttpServer
+from gateway.openai.generation import DOOR
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.secrets import read_secret

@@ -10,26 +10,26 @@ from outrider import __version__
 from outrider.config.base import parse_options
 from outrider.config.secrets import read_secret
 from outrider.config.verify import VerifyOptions
+from outrider.host.child import share_interpreter, until_stopped
 from outrider.metrics import MetricsPage
 from outrider.models.store import served_name
-from outrider.process.child import share_interpreter, until_stopped
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.door import DoorOptions, door_options, peer_source
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free
 from outrider.rpc.transport import unix_path
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.messages import PROTOCOL_VERSION, Hello
 from outrider.v1 import verify_pb2, verify_pb2_grpc
-from verify_service.admission import Admission
-from verify_service.engine_process import EngineProcess
-from verify_service.feature_stream import Dial
-from verify_service.grammar_check import GrammarChecker
-from verify_service.metrics import VerifyMetrics
-from verify_service.remote import RemoteEngine
-from verify_service.servicer import VerifyServicer
-from verify_service.session import DraftDialer
-from verify_service.wire_engine import Ready
+from verify_service.door.admission import Admission
+from verify_service.door.engine_process import VerifyEngineProcess
+from verify_service.door.feature_stream import Dial
+from verify_service.door.grammar_check import GrammarChecker
+from verify_service.door.metrics import VerifyMetrics
+from verify_service.door.remote import RemoteVerifyEngine
+from verify_service.door.servicer import VerifyServicer
+from verify_service.door.session import DraftDialer
+from verify_service.frames.engine import Ready
 
 SERVICE = "outrider.v1.VerifyService"
 LAST_WORDS_SECONDS = 2.0
@@ -57,7 +57,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
         check_free(options.address, "--address")
     metrics = VerifyMetrics()
     with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
-        process = await EngineProcess.start(options, metrics.observe)
+        process = await VerifyEngineProcess.start(options, metrics.observe)
         try:
             ready = await process.ready(stop)
             if ready is None:
@@ -71,7 +71,7 @@ async def _serve_engine(
     options: VerifyOptions,
     ways: _Ways,
     stop: asyncio.Event,
-    process: EngineProcess,
+    process: VerifyEngineProcess,
     ready: Ready,
     metrics: VerifyMetrics,
     metrics_address: str,
@@ -143,7 +143,7 @@ def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, ready: Ready) -> Hello
     )
 
 
-def _load_report(engine: RemoteEngine, metrics: VerifyMetrics) -> verify_pb2.VerifyServiceGetLoadResponse:
+def _load_report(engine: RemoteVerifyEngine, metrics: VerifyMetrics) -> verify_pb2.VerifyServiceGetLoadResponse:
     return verify_pb2.VerifyServiceGetLoadResponse(
         num_running=engine.num_running,
         num_waiting=engine.num_waiting,

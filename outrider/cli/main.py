@@ -35,6 +35,9 @@ COMMANDS = {
     "version": "Print the version.",
 }
 
+TOOLS = ("bench", "convert", "doctor", "evaluate-draft", "inflate", "plan", "top", "train")
+"""Commands of `outrider_tools`, which is reached by name: serving needs nothing of it."""
+
 WITH_SERVICES = ("up", "chat", "demo", "doctor", "plan")
 """Commands that take the services' options."""
 
@@ -109,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"outrider.cli.{command.replace('-', '_')}")
+    package = "outrider_tools" if command in TOOLS else "outrider"
+    return importlib.import_module(f"{package}.cli.{command.replace('-', '_')}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

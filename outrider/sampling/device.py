@@ -26,9 +26,9 @@ from kernels.sampling_state import (
 from kernels.walk import walk
 from outrider.device import put
 from outrider.errors import InternalError
+from outrider.protocol.tokens import TokenLogprobs
 from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import TokenLogprobs
 
 
 def failure(error: int) -> InternalError:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.protocol.messages import Commit, Grow, Open
 from outrider.tree.guide import Guide
-from outrider.tree.messages import Commit, Grow, Open
 
 _LEAST = -sys.float_info.max
 """Edge scores are finite."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.tree.messages import FEATURE_ITEM_BYTES, Hello, LineOffer
+from outrider.protocol.messages import FEATURE_ITEM_BYTES, Hello, LineOffer
 from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 MAX_FEATURE_LAYERS = 8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.tree.messages import Grow, Int32s
+from outrider.protocol.messages import Grow, Int32s
 
 _MAX_ID = 2**32 - 1
 """Node ids travel as uint32."""

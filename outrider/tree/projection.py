@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import InvalidRequestError
-from outrider.tree.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES
+from outrider.protocol.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES
 
 PROJECTED = -1
 """Where layers are numbered: the product of some with a projection."""

@@ -18,12 +18,12 @@ from simulate_pool import Memory, Pool  # noqa: E402
 from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
 from simulate_world import Costs, World  # noqa: E402
 
-from draft_service.burst.buckets import Bucket  # noqa: E402
-from draft_service.burst.buffers import BurstInput, RerootInput  # noqa: E402
-from draft_service.burst.plan import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds  # noqa: E402
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens  # noqa: E402
 from kernels.frontier_state import Pool as DevicePool  # noqa: E402
 from kernels.reference import frontier  # noqa: E402
+from outrider.drafting.model.buckets import Bucket  # noqa: E402
+from outrider.drafting.model.buffers import BurstInput, RerootInput  # noqa: E402
+from outrider.drafting.model.plan import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds  # noqa: E402
 from outrider.tree.author import TreeAuthor  # noqa: E402
 
 LANGUAGE = Language()
@@ -227,7 +227,7 @@ def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: py
 def test_a_run_is_repeatable_and_times_leave_no_trace() -> None:
     (first, figures), (_, again) = simulate(), simulate()
     assert figures == again and first.world.verify.now < 60
-    import draft_service.burst.growth as growth
+    import outrider.drafting.model.growth as growth
 
     assert growth.perf_counter.__module__ == "time"
 

@@ -9,7 +9,7 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from draft_service.burst.plan import (
+from outrider.drafting.model.plan import (
     FORCED,
     Burst,
     BurstResult,

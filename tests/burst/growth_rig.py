@@ -11,16 +11,16 @@ import numpy as np
 from scripted_rows import Guesses, features_message
 from scripted_runner import ScriptedRunner
 
-from draft_service.burst.growth import BurstGrowth
-from draft_service.burst.plan import BurstShape
-from draft_service.drafters.base import AnyDrafter, Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.several import SeveralDrafters
-from draft_service.growers import Growers
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter, Needs
+from outrider.drafting.growers import Growers
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.growth import BurstGrowth
+from outrider.drafting.model.plan import BurstShape
+from outrider.drafting.several import SeveralDrafters
+from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.tree.mirror import TreeMirror
 
 VOCAB = 40

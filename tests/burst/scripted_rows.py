@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.protocol.messages import Features
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Features
 
 Guesses = list[tuple[int, float]]
 """Tokens and their natural-log chances, the best first."""

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
-from draft_service.burst.buckets import Buckets
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState, Seeds
+from outrider.drafting.model.buckets import Buckets
+from outrider.drafting.model.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState, Seeds
 
 if TYPE_CHECKING:
     from scripted_runner import ScriptedRunner

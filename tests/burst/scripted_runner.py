@@ -13,9 +13,9 @@ import numpy as np
 from scripted_rows import Model, Row, check, feature_of
 from scripted_run import Run
 
-from draft_service.burst.plan import Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.protocol.messages import Features
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Features
 
 
 class Pending:

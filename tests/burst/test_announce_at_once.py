@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from growth_rig import GOES_ON, VOCAB, Rig, continuation
 
-from draft_service.burst.announce import Announcer
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.publisher import NodePublisher
+from outrider.protocol.messages import Grow
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Grow
 
 
 class Notes:
@@ -79,9 +79,9 @@ def test_verify_is_told_the_same(monkeypatch: pytest.MonkeyPatch, num_requests: 
 def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(**GOES_ON)
     rig.open(1, [1, 2, 3], credit=300)
-    nodes, run, counts = rig.growth._forest.entries.nodes, Announcer.run, list[int]()
+    nodes, run, counts = rig.growth._forest.entries.nodes, NodePublisher.run, list[int]()
 
-    def watched(announcer: Announcer, *_: Any) -> None:
+    def watched(announcer: NodePublisher, *_: Any) -> None:
         for most in (5, 0):
             queue, before = announcer._queue, rig.requests.growth.num_live
             run(announcer, 0.0, lambda: False, most)
@@ -89,7 +89,7 @@ def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monke
             assert counts[-1] == min(len(queue), most or 64), "it is late already"
             assert (nodes[queue[: counts[-1]]] > 0).all() and (nodes[queue[counts[-1] :]] == -1).all()
 
-    monkeypatch.setattr(Announcer, "run", watched)
+    monkeypatch.setattr(NodePublisher, "run", watched)
     rig.settle()
     assert 5 in counts and max(counts) > 5
     rig.open_requests[1].check()

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from burst_host import Host
 
-from draft_service.burst.build import build_runner
-from draft_service.burst.torch_runner import TorchRunner
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
 

@@ -10,12 +10,12 @@ from draft_engine_thread import engine_thread
 from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
 
-from draft_service.drafters.base import Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.metrics import DraftMetrics
-from draft_service.session import Session
+from draft_service.door.metrics import DraftMetrics
+from draft_service.door.session import Session
 from outrider.config.draft import DraftOptions
-from outrider.tree.messages import Close, Commit, DraftMessage, Grow, Open
+from outrider.drafting.base import Needs
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.protocol.messages import Close, Commit, DraftMessage, Grow, Open
 
 
 class Heeding(Session):

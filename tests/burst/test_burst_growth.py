@@ -8,8 +8,8 @@ import pytest
 from growth_rig import Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
-from outrider.tree.messages import Grow
-from verify_service.health import PeerHealth
+from outrider.protocol.messages import Grow
+from verify_service.speculation.health import PeerHealth
 
 
 def best_paths(tokens: list[int], count: int, floor: float) -> list[float]:

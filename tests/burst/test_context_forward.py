@@ -7,9 +7,9 @@ import torch
 from burst_host import Host
 from test_runner import make_runner, prompt
 
-from draft_service.burst import context_forward
-from draft_service.burst.cuda_runner import CudaRunner
 from outrider.attention.prompts import PromptShape
+from outrider.drafting.model import context_forward
+from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.models.drafters.base import DraftModel
 
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_growth_with_model import Service
 
-from draft_service.burst.feature_store import FeatureStore
-from draft_service.feature_batch import with_rows
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.feature_batch import with_rows
+from outrider.drafting.model.feature_store import FeatureStore
 from outrider.models.drafters.base import DraftModel
-from outrider.tree.messages import DeclineReason, Features
+from outrider.protocol.messages import DeclineReason, Features
 
 
 def rig_of() -> Rig:

@@ -10,8 +10,8 @@ from growth_rig import GREEDY, Verify
 from test_growth_with_model import Service
 
 from outrider.models.drafters.base import DraftModel
+from outrider.protocol.messages import Features
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Features
 
 
 def send_features(service: Service, request: Verify, start: int, end: int, width: int) -> None:

@@ -7,9 +7,9 @@ import math
 import numpy as np
 from growth_rig import shape
 
-from draft_service.burst.forest import DraftForest
-from draft_service.burst.harvest import Harvest
-from draft_service.burst.plan import BurstResult
+from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.forest import DraftForest
+from outrider.drafting.model.plan import BurstResult
 
 FLOOR = math.log(0.001)
 
@@ -21,7 +21,7 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     forest.quotas[:] = 50
     lent = forest.slots.lend(np.array([1, 2]), np.array([20, 20]))
     first, second = forest.slots.stacks[1, lent.starts[0] : lent.ends[0]].tolist()[:2]
-    harvest = Harvest(np.array([forest.roots[1]]))
+    harvest = BurstCollector(np.array([forest.roots[1]]))
     below = np.nextafter(np.float32(FLOOR), np.float32(-np.inf))
 
     def part(at: int, entry: int, slot: int, edges: list[np.float32]) -> BurstResult:

@@ -10,10 +10,10 @@ from growth_rig import shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.burst.forest import DraftForest
-from draft_service.burst.harvest import Harvest
-from draft_service.burst.plan import BurstResult
-from draft_service.burst.reroot import Step, reroot
+from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.forest import DraftForest
+from outrider.drafting.model.plan import BurstResult
+from outrider.drafting.model.reroot import Step, reroot
 
 ROWS, BRANCHING, FLOOR = 4, 3, math.log(0.02)
 Path = tuple[int, ...]
@@ -83,7 +83,7 @@ class Both:
                 self.trees[row].edges[(*path, token)] = edge
             self.trees[row].slots[path] = slots[index]
         taken = np.array([[slots[index] for index in order]], np.int32)
-        self.forest.merge(Harvest(seeds), BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
+        self.forest.merge(BurstCollector(seeds), BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
 
     def follow(self, steps: dict[int, Path]) -> None:
         made = [Step(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]

@@ -8,10 +8,10 @@ from growth_steps import act, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters.base import Needs, build_drafter
-from draft_service.drafters.ngram import NgramDrafter
-from draft_service.drafters.several import SeveralDrafters
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs, build_drafter
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.several import SeveralDrafters
 from outrider.errors import ConfigError
 from outrider.tree.author import TreeAuthor
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from growth_rig import GREEDY, Peer, Verify, shape
 
-from draft_service.burst.forest import DraftForest
-from draft_service.burst.harvest import Harvest
-from draft_service.burst.plan import BurstResult
-from draft_service.burst.runner import RunnerOptions
-from draft_service.burst.torch_runner import TorchRunner
-from draft_service.drafters.base import Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.forest import DraftForest
+from outrider.drafting.model.plan import BurstResult
+from outrider.drafting.model.runner import RunnerOptions
+from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
+from outrider.protocol.messages import Commit, Open
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Commit, Open
 from outrider.tree.mirror import TreeMirror, token_array
 
 CREDIT = 24
@@ -103,7 +103,7 @@ def test_a_tree_in_lockstep_has_a_level_for_each_step(
     ran: list[bool] = []
     merge = DraftForest.merge
 
-    def note(forest: DraftForest, harvest: Harvest, result: BurstResult) -> None:
+    def note(forest: DraftForest, harvest: BurstCollector, result: BurstResult) -> None:
         ran.extend((result.picked >= 0).any(1).tolist())
         merge(forest, harvest, result)
 

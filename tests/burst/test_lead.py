@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from draft_service.burst.options import GrowthOptions
-from draft_service.burst.runner import Runner
+from outrider.drafting.model.options import GrowthOptions
+from outrider.drafting.model.runner import Runner
 
 
 class Launches:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from draft_service.burst.buckets import Bucket
-from draft_service.burst.runner import Pending
+from outrider.drafting.model.buckets import Bucket
+from outrider.drafting.model.runner import Pending
 
 
 class Event:

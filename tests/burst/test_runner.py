@@ -12,13 +12,13 @@ import pytest
 import torch
 from burst_host import RESULT_FIELDS, Host, Node
 
-from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.plan import BurstShape, Extent
-from draft_service.burst.runner import Runner, RunnerOptions
-from draft_service.burst.torch_runner import TorchRunner
 from outrider.attention.base import TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
+from outrider.drafting.model.cuda_runner import CudaRunner
+from outrider.drafting.model.plan import BurstShape, Extent
+from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.params import SamplingParams
 
@@ -339,7 +339,7 @@ def test_calls_take_effect_in_their_order(make: Make, plain_model: DraftModel) -
 
 
 def test_projected_features(make: Make, feature_model: DraftModel) -> None:
-    from outrider.tree.messages import Features
+    from outrider.protocol.messages import Features
 
     host = make(feature_model)
     raw = torch.randn(3, 2 * feature_model.hidden_size)

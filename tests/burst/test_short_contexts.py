@@ -8,7 +8,7 @@ import pytest
 from burst_host import Host
 from test_runner import make_runner, prompt
 
-from draft_service.burst.buckets import SHORT_WIDTH, Bucket, Buckets
+from outrider.drafting.model.buckets import SHORT_WIDTH, Bucket, Buckets
 from outrider.models.drafters.base import DraftModel
 
 SHORT = 12
@@ -27,7 +27,7 @@ def test_who_gets_such_steps(model: DraftModel) -> None:
 
 def test_they_find_what_the_model_finds(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a request outgrows them, or a second one joins."""
-    monkeypatch.setattr("draft_service.burst.runner.short_context", lambda model: SHORT)
+    monkeypatch.setattr("outrider.drafting.model.runner.short_context", lambda model: SHORT)
     host = Host(make_runner("cuda", model, branching=2), model)
     host.open(0, prompt(SHORT))
     seen = []

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from draft_service.burst.host_frontier import HostFrontier
-from draft_service.burst.options import GrowthOptions
-from draft_service.burst.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.host_frontier import HostFrontier
+from outrider.drafting.model.options import GrowthOptions
+from outrider.drafting.model.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
 
 REGION = 32
 

@@ -13,12 +13,12 @@ from outrider.cli.main import main
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
-from outrider.doctor import machine
-from outrider.doctor.doors import check_doors, check_exposure
-from outrider.doctor.finding import Finding, Level
-from outrider.doctor.machine import check_disk
-from outrider.doctor.models import check_devices, check_models
 from outrider.models.shipped import shipped_head
+from outrider_tools.doctor import machine
+from outrider_tools.doctor.doors import check_doors, check_exposure
+from outrider_tools.doctor.finding import Finding, Level
+from outrider_tools.doctor.machine import check_disk
+from outrider_tools.doctor.models import check_devices, check_models
 
 ELSEWHERE = [f"--{name}-address=127.0.0.1:0" for name in ("gateway", "verify", "draft")]
 ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draft-metrics-address="]
@@ -104,7 +104,7 @@ def test_doors_that_others_can_reach_without_key_or_tls_are_warned_of(tmp_path: 
 
 def look(target: Path, draft: DraftOptions | None = None) -> str:
     """What the probe finds wrong, without a process of its own."""
-    from outrider.doctor.probe import look_at_models  # imports torch
+    from outrider_tools.doctor.probe import look_at_models  # imports torch
 
     asked = {"target": str(target), "draft": asdict(draft) | {"target_model_path": str(target)} if draft else None}
     found = look_at_models(asked)

@@ -122,7 +122,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     import torch
 
     from outrider.models.llama import LlamaFamily
-    from verify_service.device import kv_tokens, num_parameters
+    from verify_service.executors.device import kv_tokens, num_parameters
 
     config = ModelConfig.from_folder(llama_8b)
     options = VerifyOptions(max_running_requests=16, max_draft_tokens=31, mem_fraction_static=0.8)
@@ -139,7 +139,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     ("running", "nodes", "most"), [(32, 63, 64), (1, 0, 64), (16, 31, 8), (100, 63, 64), (48, 200, 32)]
 )
 def test_graphs_are_counted_as_they_are_captured(running: int, nodes: int, most: int) -> None:
-    from verify_service.buckets import Buckets
+    from verify_service.executors.buckets import Buckets
 
     options = VerifyOptions(max_running_requests=running, max_draft_tokens=nodes, cuda_graph_max_bs=most)
     captured = [one for one in Buckets(running + nodes, running).all() if one.rows <= most]

@@ -17,15 +17,15 @@ import pytest
 from rich.console import Console
 from service_process import wait_until
 
-from outrider.bench.clients import Ask, GrpcClient
-from outrider.bench.runner import Point, run_point
-from outrider.bench.workload import Prompt, RandomLengths, random_prompts
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
-from outrider.cli.top import Watch, line_of, page_url, picture_of
-from outrider.cli.top_figures import View, view_of
 from outrider.errors import ConfigError
 from outrider.metrics_page import Page
+from outrider_tools.bench.clients import Ask, GrpcClient
+from outrider_tools.bench.runner import Point, run_point
+from outrider_tools.bench.workload import Prompt, RandomLengths, random_prompts
+from outrider_tools.cli.top import Watch, line_of, page_url, picture_of
+from outrider_tools.cli.top_figures import View, view_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 
+from draft_service.door.metrics import DraftMetrics
+from draft_service.frames import State
 from draft_service.main import watch
-from draft_service.metrics import DraftMetrics
-from draft_service.wire import State
-from gateway.metrics import GatewayMetrics
-from verify_service.metrics import VerifyMetrics
-from verify_service.wire_engine import PeerPart, Snapshot
+from gateway.core.metrics import GatewayMetrics
+from verify_service.door.metrics import VerifyMetrics
+from verify_service.frames.engine import PeerPart, Snapshot
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")

@@ -11,9 +11,9 @@ import pytest
 from draft_door import Door, serve_door
 from draft_fakes import SignallingDrafter
 
-from draft_service.drafters.base import AnyDrafter
-from draft_service.feature_ring import MemoryMapper
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.model.feature_ring import MemoryMapper
 
 # The ends of a ring are the same on both sides.
 sys.path.append(str(Path(__file__).parent.parent / "verify"))

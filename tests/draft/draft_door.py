@@ -10,16 +10,16 @@ import grpc
 from draft_engine_thread import EngineThread, engine_thread
 from draft_fakes import VOCAB
 
-from draft_service.drafters.base import AnyDrafter
-from draft_service.feature_ring import MemoryMapper
-from draft_service.metrics import DraftMetrics
-from draft_service.servicer import DraftServicer
+from draft_service.door.metrics import DraftMetrics
+from draft_service.door.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.protocol.codec import decode_draft, encode_verify
+from outrider.protocol.messages import PROTOCOL_VERSION, DraftMessage, Hello, VerifyMessage
 from outrider.rpc.channel import open_channel
-from outrider.rpc.codec import decode_draft, encode_verify
 from outrider.rpc.server import GrpcServer
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.messages import PROTOCOL_VERSION, DraftMessage, Hello, VerifyMessage
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, model="target", vocab_size=VOCAB)

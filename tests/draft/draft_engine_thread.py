@@ -9,20 +9,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from draft_service.drafters.base import AnyDrafter
-from draft_service.feature_ring import MemoryMapper
-from draft_service.remote import RemoteEngine, RemoteFeatures
-from draft_service.wire import features_from_door, from_door
-from draft_service.worker import Built, serve_engine
+from draft_service.door.remote import RemoteDraftEngine, RemoteFeatures
+from draft_service.engine.worker import Built, serve_engine
+from draft_service.frames import features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.process.pipe import Pipe
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.host.pipe import Pipe
 
 
 @dataclass
 class EngineThread:
     """The door's ends, and how the engine ended."""
 
-    remote: RemoteEngine
+    remote: RemoteDraftEngine
     features: RemoteFeatures
     exit_codes: list[int]
 
@@ -43,7 +43,7 @@ async def engine_thread(
     thread = threading.Thread(target=run, name="draft-engine")
     thread.start()
     loop = asyncio.get_running_loop()
-    _, remote = await loop.create_unix_connection(RemoteEngine, sock=ours)
+    _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
     _, features = await loop.create_unix_connection(RemoteFeatures, sock=our_features)
     try:
         await asyncio.wait_for(remote.ready(), 20)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from draft_service.drafters.base import Candidate, Drafter, DraftRequest, FrontierNode
+from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
+from outrider.protocol.messages import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
 from outrider.tree.mirror import TreeMirror
 
 VOCAB = 100

@@ -18,12 +18,12 @@ import pytest
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
 
-from outrider.host import host_id
-from outrider.process.line import DraftBatch, Line, LineUp, VerifyBatch, dial
-from outrider.process.part_codec import pack_verify, unpack_drafts
-from outrider.process.parts import ClosePart, GrowPart
+from outrider.host.line import DraftBatch, Line, LineUp, VerifyBatch, dial
+from outrider.host.machine import host_id
+from outrider.protocol.messages import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
+from outrider.protocol.part_codec import pack_verify, unpack_drafts
+from outrider.protocol.parts import ClosePart, GrowPart
 from outrider.rpc.channel import open_channel
-from outrider.tree.messages import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
 
+from outrider.protocol.messages import Grow, Hello
 from outrider.rpc.channel import open_channel
-from outrider.tree.messages import Grow, Hello
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def test_options_that_do_not_fit_end_the_process_with_one_line() -> None:
 
 def test_the_service_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, draft_service.main; from draft_service.drafters.base import build_drafter;"
+        "import sys, draft_service.main; from outrider.drafting.base import build_drafter;"
         "from outrider.config.draft import DraftOptions; build_drafter(DraftOptions());"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'triton')))"
     )

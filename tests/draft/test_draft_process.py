@@ -15,13 +15,13 @@ from draft_door import Stream
 from draft_fakes import open_message
 from service_process import engine_of, is_gone, start_door, wait_until
 
-from draft_service import engine_process
-from draft_service.engine_process import EngineProcess
+from draft_service.door import engine_process
+from draft_service.door.engine_process import DraftEngineProcess
 from outrider.config.draft import DraftOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError
+from outrider.protocol.messages import Close, Decline, DeclineReason, Grow, Hello
 from outrider.rpc.channel import open_channel
-from outrider.tree.messages import Close, Decline, DeclineReason, Grow, Hello
 
 NGRAM = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="")
 
@@ -38,7 +38,7 @@ async def decline_or_none(stream: Stream) -> Decline | None:
 
 
 async def test_an_engine_serves_until_it_is_stopped() -> None:
-    process = await EngineProcess.start(NGRAM)
+    process = await DraftEngineProcess.start(NGRAM)
     try:
         ready = await process.ready(asyncio.Event())
         assert ready is not None and ready.profile.sources == ("ngram", "ngram_shared")
@@ -55,7 +55,7 @@ async def test_an_engine_serves_until_it_is_stopped() -> None:
 
 
 async def test_options_that_cannot_be_met_come_back_as_one_line() -> None:
-    process = await EngineProcess.start(DraftOptions(speculative_algorithm=("NOBODY",)))
+    process = await DraftEngineProcess.start(DraftOptions(speculative_algorithm=("NOBODY",)))
     try:
         with pytest.raises(ConfigError, match="NOBODY"):
             await process.ready(asyncio.Event())
@@ -65,7 +65,7 @@ async def test_options_that_cannot_be_met_come_back_as_one_line() -> None:
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
-    process = await EngineProcess.start(NGRAM)
+    process = await DraftEngineProcess.start(NGRAM)
     try:
         with pytest.raises(InternalError, match="exit code 1"):
             await process.ready(asyncio.Event())
@@ -74,7 +74,7 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
 
 
 async def test_an_engine_that_is_told_nonsense_ends_and_the_door_hears_of_it() -> None:
-    process = await EngineProcess.start(NGRAM)
+    process = await DraftEngineProcess.start(NGRAM)
     try:
         await process.ready(asyncio.Event())
         assert process.engine._transport is not None

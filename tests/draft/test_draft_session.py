@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from draft_service.session import Session
+from draft_service.door.session import Session
 from outrider.errors import OverloadedError
-from outrider.tree.messages import Decline, DeclineReason
+from outrider.protocol.messages import Decline, DeclineReason
 
 
 def decline(number: int) -> Decline:

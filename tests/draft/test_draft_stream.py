@@ -11,16 +11,16 @@ import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import VOCAB, SignallingDrafter, commit_message, open_message
 
-from draft_service.drafters.base import Needs
-from draft_service.drafters.ngram import NgramDrafter
+from draft_service.door.profile import describe
+from draft_service.door.servicer import DraftServicer
 from draft_service.main import drain
-from draft_service.profile import describe
-from draft_service.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.errors import OutriderError, OverloadedError
-from outrider.rpc.codec import encode_verify
+from outrider.protocol.codec import encode_verify
+from outrider.protocol.messages import Close, Decline, DeclineReason, Grow, Hello
 from outrider.rpc.status import error_from_rpc
-from outrider.tree.messages import Close, Decline, DeclineReason, Grow, Hello
 from outrider.v1 import draft_pb2
 
 Serve = Callable[..., Awaitable[Door]]

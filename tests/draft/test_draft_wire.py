@@ -12,12 +12,12 @@ import pytest
 from draft_engine_thread import engine_thread
 from draft_fakes import GREEDY, SignallingDrafter, commit_message, open_message
 
-from draft_service.inbox import Inbox
-from draft_service.metrics import DraftMetrics
-from draft_service.profile import Profile
-from draft_service.remote import RemoteEngine
-from draft_service.session import Session
-from draft_service.wire import (
+from draft_service.door.metrics import DraftMetrics
+from draft_service.door.profile import Profile
+from draft_service.door.remote import RemoteDraftEngine
+from draft_service.door.session import Session
+from draft_service.engine.inbox import DraftInbox
+from draft_service.frames import (
     GROWTH_SECONDS,
     FeaturesFromDoor,
     FromDoor,
@@ -36,10 +36,10 @@ from draft_service.wire import (
     from_engine,
 )
 from outrider.config.draft import DraftOptions
-from outrider.process.frames import FrameReader, pack
-from outrider.process.part_codec import pack_features, pack_ring, unpack_features, unpack_ring
-from outrider.process.pipe import Pipe
-from outrider.tree.messages import Decline, FeatureRing, Features, Grow
+from outrider.host.frames import FrameReader, pack
+from outrider.host.pipe import Pipe
+from outrider.protocol.messages import Decline, FeatureRing, Features, Grow
+from outrider.protocol.part_codec import pack_features, pack_ring, unpack_features, unpack_ring
 
 
 def crossed(frame: FromDoor) -> FromDoor:
@@ -51,7 +51,7 @@ def crossed(frame: FromDoor) -> FromDoor:
 class Wire:
     """The engine's inbox and the door's bare sockets."""
 
-    inbox: Inbox
+    inbox: DraftInbox
     door: socket.socket
     features: socket.socket
 
@@ -63,7 +63,7 @@ class Wire:
 def wire() -> Iterator[Wire]:
     (ours, theirs), (our_features, their_features) = socket.socketpair(), socket.socketpair()
     with ours, theirs, our_features, their_features:
-        inbox = Inbox(Pipe(theirs, from_door), Pipe(their_features, features_from_door))
+        inbox = DraftInbox(Pipe(theirs, from_door), Pipe(their_features, features_from_door))
         yield Wire(inbox, ours, our_features)
 
 
@@ -201,7 +201,7 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
     told: list[str] = []
     loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
     with theirs:
-        _, remote = await loop.create_unix_connection(RemoteEngine, sock=ours)
+        _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
         theirs.sendall(pack(Ready(Profile(("ngram",)))))
         await remote.ready()
         drained = remote.drain()

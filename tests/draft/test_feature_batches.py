@@ -14,9 +14,9 @@ from shared_file import MappedFile
 from test_feature_ring_stream import Mapper, make_ring
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
-from draft_service.feature_batch import PartOfRows, with_rows
-from outrider.rpc.feature_codec import encode_batch
-from outrider.tree.messages import MAX_FEATURE_PIECES, Features
+from outrider.drafting.model.feature_batch import PartOfRows, with_rows
+from outrider.protocol.feature_codec import encode_batch
+from outrider.protocol.messages import MAX_FEATURE_PIECES, Features
 
 Serve = Callable[..., Awaitable[Door]]
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from draft_service import feature_door
-from draft_service.feature_door import FeatureInflow
+from draft_service.door import feature_door
+from draft_service.door.feature_door import FeatureInflow
 
 
 async def test_messages_are_released_in_order_whatever_order_the_engine_takes() -> None:

@@ -14,9 +14,9 @@ from draft_door import Door
 from shared_file import MappedFile, SharedFile
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
-from draft_service.feature_ring import map_ring
-from outrider.host import host_id
-from outrider.tree.messages import MAGIC_BYTES, FeatureRing
+from outrider.drafting.model.feature_ring import map_ring
+from outrider.host.machine import host_id
+from outrider.protocol.messages import MAGIC_BYTES, FeatureRing
 
 Serve = Callable[..., Awaitable[Door]]
 SIZE = 4096

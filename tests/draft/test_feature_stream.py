@@ -11,11 +11,10 @@ import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import ScriptedDrafter, SignallingDrafter, open_message
 
-from draft_service.drafters.base import Needs
+from outrider.drafting.base import Needs
 from outrider.errors import OutriderError
-from outrider.rpc.feature_codec import decode_response, encode_begin, encode_features
-from outrider.rpc.status import error_from_rpc
-from outrider.tree.messages import (
+from outrider.protocol.feature_codec import decode_response, encode_begin, encode_features
+from outrider.protocol.messages import (
     MAX_FEATURE_BYTES,
     Close,
     FeatureRing,
@@ -26,6 +25,7 @@ from outrider.tree.messages import (
     Grow,
     Hello,
 )
+from outrider.rpc.status import error_from_rpc
 from outrider.tree.projection import Projection, ProjectionPart, ProjectionReader, name_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 

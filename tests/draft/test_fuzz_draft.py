@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proto_fuzz import check, fuzz, messages, wire
 
-from draft_service.drafters.base import Drafter, Needs
-from draft_service.drafters.ngram import NgramDrafter
 from outrider.config.draft import DraftOptions
-from outrider.rpc.codec import encode_verify
-from outrider.tree.messages import Features, Grow, Hello
+from outrider.drafting.base import Drafter, Needs
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.protocol.codec import encode_verify
+from outrider.protocol.messages import Features, Grow, Hello
 from outrider.v1 import draft_pb2
 
 pytestmark = pytest.mark.usefixtures("nothing_fails")

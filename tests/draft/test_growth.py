@@ -10,10 +10,10 @@ from draft_fakes import GREEDY, VOCAB, Guesses, RecordingPeer, ScriptedDrafter, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.drafters.base import FrontierNode
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
-from outrider.tree.messages import Grow, Pause, Resume
+from outrider.drafting.base import FrontierNode
+from outrider.protocol.messages import Grow, Pause, Resume
 from outrider.tree.mirror import TreeMirror
 
 FOREVER = math.inf

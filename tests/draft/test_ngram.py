@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.drafters.base import Candidate, DraftRequest, FrontierNode, build_drafter, register
-from draft_service.drafters.ngram import NgramDrafter
-from draft_service.drafters.noise_trust import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Candidate, DraftRequest, FrontierNode, build_drafter, register
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.ngram.noise_trust import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.errors import ConfigError
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
@@ -276,7 +276,7 @@ def test_an_unknown_drafter_is_refused_by_name() -> None:
 
 
 def test_a_drafter_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draft_service.drafters.base._FACTORIES", {})
+    monkeypatch.setattr("outrider.drafting.base._FACTORIES", {})
     register("OWN", NgramDrafter)
     assert isinstance(build_drafter(DraftOptions(speculative_algorithm=("OWN",))), NgramDrafter)
 

@@ -11,15 +11,15 @@ import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import SignallingDrafter, open_message
 
-from draft_service.drafters.base import Needs
-from draft_service.drafters.ngram import NgramDrafter
-from draft_service.drafters.several import SeveralDrafters
-from draft_service.handshake import own_hello
+from draft_service.door.handshake import own_hello
+from draft_service.door.profile import describe
 from draft_service.main import _choose
-from draft_service.profile import describe
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.several import SeveralDrafters
+from outrider.protocol.messages import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
-from outrider.tree.messages import Close, Grow, Hello
 
 Serve = Callable[..., Awaitable[Door]]
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from draft_fakes import GREEDY, VOCAB, RecordingPeer, ScriptedDrafter, commit_message, open_message
 
-from draft_service.drafters.ngram import NgramDrafter
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.protocol.messages import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
 from outrider.tree.author import Outcome
-from outrider.tree.messages import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
 from outrider.tree.mirror import TreeMirror
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters.trie import State, Trie
+from outrider.drafting.ngram.trie import State, Trie
 
 DEPTH = 5
 ROOMY = 10_000

@@ -6,16 +6,16 @@ import math
 
 import torch
 
-from draft_service.burst.build import build_runner
-from draft_service.drafters.base import AnyDrafter, Needs
-from draft_service.drafters.model import ModelDrafter
-from draft_service.requests import Requests
+from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter, Needs
+from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.drafter import ModelDrafter
 from outrider.models.drafters.base import DraftModel
+from outrider.protocol.messages import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms
-from outrider.tree.messages import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
 
 
 def drafter_of(model: DraftModel, options: DraftOptions) -> ModelDrafter:
@@ -33,7 +33,7 @@ class InProcessDraft:
     turns for each thing that it is told.
     """
 
-    def __init__(self, engine: Engine, drafter: AnyDrafter, options: DraftOptions, turns: int = 1000) -> None:
+    def __init__(self, engine: VerifyEngine, drafter: AnyDrafter, options: DraftOptions, turns: int = 1000) -> None:
         self.address = "in-process"
         self.vocab_size = engine.limits.vocab_size
         self.parts: frozenset[int] | None = None

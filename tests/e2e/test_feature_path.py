@@ -16,11 +16,11 @@ from draft_fakes import ScriptedDrafter
 from feature_draft import random_projection, true_features
 from tokenizers import Tokenizer, models
 
-from draft_service.drafters.base import DraftRequest, Needs
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.drafting.base import DraftRequest, Needs
+from outrider.protocol.messages import Features
 from outrider.rpc.channel import open_channel
-from outrider.tree.messages import Features
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.main import serve
 

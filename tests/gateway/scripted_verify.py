@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.tokenizer import Tokenizer
+from gateway.core.tokenizer import Tokenizer
 from outrider.errors import OutriderError
 from outrider.rpc.call import client
 from outrider.rpc.server import GrpcServer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gateway.http import reference
+from gateway.http.app import RestApp
+from gateway.http.openapi import openapi
 from gateway.main import build_gateway
-from gateway.rest import reference
-from gateway.rest.app import RestApp
-from gateway.rest.openapi import openapi
 from outrider.config.gateway import GatewayOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

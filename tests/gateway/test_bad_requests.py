@@ -11,7 +11,7 @@ from gateway_world import World, open_world
 from pydantic import BaseModel, ValidationError
 from scripted_verify import CONTEXT, ScriptedVerify
 
-from gateway.rest.requests import ChatCompletionRequest, CompletionRequest
+from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
 from outrider.errors import OverloadedError
 
 CHAT = "/v1/chat/completions"

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify
 from starlette.requests import Request
 
-import gateway.rest.body as body_module
-from gateway.rest.body import BodyReader
-from gateway.rest.json_size import count_json
+import gateway.http.body as body_module
+from gateway.http.body import BodyReader
+from gateway.http.json_size import count_json
 from outrider.errors import OverloadedError
 
 TEXT = "/v1/completions"

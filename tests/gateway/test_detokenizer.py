@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
-from gateway.detokenizer import WindowDetokenizer
-from gateway.tokenizer import Tokenizer
+from gateway.core.detokenizer import WindowDetokenizer
+from gateway.core.tokenizer import Tokenizer
 
 KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
 

@@ -13,9 +13,9 @@ import pytest
 from gateway_world import World, open_world, until
 from scripted_verify import MODEL, ScriptedVerify, VerifyHost
 
+from gateway.http.app import RestApp
+from gateway.http.server import HttpServer
 from gateway.main import build_gateway
-from gateway.rest.app import RestApp
-from gateway.rest.server import HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.channel import open_channel

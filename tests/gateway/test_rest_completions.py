@@ -6,7 +6,7 @@ import pytest
 from gateway_world import World
 from scripted_verify import MODEL
 
-from gateway.rest.responses import ChatCompletion, Completion, ErrorBody, ModelList
+from gateway.openai.responses import ChatCompletion, Completion, ErrorBody, ModelList
 
 
 async def test_every_form_of_prompt_is_taken(world: World) -> None:

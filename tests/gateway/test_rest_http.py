@@ -9,7 +9,7 @@ import pytest
 from gateway_world import World, open_world, until
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.rest.server import HttpServer
+from gateway.http.server import HttpServer
 from outrider import __version__
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError

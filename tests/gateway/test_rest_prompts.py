@@ -15,14 +15,14 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.admission import ServedModel
-from gateway.allowance import Allowance
-from gateway.gate import Gate
-from gateway.metrics import GatewayMetrics
-from gateway.rest.body import BodyReader
-from gateway.rest.text import TokenizeRoute
-from gateway.service import Gateway
-from gateway.tokenizer import Tokenizer
+from gateway.core.admission import ServedModel
+from gateway.core.allowance import Allowance
+from gateway.core.gate import Gate
+from gateway.core.metrics import GatewayMetrics
+from gateway.core.service import Gateway
+from gateway.core.tokenizer import Tokenizer
+from gateway.http.body import BodyReader
+from gateway.http.text import TokenizeRoute
 from outrider.errors import OverloadedError
 
 PROMPT = "Grüße aus 東京 🙂"

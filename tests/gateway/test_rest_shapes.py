@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.admission import ServedModel, admit
-from gateway.events import Delta, Token
-from gateway.request import GenerateRequest
-from gateway.rest.shapes import ChatShape
-from outrider.tokens import RoundTree, TokenLogprobs, TokenOrigin
+from gateway.core.admission import ServedModel, admit
+from gateway.core.events import Delta, Token
+from gateway.core.request import GenerateRequest
+from gateway.openai.shapes import ChatShape
+from outrider.protocol.tokens import RoundTree, TokenLogprobs, TokenOrigin
 
 
 @pytest.mark.parametrize("what", ["logprobs", "trees"])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.replica import Replica, ReplicaState
-from gateway.router import Router
+from gateway.core.replica import Replica, ReplicaState
+from gateway.core.router import Router
 from outrider.errors import UnavailableError
 
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from outrider.models.base import CausalLM
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors.cuda import CudaExecutor
 
 # Engine and runners are driven on a GPU as they are on a CPU.
 for _folder in ("verify", "burst", "models"):
     sys.path.append(str(Path(__file__).parent.parent / _folder))
 
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[Engine, CudaExecutor]]
+Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +46,9 @@ def start() -> Iterator[Start]:
     """Makes engines and starts them; in the end nothing may be left in them."""
     from cuda_harness import make_paged_engine
 
-    made: list[Engine] = []
+    made: list[VerifyEngine] = []
 
-    def begin(model: CausalLM, **options: object) -> tuple[Engine, CudaExecutor]:
+    def begin(model: CausalLM, **options: object) -> tuple[VerifyEngine, CudaExecutor]:
         engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
         made.append(engine)
         engine.start()

@@ -8,10 +8,10 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from draft_service.burst.cuda_memory import CudaMemory
-from draft_service.feature_ring import map_ring
-from outrider.tree.messages import FeatureRing
-from verify_service.feature_ring import RingPool, share_device_memory
+from outrider.drafting.model.cuda_memory import CudaMemory
+from outrider.drafting.model.feature_ring import map_ring
+from outrider.protocol.messages import FeatureRing
+from verify_service.features.ring import RingPool, share_device_memory
 
 _SPAWN = multiprocessing.get_context("spawn")
 

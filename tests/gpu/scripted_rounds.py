@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from cuda_harness import VOCAB
 from harness import Answer, make_request
 
+from outrider.protocol.tokens import TokenLogprobs
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import TokenLogprobs
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.memory import Memory
-from verify_service.request import Request
-from verify_service.round import Entry, Nodes
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Nodes
+from verify_service.executors.cuda import CudaExecutor
 
 Jobs = Sequence[tuple[Sequence[int], SamplingParams]]
 Said = list[tuple[list[int], list[TokenLogprobs]]]

@@ -12,12 +12,12 @@ from burst_host import RESULT_FIELDS, Host
 from tiny_drafts import FeatureDraft, chain_draft
 from tiny_models import save_tiny
 
-from draft_service.burst.build import build_runner
-from draft_service.burst.cuda_runner import CudaRunner
-from draft_service.burst.plan import BurstResult, BurstShape
-from draft_service.burst.runner import RunnerOptions
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.cuda_runner import CudaRunner
+from outrider.drafting.model.plan import BurstResult, BurstShape
+from outrider.drafting.model.runner import RunnerOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
@@ -129,7 +129,7 @@ def test_a_lone_request_has_more_candidates(folder: Path) -> None:
 def test_a_lone_request_outgrows_short_contexts(
     folder: Path, kind: str, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draft_service.burst.runner.short_context", lambda model: limit)
+    monkeypatch.setattr("outrider.drafting.model.runner.short_context", lambda model: limit)
     host = Host(make_runner(draft(folder, kind, dtype, "cuda")), draft(folder, kind, torch.float32, "cpu"))
     host.tolerance = TOLERANCE[dtype]
     # A draft's own features are rounded further from step to step.

@@ -20,11 +20,11 @@ from outrider.errors import ConfigError, InternalError
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
-from verify_service.parts import build, load
-from verify_service.request import Request
-from verify_service.submission import Update
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.parts import build, load
+from verify_service.engine.request import Request
+from verify_service.executors.cuda import CudaExecutor
+from verify_service.frames.submission import Update
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ SIZES = {"max_running": 8, "max_round_tokens": 32, "max_nodes": 24}
 
 
 class Running(NamedTuple):
-    engine: Engine
+    engine: VerifyEngine
     executor: CudaExecutor
 
 
@@ -110,7 +110,7 @@ def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(tmp_path: Pat
         assert said(others) == said(expected)
 
 
-def cancel_after(engine: Engine, request: Request, num_updates: int) -> None:
+def cancel_after(engine: VerifyEngine, request: Request, num_updates: int) -> None:
     """Have a request cancelled at its first update, its second, ...; it may have ended by then."""
     left = num_updates
 
@@ -220,6 +220,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 16, 1 << 30))
-    monkeypatch.setattr("verify_service.parts.load_model", None)
+    monkeypatch.setattr("verify_service.engine.parts.load_model", None)
     with pytest.raises(ConfigError, match=r"the weights take .* in bfloat16.* choose a smaller model"):
         load(options(folder, dtype="bfloat16"))

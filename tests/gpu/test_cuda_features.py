@@ -12,17 +12,17 @@ from harness import Answer, run_all, tokens
 from local_draft import oracle
 
 from outrider.models.base import CausalLM
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors.cuda import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
 LAYERS = (0, 1, 3)
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[Engine, CudaExecutor]]
+Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
 
 
-def guessing(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
+def guessing(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
     return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_does_not_fit_leaves_the_engine_as_it_was(
     model = small_models(dtype=torch.float32)
     engine, _ = start(model)
     truth = run_all(engine, jobs(), speculate=False)
-    monkeypatch.setattr("verify_service.cuda_executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.cuda.FeatureStore", fail)
     draft = guessing(engine, truth)
     draft.connect()
     assert tokens(run_all(engine, jobs())) == tokens(truth)

@@ -13,7 +13,7 @@ from local_draft import LocalDraft
 from tiny_grammar import VOCAB, text_of, tiny_vocabulary
 
 from outrider.models.base import CausalLM
-from outrider.tokens import FinishReason
+from outrider.protocol.tokens import FinishReason
 
 pytestmark = pytest.mark.gpu
 

@@ -13,19 +13,19 @@ from harness import run_all, tokens
 from local_draft import oracle
 from ring_reader import Offerer, Reader
 
-from draft_service.burst.cuda_memory import CudaMemory
-from draft_service.feature_ring import map_ring
 from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
+from outrider.drafting.model.cuda_memory import CudaMemory
+from outrider.drafting.model.feature_ring import map_ring
 from outrider.models.base import CausalLM
-from outrider.tree.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
-from verify_service.feature_ring import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
+from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors.cuda import CudaExecutor
+from verify_service.features.ring import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
 
 LAYERS = (0, 1, 3)
 WHERE = [pytest.param("cuda:0", marks=pytest.mark.gpu), pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[Engine, CudaExecutor]]
+Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
 MakeReader = Callable[[str], Reader]
 
 

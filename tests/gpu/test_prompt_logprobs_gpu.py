@@ -14,9 +14,9 @@ from harness import Answer, make_request
 from local_draft import LocalDraft, noise
 
 from outrider.models.base import CausalLM
+from outrider.protocol.tokens import PromptLogprobs
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import PromptLogprobs
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(VOCAB) for _ in range(length)] for length in (2, 17, 40, 90, 33)]
 
 
-def ask(engine: Engine, prompt: list[int], num_top: int = 3) -> Answer:
+def ask(engine: VerifyEngine, prompt: list[int], num_top: int = 3) -> Answer:
     answer = Answer()
     engine.submit(make_request(answer, prompt, GREEDY, VOCAB, max_tokens=6, num_prompt_logprobs=num_top))
     return answer

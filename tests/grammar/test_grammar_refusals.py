@@ -16,14 +16,14 @@ from outrider.grammar.check import MAX_DEPTH, check_grammar
 from outrider.grammar.compiler import compile_grammar, probe
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.rpc.codec import decode_verify, encode_verify
-from outrider.rpc.grammar_codec import decode_grammar, encode_grammar
+from outrider.protocol.codec import decode_verify, encode_verify
+from outrider.protocol.grammar_codec import decode_grammar, encode_grammar
+from outrider.protocol.messages import Open
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Open
 from outrider.v1 import common_pb2, verify_pb2
-from verify_service import grammar_check
-from verify_service.admission import Admission
-from verify_service.grammar_check import GrammarChecker
+from verify_service.door import grammar_check
+from verify_service.door.admission import Admission
+from verify_service.door.grammar_check import GrammarChecker
 
 
 def schema(value: Any) -> Grammar:

@@ -10,14 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TORCH_FREE = [
     "gateway",
-    "draft_service.drafters",
+    "outrider.drafting.ngram",
     "draft_service.main",
-    "draft_service.worker",
+    "draft_service.engine.worker",
     "outrider.cli",
     "outrider.config",
     "outrider.errors",
     "outrider.logs",
-    "outrider.process",
+    "outrider.host",
     "outrider.rpc",
     "outrider.sampling.noise",
     "outrider.sampling.params",

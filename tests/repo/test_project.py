@@ -76,7 +76,7 @@ def test_harmless_lines_pass(line: str, tmp_path: Path) -> None:
     ("line", "code"), [("torch.load('x', weights_only=True)", 0), ("torch.load('x', weights_only=flag)", 1)]
 )
 def test_the_converter_alone_may_load_weights(line: str, code: int, tmp_path: Path) -> None:
-    folder = tmp_path / "outrider" / "models"
+    folder = tmp_path / "outrider_tools"
     folder.mkdir(parents=True)
     assert forbidden(folder, line, "convert.py").returncode == code
 

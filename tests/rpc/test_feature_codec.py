@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proto_fuzz import fuzz, messages
 
-from outrider.rpc.feature_codec import (
+from outrider.protocol.feature_codec import (
     decode_features,
     decode_pieces,
     decode_response,
@@ -17,7 +17,7 @@ from outrider.rpc.feature_codec import (
     encode_batch,
     encode_features,
 )
-from outrider.tree.messages import (
+from outrider.protocol.messages import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     Features,

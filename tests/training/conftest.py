@@ -11,8 +11,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from training_world import make_head
 
-from outrider.training.eagle3 import Eagle3Head
-from outrider.training.target import Target
+from outrider_tools.training.eagle3 import Eagle3Head
+from outrider_tools.training.target import Target
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from outrider.models.drafters.base import DraftModel
-from outrider.training.corpus import CorpusOptions
-from outrider.training.evaluation_stage import load_drafter
-from outrider.training.export import export_drafter
-from outrider.training.options import TrainerOptions
-from outrider.training.run_options import RunOptions
-from outrider.training.target import Target
-from outrider.training.texts import Texts
-from outrider.training.trainee import Trainee, make_trainee
-from outrider.training.trainer import Trainer
+from outrider_tools.training.corpus import CorpusOptions
+from outrider_tools.training.evaluation_stage import load_drafter
+from outrider_tools.training.export import export_drafter
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.run_options import RunOptions
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts
+from outrider_tools.training.trainee import Trainee, make_trainee
+from outrider_tools.training.trainer import Trainer
 
 KINDS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
 OPTIONS = RunOptions(

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.training.eagle3 import Eagle3Head
-from outrider.training.target import Target
+from outrider_tools.training.eagle3 import Eagle3Head
+from outrider_tools.training.target import Target
 
 
 class NaiveHead:

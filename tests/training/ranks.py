@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from training_world import make_head, random_texts
 
 from outrider.errors import ConfigError
-from outrider.training.corpus import Corpus, CorpusOptions
-from outrider.training.eagle3_learner import Eagle3Learner
-from outrider.training.options import TrainerOptions
-from outrider.training.parallel import Peers
-from outrider.training.prompts import ChatForm, Question
-from outrider.training.report import Report
-from outrider.training.target import Target
-from outrider.training.texts import TextBatch, Texts
-from outrider.training.trainer import Trainer
+from outrider_tools.training.corpus import Corpus, CorpusOptions
+from outrider_tools.training.eagle3_learner import Eagle3Learner
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.parallel import Peers
+from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.report import Report
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import TextBatch, Texts
+from outrider_tools.training.trainer import Trainer
 
 OPTIONS = TrainerOptions(steps=4, batch_tokens=130, unroll=2, optimizer="adamw", learning_rate=1e-2, packed=True)
 """AdamW: Muon makes much of last bits, which sums of two ranks round otherwise than one process."""

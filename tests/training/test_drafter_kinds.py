@@ -13,19 +13,19 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
 from outrider.models.drafters.kind import algorithm_of
-from outrider.training import trainer as trainer_module
-from outrider.training.corpus import greedy_texts
-from outrider.training.dense import target_states
-from outrider.training.export import export_drafter
-from outrider.training.feature_head import FeatureHead
-from outrider.training.packing import PackedBatches
-from outrider.training.padded import on_device
-from outrider.training.prompts import ChatForm, Question
-from outrider.training.standalone import SmallModel, small_config, start_small_model
-from outrider.training.target import Target
-from outrider.training.texts import Texts, make_batch
-from outrider.training.trainee import make_trainee
-from outrider.training.trainer import Trainer
+from outrider_tools.training import trainer as trainer_module
+from outrider_tools.training.corpus import greedy_texts
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.export import export_drafter
+from outrider_tools.training.feature_head import FeatureHead
+from outrider_tools.training.packing import PackedBatches
+from outrider_tools.training.padded import on_device
+from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.standalone import SmallModel, small_config, start_small_model
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts, make_batch
+from outrider_tools.training.trainee import make_trainee
+from outrider_tools.training.trainer import Trainer
 
 HEADS = ("EAGLE", "NEXTN")
 

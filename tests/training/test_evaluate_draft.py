@@ -16,17 +16,17 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.standalone import StandaloneDraft
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
-from outrider.training.answers import Answers, answer_questions
-from outrider.training.dense import target_states
-from outrider.training.evaluate import evaluate
-from outrider.training.figures import Replay, Tally
-from outrider.training.loops import loops
-from outrider.training.prompts import ChatForm, Question
-from outrider.training.ranking import Ranking, noise_keys
-from outrider.training.rollout import TextDraft
-from outrider.training.target import Target
-from outrider.training.texts import Texts
-from outrider.training.tree import TreeShape, tree_accepts
+from outrider_tools.training.answers import Answers, answer_questions
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.evaluate import evaluate
+from outrider_tools.training.figures import Replay, Tally
+from outrider_tools.training.loops import loops
+from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.ranking import Ranking, noise_keys
+from outrider_tools.training.rollout import TextDraft
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts
+from outrider_tools.training.tree import TreeShape, tree_accepts
 
 SHAPE = TreeShape(nodes=7, depth=3, branching=3)
 DEPTH = 3

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from outrider.models.loader import load_model
-from outrider.training.generate import Generator, Job, greedy_answers
-from outrider.training.target import Target
+from outrider_tools.training.generate import Generator, Job, greedy_answers
+from outrider_tools.training.target import Target
 
 
 def prompts(count: int) -> list[list[int]]:

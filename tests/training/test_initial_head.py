@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from training_world import make_head, make_trainer, random_texts
 
 from outrider.errors import ConfigError
-from outrider.training.dense import target_states
-from outrider.training.eagle3 import Eagle3Head
-from outrider.training.export import export_drafter
-from outrider.training.initial_head import InitialHead, resolved
-from outrider.training.run_options import RunOptions, check_resumed
-from outrider.training.target import Target
-from outrider.training.trainee import make_trainee
-from outrider.training.trainer import Trainer
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.eagle3 import Eagle3Head
+from outrider_tools.training.export import export_drafter
+from outrider_tools.training.initial_head import InitialHead, resolved
+from outrider_tools.training.run_options import RunOptions, check_resumed
+from outrider_tools.training.target import Target
+from outrider_tools.training.trainee import make_trainee
+from outrider_tools.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.training.attention import own_attention
+from outrider_tools.training.attention import own_attention
 
 
 def own_attention_explicit(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ import torch
 from training_world import make_head, random_texts
 
 from outrider.errors import ConfigError
-from outrider.training.dense import target_states
-from outrider.training.eagle3_learner import Eagle3Learner
-from outrider.training.options import TrainerOptions
-from outrider.training.packed_attention import Spans
-from outrider.training.packed_states import span_states
-from outrider.training.packing import PackedBatches
-from outrider.training.target import Target
-from outrider.training.texts import TextBatch, make_batch
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.eagle3_learner import Eagle3Learner
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.packed_attention import Spans
+from outrider_tools.training.packed_states import span_states
+from outrider_tools.training.packing import PackedBatches
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import TextBatch, make_batch
 
 OPTIONS = TrainerOptions(unroll=4)
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from training_world import make_head
 
 from outrider.errors import ConfigError
-from outrider.training.openings import all_openings
-from outrider.training.parallel import run_ranks
-from outrider.training.prompts import ChatForm
-from outrider.training.target import Target
-from outrider.training.texts import Texts
-from outrider.training.trainer import Trainer
+from outrider_tools.training.openings import all_openings
+from outrider_tools.training.parallel import run_ranks
+from outrider_tools.training.prompts import ChatForm
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts
+from outrider_tools.training.trainer import Trainer
 
 
 def test_two_ranks_learn_what_one_process_learns_from_both_batches(

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from outrider.errors import ConfigError
-from outrider.training import loss as loss_module
-from outrider.training.loss import MIN_HIT, SHARPNESS, Teaching, Wanted, soft_cross_entropy, wanted_at
-from outrider.training.target import Target
+from outrider_tools.training import loss as loss_module
+from outrider_tools.training.loss import MIN_HIT, SHARPNESS, Teaching, Wanted, soft_cross_entropy, wanted_at
+from outrider_tools.training.target import Target
 
 
 @pytest.mark.parametrize("chunk_logits", [10**9, 45])

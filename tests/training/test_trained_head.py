@@ -13,11 +13,11 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
-from outrider.training.decoder import matrix
-from outrider.training.dense import target_states
-from outrider.training.eagle3 import Eagle3Head, HeadShape
-from outrider.training.export import export_drafter, head_config
-from outrider.training.target import Target
+from outrider_tools.training.decoder import matrix
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
+from outrider_tools.training.export import export_drafter, head_config
+from outrider_tools.training.target import Target
 
 STEPS = 5
 

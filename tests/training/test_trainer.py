@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from training_world import make_head, make_trainer, random_texts
 
 from outrider.errors import ConfigError
-from outrider.training import trainer as trainer_module
-from outrider.training.corpus import greedy_texts
-from outrider.training.options import TrainerOptions
-from outrider.training.prompts import ChatForm, Question
-from outrider.training.target import Target
-from outrider.training.texts import Texts, batches
+from outrider_tools.training import trainer as trainer_module
+from outrider_tools.training.corpus import greedy_texts
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts, batches
 
 OPTIONS = TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3)
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.kind import algorithm_of
-from outrider.training import plots
-from outrider.training.corpus import CorpusOptions
-from outrider.training.options import TrainerOptions
-from outrider.training.prompts import ChatForm, read_questions
-from outrider.training.report import Report
-from outrider.training.run import train
-from outrider.training.run_options import RunOptions
-from outrider.training.texts import Texts
-from outrider.training.vocabulary import choose_vocabulary, coverage
+from outrider_tools.training import plots
+from outrider_tools.training.corpus import CorpusOptions
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.prompts import ChatForm, read_questions
+from outrider_tools.training.report import Report
+from outrider_tools.training.run import train
+from outrider_tools.training.run_options import RunOptions
+from outrider_tools.training.texts import Texts
+from outrider_tools.training.vocabulary import choose_vocabulary, coverage
 
 OPTIONS = RunOptions(
     draft_vocab_size=150,

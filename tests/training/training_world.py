@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from outrider.training.eagle3 import Eagle3Head, HeadShape
-from outrider.training.eagle3_learner import Eagle3Learner
-from outrider.training.options import TrainerOptions
-from outrider.training.target import Target
-from outrider.training.texts import Texts
-from outrider.training.trainer import Trainer
+from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
+from outrider_tools.training.eagle3_learner import Eagle3Learner
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts
+from outrider_tools.training.trainer import Trainer
 
 
 def make_head(target: Target, draft_vocab_size: int = 200) -> Eagle3Head:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from outrider.protocol.messages import Commit, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import Outcome, TreeAuthor
-from outrider.tree.messages import Commit, Grow, Open
 from outrider.tree.mirror import TreeMirror, token_array
 
 VOCAB = 5

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.protocol.messages import Commit, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Commit, Grow, Open
 from outrider.tree.mirror import token_array
 
 VOCAB = 6

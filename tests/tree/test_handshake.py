@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from outrider.errors import InvalidRequestError
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
-from outrider.tree.messages import PROTOCOL_VERSION, Hello
 from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 VERIFY = Hello(

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.tree.messages import Grow
+from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.forest import Forest
+from verify_service.speculation.forest import Forest
 
 VOCAB = 4
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_mirror import PlainMirror, Row
 
-from outrider.tree.messages import Grow
+from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.forest import Forest
+from verify_service.speculation.forest import Forest
 
 VOCAB = 6
 MAX_NODES = 24

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.errors import InvalidRequestError
-from outrider.tree.messages import MAX_FEATURE_BYTES
+from outrider.protocol.messages import MAX_FEATURE_BYTES
 from outrider.tree.projection import (
     MAX_PROJECTION_BYTES,
     Projection,

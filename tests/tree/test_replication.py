@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network import CREDIT, VOCAB, Pair
 
-from outrider.rpc.codec import decode_verify, encode_draft, encode_verify
-from outrider.tree.messages import Commit, Grow
+from outrider.protocol.codec import decode_verify, encode_draft, encode_verify
+from outrider.protocol.messages import Commit, Grow
 from outrider.tree.mirror import token_array
 
 tokens = st.integers(0, VOCAB - 1)

@@ -13,8 +13,8 @@ from harness import Answer, make_engine, run_all
 
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
-from verify_service import session
-from verify_service.engine import Engine
+from verify_service.door import session
+from verify_service.engine.engine import VerifyEngine
 
 # What may come through a door is described with the layer below.
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
@@ -44,9 +44,9 @@ def truth(model: CausalLM) -> list[Answer]:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[Engine]]:
+def engines() -> Iterator[list[VerifyEngine]]:
     """Engines that a test makes; in the end nothing may be left in them."""
-    made: list[Engine] = []
+    made: list[VerifyEngine] = []
     yield made
     for engine in made:
         engine.stop()
@@ -56,10 +56,10 @@ def engines() -> Iterator[list[Engine]]:
 
 
 @pytest.fixture
-def start(model: CausalLM, engines: list[Engine]) -> Callable[..., Engine]:
+def start(model: CausalLM, engines: list[VerifyEngine]) -> Callable[..., VerifyEngine]:
     """Makes engines of a kind."""
 
-    def begin(kind: str, **options: Any) -> Engine:
+    def begin(kind: str, **options: Any) -> VerifyEngine:
         if kind == "torch":
             engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
         else:

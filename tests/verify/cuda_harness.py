@@ -17,12 +17,12 @@ from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
-from verify_service.budget import CostModel
-from verify_service.cuda_executor import CudaExecutor, CudaLimits
-from verify_service.engine import Engine
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.speculation.budget import CostModel
 
 VOCAB = 61
 
@@ -98,7 +98,7 @@ def make_paged_engine(
     rule: AcceptRule = EXACT,
     vocabulary: GrammarVocabulary | None = None,
     **limits: Any,
-) -> tuple[Engine, CudaExecutor]:
+) -> tuple[VerifyEngine, CudaExecutor]:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
     memory = Memory(num_pages, page_size, share_generated=not deterministic)
     values: dict[str, Any] = {
@@ -129,4 +129,4 @@ def make_paged_engine(
     executor.capture()
     widths = executor.buckets.widths
     cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
-    return Engine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor
+    return VerifyEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import grpc
 
-from outrider.rpc.codec import encode_draft
-from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.handshake import Terms
-from outrider.tree.messages import (
+from outrider.protocol.codec import encode_draft
+from outrider.protocol.messages import (
     PROTOCOL_VERSION,
     DraftMessage,
     FeaturesBegin,
     Hello,
 )
+from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.handshake import Terms
 from outrider.tree.projection import ProjectionPart
-from verify_service.session import DraftDialer, DraftEvents, DraftSession
+from verify_service.door.session import DraftDialer, DraftEvents, DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)

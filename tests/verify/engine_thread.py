@@ -10,18 +10,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from outrider.config.verify import VerifyOptions
-from outrider.process.pipe import Pipe
-from verify_service.assembly import Built
-from verify_service.engine import Engine
-from verify_service.inbox import Inbox
-from verify_service.observer import Observer
-from verify_service.remote import RemoteEngine
-from verify_service.wire import from_door
-from verify_service.wire_engine import Ready, RoundReport
-from verify_service.worker import serve_engine
+from outrider.host.pipe import Pipe
+from verify_service.door.remote import RemoteVerifyEngine
+from verify_service.engine.assembly import Built
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.observer import Observer
+from verify_service.engine.worker import serve_engine
+from verify_service.frames.engine import Ready, RoundReport
+from verify_service.frames.messages import from_door
 
 
-class WatchedEngine(RemoteEngine):
+class WatchedEngine(RemoteVerifyEngine):
     """A remote engine that tells whenever it has heard something."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class EngineThread:
     """Both ends."""
 
     remote: WatchedEngine
-    engine: Engine
+    engine: VerifyEngine
     exit_codes: list[int]
 
     def ask(self, question: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class EngineThread:
         self.engine.ask(question)
 
 
-def ready_of(engine: Engine) -> Ready:
+def ready_of(engine: VerifyEngine) -> Ready:
     """What the door is told of an engine."""
     limits = engine.limits
     return Ready(
@@ -70,12 +70,12 @@ def ready_of(engine: Engine) -> Ready:
 
 
 @asynccontextmanager
-async def engine_thread(engine: Engine) -> AsyncIterator[EngineThread]:
+async def engine_thread(engine: VerifyEngine) -> AsyncIterator[EngineThread]:
     """The door's view of an engine that has not run yet, and its run. Leaving stops it."""
     ours, theirs = socket.socketpair()
     codes: list[int] = []
 
-    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
         engine._inbox, engine._observer, engine._aftermath._observer = inbox, observer, observer
         return Built(engine, ready_of(engine))
 

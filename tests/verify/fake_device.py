@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from harness import PAGE_SIZE, Answer, Silence, make_request
 
 from outrider.sampling.params import SamplingParams
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.observer import Observer
-from verify_service.request import Request
-from verify_service.round import Entry, Result
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.observer import Observer
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 61
 
@@ -93,10 +93,10 @@ def fake_engine(
     observer: Observer | None = None,
     keep_prefixes: bool = True,
     **limits: object,
-) -> Engine:
+) -> VerifyEngine:
     """An engine on the device, with rounds that are expected to take `seconds` whatever their width."""
     values: dict[str, object] = {"max_hold_seconds": 0.0, "spin": device.spin} | limits
-    return Engine(
+    return VerifyEngine(
         device,
         Memory(num_pages, PAGE_SIZE, keep_prefixes),
         CostModel([seconds] * len(WIDTHS)),
@@ -105,7 +105,7 @@ def fake_engine(
     )
 
 
-def submit(engine: Engine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None) -> Answer:
+def submit(engine: VerifyEngine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None) -> Answer:
     """Ask for an answer of exactly `max_tokens`."""
     answer = answer or Answer()
     prompt = [count_up(position) for position in range(prompt_len)]

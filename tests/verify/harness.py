@@ -14,13 +14,13 @@ from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine
-from verify_service.executor import TorchExecutor
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.request import Request
-from verify_service.submission import Update
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.executors.torch_executor import TorchExecutor
+from verify_service.frames.submission import Update
+from verify_service.speculation.budget import WIDTHS, CostModel
 
 PAGE_SIZE = 4
 
@@ -89,13 +89,13 @@ def make_engine(
     share_generated: bool = True,
     vocabulary: GrammarVocabulary | None = None,
     **limits: object,
-) -> Engine:
+) -> VerifyEngine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
     memory = Memory(num_pages, PAGE_SIZE, share_generated=share_generated)
     executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
     bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]
-    return Engine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
+    return VerifyEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
 
 
 def make_request(
@@ -120,7 +120,7 @@ def make_request(
 
 
 def run_all(
-    engine: Engine, jobs: Sequence[tuple[Sequence[int], SamplingParams]], width: int = 4, **fields: object
+    engine: VerifyEngine, jobs: Sequence[tuple[Sequence[int], SamplingParams]], width: int = 4, **fields: object
 ) -> list[Answer]:
     """Run jobs, `width` at a time, and return their answers."""
     answers = []

@@ -15,12 +15,12 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
-from verify_service.cuda_executor import CudaRound
-from verify_service.cuda_prefill import Prefill
-from verify_service.feature_plan import FeaturePlan
-from verify_service.prefill_graphs import PrefillShapes
-from verify_service.request import Request
-from verify_service.round import Entry
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry
+from verify_service.executors.cuda import CudaRound
+from verify_service.executors.cuda_prefill import Prefill
+from verify_service.executors.prefill_graphs import PrefillShapes
+from verify_service.features.plan import FeaturePlan
 
 
 class PrefillPair:

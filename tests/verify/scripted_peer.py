@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from harness import Answer, make_request
 
+from outrider.protocol.messages import Grow, VerifyMessage
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Grow, VerifyMessage
-from verify_service.drafts import Drafts
-from verify_service.request import Request
+from verify_service.engine.request import Request
+from verify_service.speculation.drafts import Drafts
 
 
 class Clock:

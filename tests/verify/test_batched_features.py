@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from dialled_draft import BEGIN, Context, Events, dialled, greet_with_layers, stay
 
-from outrider.rpc.feature_codec import decode_pieces, encode_accept, encode_released
-from outrider.tree.messages import (
+from outrider.protocol.feature_codec import decode_pieces, encode_accept, encode_released
+from outrider.protocol.messages import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     FeatureRing,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verify_service.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
 
 
 def flat_then_steep() -> CostModel:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.engine_process import EngineProcess
+from draft_service.door.engine_process import DraftEngineProcess
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.process.cores import _parse, _ranges, keep_to
-from verify_service import engine_process as verify_engine_process
+from outrider.host.cores import _parse, _ranges, keep_to
+from verify_service.door import engine_process as verify_engine_process
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
@@ -65,7 +65,7 @@ def test_ranges_are_the_list_that_was_written(cores: set[int]) -> None:
 
 async def test_the_engine_keeps_to_its_cores_and_its_door_does_not() -> None:
     options = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", engine_cpus=str(ALLOWED[-1]))
-    process = await EngineProcess.start(options)
+    process = await DraftEngineProcess.start(options)
     try:
         await process.ready(asyncio.Event())
         assert psutil.Process(process._process.pid).cpu_affinity() == [ALLOWED[-1]]
@@ -79,10 +79,10 @@ async def test_the_engine_keeps_to_its_cores_and_its_door_does_not() -> None:
 async def test_a_service_on_cores_that_there_are_not_ends_with_the_words(service: str) -> None:
     if service == "verify":
         verify = VerifyOptions(metrics_address="", engine_cpus="99999")
-        process = await verify_engine_process.EngineProcess.start(verify, lambda report: None)
+        process = await verify_engine_process.VerifyEngineProcess.start(verify, lambda report: None)
     else:
         draft = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", engine_cpus="99999")
-        process = await EngineProcess.start(draft)
+        process = await DraftEngineProcess.start(draft)
     try:
         with pytest.raises(ConfigError, match="--engine-cpus: '99999' names core 99999"):
             await process.ready(asyncio.Event())

@@ -18,13 +18,13 @@ from outrider.errors import InternalError
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors.cuda import CudaExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-Made = list[tuple[Engine, CudaExecutor]]
+Made = list[tuple[VerifyEngine, CudaExecutor]]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def made() -> Iterator[Made]:
         assert len(executor.rows) == 0, "a row leaked"
 
 
-def start(made: Made, model: CausalLM, guess: Guess | None = None, **options: object) -> Engine:
+def start(made: Made, model: CausalLM, guess: Guess | None = None, **options: object) -> VerifyEngine:
     engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
     made.append((engine, executor))
     if guess is not None:

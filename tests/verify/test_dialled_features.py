@@ -9,15 +9,15 @@ import grpc
 import pytest
 from dialled_draft import BEGIN, THEIRS, Context, dialled, greet_with_layers, stay
 
-from outrider.rpc.codec import encode_draft
-from outrider.rpc.feature_codec import (
+from outrider.protocol.codec import encode_draft
+from outrider.protocol.feature_codec import (
     decode_begin,
     decode_features,
     encode_accept,
     encode_projection,
     encode_released,
 )
-from outrider.tree.messages import (
+from outrider.protocol.messages import (
     FeatureRing,
     Features,
     FeaturesAccept,

@@ -12,18 +12,18 @@ import pytest
 from dialled_draft import THEIRS, Context, dialled, greet, stay
 
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.rpc.codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
-from outrider.sampling.params import SamplingParams
-from outrider.tree.handshake import Terms
-from outrider.tree.messages import (
+from outrider.protocol.codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
+from outrider.protocol.messages import (
     Commit,
     Grow,
     Open,
     Pause,
 )
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
+from outrider.sampling.params import SamplingParams
+from outrider.tree.handshake import Terms
 from outrider.v1 import draft_pb2
-from verify_service.session import DraftSession
+from verify_service.door.session import DraftSession
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.tree.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
-from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
-from verify_service.forest import Forest
-from verify_service.health import PeerHealth
-from verify_service.hold import HoldPolicy
-from verify_service.link import Link
+from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+from verify_service.speculation.health import PeerHealth
+from verify_service.speculation.link import SpeculativeRequest
 
 
 @pytest.fixture
@@ -153,15 +153,15 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert port.num_resets == 1
 
 
-def num_nodes(link: Link) -> int:
+def num_nodes(link: SpeculativeRequest) -> int:
     return len(list(link.mirror.descend()))
 
 
-def hold_seconds(link: Link, seconds: float = 0.03) -> float:
+def hold_seconds(link: SpeculativeRequest, seconds: float = 0.03) -> float:
     """How long a round of this request alone waits, if rounds of any width take `seconds`."""
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
     choice = budget.choose(1, 1, Forest([link.mirror], [99]).best())
-    return HoldPolicy(budget, max_seconds=0.02).seconds([link], 1, choice)
+    return DraftWaitPolicy(budget, max_seconds=0.02).seconds([link], 1, choice)
 
 
 def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(drafts: Drafts, clock: Clock) -> None:
@@ -200,7 +200,7 @@ def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
     link = drafts.link(one)
     assert link is not None and link.awaited
     budget = Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0)
-    policy = HoldPolicy(budget, max_seconds=0.02)
+    policy = DraftWaitPolicy(budget, max_seconds=0.02)
     assert policy.seconds([link], 1, budget.choose(1, 1, np.empty(0))) == 0
 
 

@@ -12,15 +12,15 @@ from harness import PAGE_SIZE, Answer, Silence, make_request
 from local_draft import LocalDraft
 
 from outrider.errors import InternalError, OutriderError
+from outrider.protocol.messages import Grow, VerifyMessage
 from outrider.sampling.params import SamplingParams
-from outrider.tree.messages import Grow, VerifyMessage
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
-from verify_service.metrics import VerifyMetrics
-from verify_service.request import Request
-from verify_service.round import Entry, Result
+from verify_service.door.metrics import VerifyMetrics
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 61
 
@@ -58,9 +58,9 @@ class Scripted:
         return
 
 
-def scripted_engine(executor: Scripted, **limits: float) -> Engine:
+def scripted_engine(executor: Scripted, **limits: float) -> VerifyEngine:
     cost = CostModel([1e-3] * len(WIDTHS))
-    return Engine(
+    return VerifyEngine(
         executor,
         Memory(64, PAGE_SIZE),
         cost,
@@ -69,7 +69,7 @@ def scripted_engine(executor: Scripted, **limits: float) -> Engine:
     )
 
 
-def submit(engine: Engine, max_tokens: int = 8) -> Answer:
+def submit(engine: VerifyEngine, max_tokens: int = 8) -> Answer:
     answer = Answer()
     engine.submit(make_request(answer, [1, 2, 3], SamplingParams(temperature=0.0), VOCAB, max_tokens))
     return answer

@@ -17,10 +17,10 @@ from outrider.config.verify import VerifyOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.sampling.params import SamplingParams
-from verify_service import engine_process
-from verify_service.engine_process import EngineProcess
-from verify_service.submission import Submission, Update
-from verify_service.wire_engine import RoundReport
+from verify_service.door import engine_process
+from verify_service.door.engine_process import VerifyEngineProcess
+from verify_service.frames.engine import RoundReport
+from verify_service.frames.submission import Submission, Update
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def options_for(model: str | Path, **fields: str) -> VerifyOptions:
 
 async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
     rounds: list[RoundReport] = []
-    process = await EngineProcess.start(options_for(folder), rounds.append)
+    process = await VerifyEngineProcess.start(options_for(folder), rounds.append)
     try:
         ready = await process.ready(asyncio.Event())
         assert ready is not None and (ready.vocab_size, ready.context_length) == (61, 256)
@@ -65,7 +65,7 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
 
 
 async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) -> None:
-    process = await EngineProcess.start(options_for(folder / "nowhere"), lambda report: None)
+    process = await VerifyEngineProcess.start(options_for(folder / "nowhere"), lambda report: None)
     try:
         with pytest.raises(ConfigError, match="nowhere"):
             await process.ready(asyncio.Event())
@@ -75,7 +75,7 @@ async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) ->
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
-    process = await EngineProcess.start(VerifyOptions(), lambda report: None)
+    process = await VerifyEngineProcess.start(VerifyOptions(), lambda report: None)
     try:
         with pytest.raises(InternalError, match="exit code 1"):
             await process.ready(asyncio.Event())
@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
 
 
 async def test_a_killed_engine_fails_the_streams_and_ends_the_service(folder: Path, tmp_path: Path) -> None:
-    process = await EngineProcess.start(options_for(folder), lambda report: None)
+    process = await VerifyEngineProcess.start(options_for(folder), lambda report: None)
     try:
         await process.ready(asyncio.Event())
         updates: asyncio.Queue[Update] = asyncio.Queue()

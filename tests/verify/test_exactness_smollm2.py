@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from outrider.models.base import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
 
 VOCAB = 49152
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "cpu.jsonl"
@@ -49,7 +49,7 @@ def jobs(model_path: Path) -> list[Job]:
     return made
 
 
-def run(engine: Engine, jobs: list[Job], width: int, speculate: bool = True) -> list[Answer]:
+def run(engine: VerifyEngine, jobs: list[Job], width: int, speculate: bool = True) -> list[Answer]:
     try:
         engine.start()
         return run_all(engine, jobs, width, max_tokens=NUM_TOKENS, speculate=speculate)

@@ -13,11 +13,11 @@ from local_draft import oracle
 
 from outrider.cache.features import FeatureStore
 from outrider.models.base import CausalLM
-from verify_service.buckets import Buckets
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.engine import Engine
-from verify_service.feature_plan import FeaturePlan
-from verify_service.round_buffers import Bucket
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors.buckets import Buckets
+from verify_service.executors.cuda import CudaExecutor
+from verify_service.executors.round_buffers import Bucket
+from verify_service.features.plan import FeaturePlan
 
 LAYERS = (0, 1, 3)
 
@@ -64,7 +64,7 @@ class NotedGraphs:
         self._executor._body(shape)
 
 
-Made = tuple[Engine, CudaExecutor, NotedGraphs]
+Made = tuple[VerifyEngine, CudaExecutor, NotedGraphs]
 
 
 @pytest.fixture

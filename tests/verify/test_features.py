@@ -17,13 +17,13 @@ from outrider.errors import ConfigError
 from outrider.models.base import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
 
 GREEDY = SamplingParams(temperature=0.0)
 LAYERS = (0, 1, 3)
 """The embedding, the second layer's input, and the output behind the final norm."""
 
-Start = Callable[..., Engine]
+Start = Callable[..., VerifyEngine]
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess:
@@ -65,7 +65,7 @@ def test_a_spinning_engine_sends_piece_by_piece(
 ) -> None:
     looks = itertools.count()
     # A round on a CPU is over when it was launched: let the engine look a few times before it sees that.
-    monkeypatch.setattr("verify_service.cuda_executor.CudaRound.done", lambda round: next(looks) % 40 == 39)
+    monkeypatch.setattr("verify_service.executors.cuda.CudaRound.done", lambda round: next(looks) % 40 == 39)
     engine = start("paged", spin=True)
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
     draft.window = window
@@ -240,7 +240,7 @@ def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
         raise error
 
     engine = start("torch")
-    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
     draft.connect()
     engine.start()
@@ -265,7 +265,7 @@ def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
     def fail(*arguments: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr("verify_service.cuda_executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.cuda.FeatureStore", fail)
     second.connect()
     run_all(engine, jobs()[:1], speculate=False)
     first.texts.clear()
@@ -287,7 +287,7 @@ def test_a_draft_for_which_there_is_no_memory_takes_nothing_from_the_others_howe
     def fail(*arguments: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
     for _ in range(3):
         second.connect()
         assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])

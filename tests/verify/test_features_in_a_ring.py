@@ -15,12 +15,12 @@ from local_draft import oracle
 from shared_file import MappedFile, SharedFiles
 
 from outrider.models.base import CausalLM
-from outrider.tree.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
-from verify_service.engine import Engine
-from verify_service.feature_ring import NUM_SLOTS, Ring, RingPool
+from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from verify_service.engine.engine import VerifyEngine
+from verify_service.features.ring import NUM_SLOTS, Ring, RingPool
 
 LAYERS = (0, 1, 3)
-Start = Callable[..., Engine]
+Start = Callable[..., VerifyEngine]
 
 
 class RingDraft(FeatureDraft):
@@ -53,15 +53,15 @@ class ProjectedRingDraft(RingDraft, ProjectedDraft):
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedFiles:
     """From now on engines share files with drafts."""
     made = SharedFiles(tmp_path)
-    monkeypatch.setattr("verify_service.feature_staging.RingPool", lambda device, share: RingPool(device, made))
+    monkeypatch.setattr("verify_service.features.staging.RingPool", lambda device, share: RingPool(device, made))
     return made
 
 
-def reading(engine: Engine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:
+def reading(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:
     return RingDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 
-def ring_of(engine: Engine, draft: FeatureDraft) -> Ring | None:
+def ring_of(engine: VerifyEngine, draft: FeatureDraft) -> Ring | None:
     line = engine.drafts.peers[draft].line
     assert line is not None
     return line.ring
@@ -100,8 +100,8 @@ def test_products_lie_in_the_ring(model: CausalLM, truth: list[Answer], start: S
 def test_what_is_not_released_stays_and_a_full_ring_holds_up_this_draft_alone(
     model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.feature_ring.NUM_SLOTS", 5)
-    monkeypatch.setattr("verify_service.feature_ring.RING_BYTES", 5 * MAX_FEATURE_BYTES + 512)
+    monkeypatch.setattr("verify_service.features.ring.NUM_SLOTS", 5)
+    monkeypatch.setattr("verify_service.features.ring.RING_BYTES", 5 * MAX_FEATURE_BYTES + 512)
     engine = start("torch")
     slow, other = reading(engine, truth), reading(engine, truth)
     slow.releases = False

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from proto_fuzz import EXAMPLES, check, fuzz, messages, outcome, wire
 
 from outrider.models.base import CausalLM
+from outrider.protocol.messages import FeaturesBegin
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
-from outrider.tree.messages import FeaturesBegin
 from outrider.v1 import draft_pb2, verify_pb2, verify_pb2_grpc
-from verify_service.admission import Admission
-from verify_service.servicer import VerifyServicer
+from verify_service.door.admission import Admission
+from verify_service.door.servicer import VerifyServicer
 
 pytestmark = pytest.mark.usefixtures("nothing_fails")
 

@@ -16,12 +16,12 @@ from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 from outrider.grammar.spec import Grammar
 from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.base import CausalLM
-from outrider.tokens import FinishReason
-from verify_service.cuda_executor import CudaExecutor, CudaRound
-from verify_service.engine import Engine
-from verify_service.round import Entry
+from outrider.protocol.tokens import FinishReason
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.round import Entry
+from verify_service.executors.cuda import CudaExecutor, CudaRound
 
-Start = Callable[[str, Guess | None], Engine]
+Start = Callable[[str, Guess | None], VerifyEngine]
 
 LOOKS = 64
 """At a round's end, while it lasts: more than messages that come in it."""
@@ -52,10 +52,10 @@ def last_for_looks(executor: CudaExecutor) -> None:
 
 
 @pytest.fixture
-def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[Engine]) -> Start:
+def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[VerifyEngine]) -> Start:
     """Makes engines of a kind."""
 
-    def make(kind: str, guess: Guess | None) -> Engine:
+    def make(kind: str, guess: Guess | None) -> VerifyEngine:
         if kind in ("cpu", "crowded"):
             engine = make_engine(model, 256 if kind == "cpu" else 24, vocabulary=vocabulary, chunk_size=16)
         else:

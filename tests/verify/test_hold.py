@@ -11,18 +11,18 @@ from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 from scripted_peer import Clock, Recorder, follow, request, tree
 
+from outrider.protocol.messages import VerifyMessage
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import VerifyMessage
-from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
-from verify_service.engine import Engine
-from verify_service.forest import Forest
-from verify_service.hold import HoldPolicy
-from verify_service.inbox import Action, ThreadInbox
-from verify_service.limits import EngineLimits
-from verify_service.link import Link
-from verify_service.memory import Memory
-from verify_service.request import Request
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+from verify_service.speculation.link import SpeculativeRequest
 
 ROUND = 0.0045
 """Seconds of a round of an 8B model on a large GPU."""
@@ -42,7 +42,7 @@ class Peer:
         self.answer([3])
 
     @property
-    def link(self) -> Link:
+    def link(self) -> SpeculativeRequest:
         link = self.drafts.link(self.request)
         assert link is not None
         return link
@@ -69,7 +69,7 @@ class Peer:
         budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
         choice = budget.choose(1 + others, 1 + others, Forest([self.link.mirror], [99]).best())
         awaited = [self.link] if self.link.expects else []
-        return HoldPolicy(budget, 0.02, lockstep).seconds(awaited, 1 + others, choice)
+        return DraftWaitPolicy(budget, 0.02, lockstep).seconds(awaited, 1 + others, choice)
 
 
 @pytest.fixture
@@ -149,8 +149,8 @@ def test_where_drafts_take_turns_a_wait_lasts_as_long_as_it_pays() -> None:
     link = peer.link
     budget = Budget(CostModel([10 * ROUND] * len(WIDTHS)), 63)
     choice = budget.choose(1, 1, np.empty(0))
-    short = HoldPolicy(budget, 0.02).seconds([link], 1, choice)
-    assert 0 < short < HoldPolicy(budget, 0.02, turns=True).seconds([link], 1, choice) <= 0.02
+    short = DraftWaitPolicy(budget, 0.02).seconds([link], 1, choice)
+    assert 0 < short < DraftWaitPolicy(budget, 0.02, turns=True).seconds([link], 1, choice) <= 0.02
 
 
 def test_a_round_does_not_wait_again_for_a_draft_that_says_all_at_once(peer: Peer) -> None:
@@ -217,7 +217,7 @@ class Patient(ThreadInbox):
 class Slow(LocalDraft):
     """Grows a fresh tree after each commit, when it is waited for."""
 
-    def __init__(self, engine: Engine, inbox: Patient) -> None:
+    def __init__(self, engine: VerifyEngine, inbox: Patient) -> None:
         super().__init__(engine, VOCAB, self._fresh)
         self._inbox = inbox
 
@@ -234,7 +234,7 @@ def test_a_lockstep_engine_takes_a_fixed_number_of_nodes_in_every_round() -> Non
     # Nodes that cost this much and promise this little are never taken by choice.
     cost = CostModel([1e-3 * width for width in WIDTHS])
     limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=5.0, lockstep=True)
-    engine = Engine(device, Memory(64, PAGE_SIZE), cost, limits, Silence(), inbox)
+    engine = VerifyEngine(device, Memory(64, PAGE_SIZE), cost, limits, Silence(), inbox)
     engine.draft_connected(Slow(engine, inbox))
     answer = submit(engine, max_tokens=26)
     engine.start()
@@ -266,7 +266,7 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     link = drafts.link(asked)
     assert link is not None
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
-    policy = HoldPolicy(budget, longest, turns=True)
+    policy = DraftWaitPolicy(budget, longest, turns=True)
     due, held = [(clock.now + delay, asked.committed_len)], 0.0
 
     def advance(until: float) -> None:
@@ -330,9 +330,9 @@ class Chatty(ThreadInbox):
 
 def test_no_round_waits_longer_than_it_may_however_often_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("verify_service.engine.time.monotonic", clock)
+    monkeypatch.setattr("verify_service.engine.engine.time.monotonic", clock)
     limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=0.02, lockstep=True)
-    engine = Engine(
+    engine = VerifyEngine(
         FakeDevice(), Memory(64, PAGE_SIZE), CostModel([1e-3] * len(WIDTHS)), limits, Silence(), Chatty(clock)
     )
     engine.draft_connected(Recorder())

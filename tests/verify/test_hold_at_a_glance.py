@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, request
 
-from verify_service.budget import WIDTHS, Budget, Choice, CostModel
-from verify_service.drafts import Drafts
-from verify_service.health import MOST_PARTS
-from verify_service.hold import HoldPolicy
-from verify_service.link import Link
+from verify_service.speculation.budget import WIDTHS, Budget, Choice, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.health import MOST_PARTS
+from verify_service.speculation.link import SpeculativeRequest
 
 gains = st.floats(-0.2, 4.0)
 seconds = st.floats(0.0, 0.01)
@@ -26,7 +26,7 @@ speeds = st.tuples(seconds, seconds, st.floats(-0.1, 1.0), st.floats(0.0, 1.0), 
 part deepens a tree."""
 
 
-def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link]:
+def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[SpeculativeRequest]:
     service = Drafts(vocab_size=50, max_nodes=64, clock=clock)
     for index in range(2):
         service.connected(Recorder(str(index)))
@@ -59,7 +59,7 @@ def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Link
 )
 def test_a_glance_decides_nothing_else(drawn: list[tuple], drafts: list[tuple], nodes: int, expected: float) -> None:
     links = links_of(drawn, drafts, Clock())
-    policy = HoldPolicy(Budget(CostModel([0.005] * len(WIDTHS)), 64), 0.02)
+    policy = DraftWaitPolicy(Budget(CostModel([0.005] * len(WIDTHS)), 64), 0.02)
     choice = Choice(nodes, expected, 0.005, 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "_is_hopeless", lambda awaited, choice: False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
-from verify_service.forest import Forest
-from verify_service.hold import HoldPolicy
-from verify_service.link import Link
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+from verify_service.speculation.link import SpeculativeRequest
 
 ROUND = 0.0045
 """Seconds of a round of an 8B model on a large GPU."""
@@ -19,9 +19,9 @@ def test_what_prompts_take_says_nothing_of_answers_to_commits_and_is_not_waited_
     drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock)
     port = Recorder()
     drafts.connected(port)
-    policy = HoldPolicy(Budget(CostModel([ROUND] * len(WIDTHS)), 63), 0.02)
+    policy = DraftWaitPolicy(Budget(CostModel([ROUND] * len(WIDTHS)), 63), 0.02)
 
-    def wait(link: Link) -> float:
+    def wait(link: SpeculativeRequest) -> float:
         choice = Budget(CostModel([ROUND] * len(WIDTHS)), 63).choose(1, 1, Forest([link.mirror], [99]).best())
         return policy.seconds([link] if link.expects else [], 1, choice)
 
@@ -50,7 +50,7 @@ def test_a_request_that_opens_keeps_no_other_from_being_waited_for() -> None:
     port = Recorder()
     drafts.connected(port)
     budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
-    policy = HoldPolicy(budget, 0.02)
+    policy = DraftWaitPolicy(budget, 0.02)
     links = []
     for _ in range(2):
         drafts.admit(asked := request([1, 2]))

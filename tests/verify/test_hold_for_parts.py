@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.tree.messages import Grow
+from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
-from verify_service.forest import Forest
-from verify_service.hold import HoldPolicy
-from verify_service.link import Link
-from verify_service.round import Entry
-from verify_service.scheduler import Offer
+from verify_service.engine.round import Entry
+from verify_service.engine.scheduler import Offer
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+from verify_service.speculation.link import SpeculativeRequest
 
 ROUND, PART = 0.0045, 0.0005
 """Seconds of a round of an 8B model on a large GPU, and of a step of its draft."""
@@ -34,7 +34,7 @@ class Grown:
         drafts.admit(self.request)
         link = drafts.link(self.request)
         assert link is not None
-        self.link: Link = link
+        self.link: SpeculativeRequest = link
         self.answer()
 
     def answer(self) -> None:
@@ -84,7 +84,7 @@ class Scene:
         """How long the next round would be held."""
         offer = self.offer()
         offer.look_for_ends(63)
-        return HoldPolicy(self._budget, 0.02).seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
+        return DraftWaitPolicy(self._budget, 0.02).seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
 
 
 @pytest.fixture

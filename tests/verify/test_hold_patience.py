@@ -8,13 +8,13 @@ from math import inf
 import pytest
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from verify_service.budget import WIDTHS, Budget, CostModel
-from verify_service.drafts import Drafts
-from verify_service.forest import Forest
-from verify_service.hold import HoldPolicy
-from verify_service.request import Request
-from verify_service.round import Entry
-from verify_service.scheduler import Offer
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry
+from verify_service.engine.scheduler import Offer
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
 
 ROUND, PART = 0.0045, 0.001
 """Seconds of a round, and until a draft has made its tree one part deeper."""
@@ -76,7 +76,7 @@ class Scene:
         offer = Offer([Entry(one, 1) for one in self.requests], forest, choice, awaited, len(mirrors), 0.0)
         offer.look_for_ends(63)
         self.budget.took(choice)
-        policy = HoldPolicy(self.budget, 0.02, turns=turns, patience=patience)
+        policy = DraftWaitPolicy(self.budget, 0.02, turns=turns, patience=patience)
         return policy.seconds(awaited, len(mirrors), choice)
 
 

@@ -12,21 +12,23 @@ from fake_device import VOCAB, FakeDevice, count_up, fake_engine
 from harness import Answer, make_request
 
 from outrider.errors import OverloadedError
+from outrider.protocol.tokens import FinishReason, TokenLogprobs
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason, TokenLogprobs
 from outrider.v1 import verify_pb2, verify_pb2_grpc
-from verify_service.admission import Admission
-from verify_service.backlog import Backlog
-from verify_service.engine import Engine
-from verify_service.outbox import Outbox
-from verify_service.servicer import VerifyServicer
-from verify_service.submission import Submission, Update
+from verify_service.door.admission import Admission
+from verify_service.door.backlog import Backlog
+from verify_service.door.outbox import Outbox
+from verify_service.door.servicer import VerifyServicer
+from verify_service.engine.engine import VerifyEngine
+from verify_service.frames.submission import Submission, Update
 
 
-def submit(engine: Engine, *, client: str = "", priority: int = 0, prompt_len: int = 3, max_tokens: int = 4) -> Answer:
+def submit(
+    engine: VerifyEngine, *, client: str = "", priority: int = 0, prompt_len: int = 3, max_tokens: int = 4
+) -> Answer:
     answer = Answer()
     prompt = [count_up(position) for position in range(prompt_len)]
     request = make_request(answer, prompt, SamplingParams(temperature=0.0), VOCAB, max_tokens)
@@ -36,7 +38,7 @@ def submit(engine: Engine, *, client: str = "", priority: int = 0, prompt_len: i
     return answer
 
 
-def run(engine: Engine, *answers: Answer) -> None:
+def run(engine: VerifyEngine, *answers: Answer) -> None:
     engine.start()
     assert all(answer.done.wait(10) for answer in answers)
     engine.stop()

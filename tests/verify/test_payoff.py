@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.tree.messages import Commit, Open
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.drafts import Drafts
-from verify_service.payoff import MIN_REQUESTS, Payoff
+from outrider.protocol.messages import Commit, Open
+from verify_service.speculation.budget import WIDTHS, CostModel
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.payoff import MIN_REQUESTS, Payoff
 
 
 class World(NamedTuple):

@@ -14,10 +14,10 @@ from prefill_pair import PrefillPair, run_story
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
 from outrider.models.base import CausalLM
-from verify_service.cuda_executor import CudaExecutor
-from verify_service.feature_plan import FeaturePlan
-from verify_service.prefill_graphs import PrefillShapes, chunk_slots
-from verify_service.round_buffers import Bucket
+from verify_service.executors.cuda import CudaExecutor
+from verify_service.executors.prefill_graphs import PrefillShapes, chunk_slots
+from verify_service.executors.round_buffers import Bucket
+from verify_service.features.plan import FeaturePlan
 
 LAYERS = (0, 1, 3)
 EXACT = 1e-4

@@ -15,21 +15,21 @@ from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError
 from outrider.models.base import CausalLM
 from outrider.tree.projection import PROJECTED
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
 
 LAYERS = (3, 0, 1)
-Start = Callable[..., Engine]
+Start = Callable[..., VerifyEngine]
 
 
-def projected(engine: Engine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:
+def projected(engine: VerifyEngine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:
     return ProjectedDraft(engine, VOCAB, oracle(texts(truth), VOCAB), random_projection(LAYERS, 64, columns, seed))
 
 
-def raw(engine: Engine, truth: list[Answer], layers: tuple[int, ...]) -> FeatureDraft:
+def raw(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...]) -> FeatureDraft:
     return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 
-def store_of(engine: Engine) -> FeatureStore:
+def store_of(engine: VerifyEngine) -> FeatureStore:
     store = engine._executor._features  # type: ignore[attr-defined]
     assert isinstance(store, FeatureStore)
     return store
@@ -133,7 +133,7 @@ def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
     first.connect()
     engine.start()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
-    monkeypatch.setattr("verify_service.executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
     second = projected(engine, truth)
     second.connect()
     run_all(engine, jobs()[:1], speculate=False)

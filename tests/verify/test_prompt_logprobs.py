@@ -15,10 +15,10 @@ from harness import Answer, make_engine, make_request
 from local_draft import LocalDraft, noise
 
 from outrider.models.base import CausalLM
+from outrider.protocol.tokens import FinishReason, PromptLogprobs
 from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason, PromptLogprobs
-from verify_service import prompt_logprobs
-from verify_service.engine import Engine
+from verify_service.engine.engine import VerifyEngine
+from verify_service.executors import prompt_logprobs
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOP = 3
@@ -45,23 +45,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(small_model(folder), folder)
 
 
-def on_cpu(model: CausalLM, **options: object) -> Engine:
+def on_cpu(model: CausalLM, **options: object) -> VerifyEngine:
     return make_engine(model, chunk_size=7, **options)  # type: ignore[arg-type]
 
 
-def on_device(model: CausalLM, **options: object) -> Engine:
+def on_device(model: CausalLM, **options: object) -> VerifyEngine:
     return make_paged_engine(model, **options)[0]  # type: ignore[arg-type]
 
 
-def deterministic(model: CausalLM, **options: object) -> Engine:
+def deterministic(model: CausalLM, **options: object) -> VerifyEngine:
     return make_paged_engine(model, deterministic=True, **options)[0]  # type: ignore[arg-type]
 
 
-Make = Callable[..., Engine]
+Make = Callable[..., VerifyEngine]
 MAKERS = [on_cpu, on_device, deterministic]
 
 
-def start(engines: list[Engine], engine: Engine) -> Engine:
+def start(engines: list[VerifyEngine], engine: VerifyEngine) -> VerifyEngine:
     engines.append(engine)
     engine.start()
     return engine
@@ -72,7 +72,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
     return [source.randrange(VOCAB) for _ in range(length)]
 
 
-def ask(engine: Engine, prompt: list[int], num_top: int | None = NUM_TOP, **fields: object) -> Answer:
+def ask(engine: VerifyEngine, prompt: list[int], num_top: int | None = NUM_TOP, **fields: object) -> Answer:
     answer = Answer()
     values: dict[str, object] = {"max_tokens": 4, "num_prompt_logprobs": num_top} | fields
     engine.submit(make_request(answer, prompt, GREEDY, VOCAB, **values))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def check(answer: Answer, prompt: list[int], expected: torch.Tensor, num_top: in
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("piece", [1 << 23, 2 * VOCAB])
 def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
-    make: Make, piece: int, target: Target, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    make: Make, piece: int, target: Target, engines: list[VerifyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "_PIECE_NUMBERS", piece)
     engine = start(engines, make(target.model))
@@ -119,7 +119,7 @@ def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_prompt_that_is_in_the_cache_is_described_from_its_beginning(
-    make: Make, target: Target, engines: list[Engine]
+    make: Make, target: Target, engines: list[VerifyEngine]
 ) -> None:
     engine = start(engines, make(target.model))
     prompt = prompt_of(30)
@@ -135,7 +135,7 @@ def test_a_prompt_that_is_in_the_cache_is_described_from_its_beginning(
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
-    make: Make, target: Target, engines: list[Engine]
+    make: Make, target: Target, engines: list[VerifyEngine]
 ) -> None:
     engine = start(engines, make(target.model))
     prompt = prompt_of(6)
@@ -150,14 +150,16 @@ def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: list[Engine]) -> None:
+def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: list[VerifyEngine]) -> None:
     answer = ask(start(engines, make(target.model)), [5])
     assert answer.done.wait(60) and answer.updates[-1].finish is FinishReason.LENGTH
     assert all(update.prompt_logprobs is None for update in answer.updates)
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_preemption_neither_repeats_nor_loses_a_position(make: Make, target: Target, engines: list[Engine]) -> None:
+def test_preemption_neither_repeats_nor_loses_a_position(
+    make: Make, target: Target, engines: list[VerifyEngine]
+) -> None:
     engine = start(engines, make(target.model, num_pages=30))
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(4, VOCAB)))
     prompts = [prompt_of(40 + i, seed=i) for i in range(5)]
@@ -168,7 +170,7 @@ def test_preemption_neither_repeats_nor_loses_a_position(make: Make, target: Tar
 
 
 def test_a_model_that_breaks_fails_the_request_alone(
-    target: Target, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    target: Target, engines: list[VerifyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(engines, on_device(target.model))
     logits = target.model.logits

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.sampling.params import SamplingParams
-from verify_service.queue import _MAX_PASSES, FairQueue
-from verify_service.request import Request
+from verify_service.engine.queue import _MAX_PASSES, FairQueue
+from verify_service.engine.request import Request
 
 _arrivals = count()
 

@@ -14,9 +14,7 @@ from local_draft import LocalDraft, oracle
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.models.base import CausalLM
-from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason
-from outrider.tree.messages import (
+from outrider.protocol.messages import (
     MAX_FEATURE_BYTES,
     Decline,
     DeclineReason,
@@ -27,11 +25,13 @@ from outrider.tree.messages import (
     Hello,
     VerifyMessage,
 )
+from outrider.protocol.tokens import FinishReason
+from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection, ProjectionPart
-from verify_service.remote import MAX_UNREAD, RemoteEngine
-from verify_service.submission import Submission, Update
-from verify_service.wire import FromDoor
-from verify_service.wire_drafts import FeaturesDone, FeaturesPart, FeaturesTold
+from verify_service.door.remote import MAX_UNREAD, RemoteVerifyEngine
+from verify_service.frames.drafts import FeaturesDone, FeaturesPart, FeaturesTold
+from verify_service.frames.messages import FromDoor
+from verify_service.frames.submission import Submission, Update
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -243,7 +243,9 @@ async def test_an_array_too_long_for_its_message_counts_for_what_it_takes(model:
 class DistantDraft(ProjectedDraft):
     """Gives its projection through the door, in small parts."""
 
-    def __init__(self, remote: RemoteEngine, texts: dict[tuple[int, ...], list[int]], projection: Projection) -> None:
+    def __init__(
+        self, remote: RemoteVerifyEngine, texts: dict[tuple[int, ...], list[int]], projection: Projection
+    ) -> None:
         super().__init__(remote, 61, oracle(texts, 61), projection)  # type: ignore[arg-type]
         self.remote = remote
         self.opening: asyncio.Task[None] | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.tree.messages import Grow
+from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.forest import Forest
+from verify_service.speculation.forest import Forest
 
 
 def test_what_a_round_takes_of_a_tree_is_in_whole_numbers() -> None:

@@ -9,9 +9,9 @@ from local_draft import LocalDraft, chain
 
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine import Engine
-from verify_service.memory import Memory
-from verify_service.request import Request
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
 
 
 def rounds_of(device: FakeDevice, request: Request) -> list[tuple[int, int]]:
@@ -19,7 +19,7 @@ def rounds_of(device: FakeDevice, request: Request) -> list[tuple[int, int]]:
     return [(extend, nodes) for entries in device.rounds for one, extend, nodes in entries if one is request]
 
 
-def run(engine: Engine, *answers: Answer) -> None:
+def run(engine: VerifyEngine, *answers: Answer) -> None:
     engine.start()
     assert all(answer.done.wait(10) for answer in answers)
     engine.stop()

@@ -10,15 +10,15 @@ from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 
-from outrider.process.garbage import Garbage
+from outrider.host.garbage import Garbage
+from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
-from outrider.tree.messages import Commit, VerifyMessage
-from verify_service.budget import WIDTHS, CostModel
-from verify_service.engine import Engine
-from verify_service.gaps import LONG_SECONDS, tell_long
-from verify_service.inbox import Action, ThreadInbox
-from verify_service.limits import EngineLimits
-from verify_service.memory import Memory
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.gaps import LONG_SECONDS, tell_long
+from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.speculation.budget import WIDTHS, CostModel
 
 
 def test_what_comes_is_done_piece_by_piece_and_a_round_s_end_goes_first() -> None:
@@ -79,7 +79,7 @@ class Sleepless(ThreadInbox):
 class Later(LocalDraft):
     """Answers a little later."""
 
-    def __init__(self, engine: Engine, inbox: Sleepless) -> None:
+    def __init__(self, engine: VerifyEngine, inbox: Sleepless) -> None:
         super().__init__(engine, VOCAB, self._two)
         self._inbox = inbox
 
@@ -95,7 +95,7 @@ class Later(LocalDraft):
 def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
     device, inbox = FakeDevice(spin=True), Sleepless()
     limits = EngineLimits(VOCAB, 200, max_hold_seconds=5.0, spin=True)
-    engine = Engine(device, Memory(64, PAGE_SIZE), CostModel([0.5] * len(WIDTHS)), limits, Silence(), inbox)
+    engine = VerifyEngine(device, Memory(64, PAGE_SIZE), CostModel([0.5] * len(WIDTHS)), limits, Silence(), inbox)
     engine.draft_connected(Later(engine, inbox))
     answer = submit(engine, max_tokens=12)
     asleep: list[int] = []
@@ -110,7 +110,7 @@ def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
 class Told(LocalDraft):
     """Notes when it is told of a commit, beside the launches of rounds."""
 
-    def __init__(self, engine: Engine, device: FakeDevice, right: bool) -> None:
+    def __init__(self, engine: VerifyEngine, device: FakeDevice, right: bool) -> None:
         super().__init__(engine, VOCAB, self._right if right else self._wrong)
         self._device = device
 

@@ -15,13 +15,13 @@ from local_draft import wrong
 from scripted_peer import Clock, Recorder, follow, request, tree
 
 from outrider.models.base import CausalLM
-from outrider.tree.messages import Commit
-from verify_service import engine as engine_module
-from verify_service.drafts import CREDIT_ROUNDS, Drafts
-from verify_service.engine import Engine
-from verify_service.link import Link
-from verify_service.merit import TRIAL, Merit
-from verify_service.request import Request
+from outrider.protocol.messages import Commit
+from verify_service.engine import engine as engine_module
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.request import Request
+from verify_service.speculation.backoff import TRIAL, DraftBackoff
+from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
+from verify_service.speculation.link import SpeculativeRequest
 
 RIGHT, WRONG = 7, 5
 
@@ -37,7 +37,7 @@ class Session:
         self.told: list[int] = []
         """Tokens of each commit that was told."""
 
-    def admit(self) -> tuple[Request, Link]:
+    def admit(self) -> tuple[Request, SpeculativeRequest]:
         one = request([1, 2])
         self.drafts.admit(one)
         link = self.drafts.link(one)
@@ -130,7 +130,7 @@ def test_in_lockstep_every_commit_is_told() -> None:
 
 
 def test_looks_grow_rarer_but_never_stop() -> None:
-    merit = Merit(TRIAL)
+    merit = DraftBackoff(TRIAL)
     passes = []
     for look in range(8):
         merit.num_wrong = TRIAL + look
@@ -142,9 +142,9 @@ def test_looks_grow_rarer_but_never_stop() -> None:
 
 
 def test_features_leave_for_a_draft_in_doubt_as_rarely_as_commits(
-    model: CausalLM, truth: list[Answer], start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    model: CausalLM, truth: list[Answer], start: Callable[..., VerifyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.merit.TRIAL", 8)
+    monkeypatch.setattr("verify_service.speculation.backoff.TRIAL", 8)
     engine = start("paged")
     draft = FeatureDraft(engine, VOCAB, wrong(texts(truth), VOCAB), layers=(0, 1, 3))
     draft.connect()

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from prometheus_client import generate_latest
 
-from verify_service.figures import RoundFigures
-from verify_service.metrics import VerifyMetrics
-from verify_service.wire_engine import PeerPart, RoundReport, Snapshot
+from verify_service.door.metrics import VerifyMetrics
+from verify_service.engine.figures import RoundFigures
+from verify_service.frames.engine import PeerPart, RoundReport, Snapshot
 
 
 def test_a_round_is_counted_in_every_figure() -> None:

@@ -20,8 +20,8 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
-from verify_service.admission import Admission
-from verify_service.servicer import VerifyServicer
+from verify_service.door.admission import Admission
+from verify_service.door.servicer import VerifyServicer
 
 VOCAB = 61
 Message = verify_pb2.VerifyServiceGenerateRequest

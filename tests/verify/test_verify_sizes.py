@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.v1 import common_pb2, verify_pb2
-from verify_service.admission import Admission
+from verify_service.door.admission import Admission
 
 ADMISSION = Admission(vocab_size=61, context_length=200, eos_token_ids=(), speculation=True)
 Message = verify_pb2.VerifyServiceGenerateRequest

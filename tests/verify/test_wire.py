@@ -20,18 +20,8 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
-from outrider.process.frames import MAX_FRAME_BYTES, FrameReader, pack
-from outrider.process.part_codec import (
-    pack_drafts,
-    pack_features,
-    pack_verify,
-    unpack_drafts,
-    unpack_features,
-    unpack_verify,
-)
-from outrider.sampling.params import SamplingParams
-from outrider.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
-from outrider.tree.messages import (
+from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, pack
+from outrider.protocol.messages import (
     Close,
     Commit,
     Decline,
@@ -45,12 +35,20 @@ from outrider.tree.messages import (
     Pause,
     Resume,
 )
-from verify_service.figures import RoundFigures
-from verify_service.submission import Submission, Update
-from verify_service.wire import FromDoor, FromEngine, from_door, from_engine
-from verify_service.wire_codec import pack_submission, pack_update, unpack_submission, unpack_update
-from verify_service.wire_draft_codec import pack_begin, unpack_begin
-from verify_service.wire_drafts import (
+from outrider.protocol.part_codec import (
+    pack_drafts,
+    pack_features,
+    pack_verify,
+    unpack_drafts,
+    unpack_features,
+    unpack_verify,
+)
+from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
+from outrider.sampling.params import SamplingParams
+from verify_service.engine.figures import RoundFigures
+from verify_service.frames.codec import pack_submission, pack_update, unpack_submission, unpack_update
+from verify_service.frames.draft_codec import pack_begin, unpack_begin
+from verify_service.frames.drafts import (
     DraftSaid,
     DraftTold,
     DraftUp,
@@ -60,8 +58,10 @@ from verify_service.wire_drafts import (
     FeaturesUp,
     ProjectionFrame,
 )
-from verify_service.wire_engine import RoundReport, Snapshot, Start, Told
-from verify_service.wire_requests import Cancel, Submit
+from verify_service.frames.engine import RoundReport, Snapshot, Start, Told
+from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
+from verify_service.frames.requests import Cancel, Submit
+from verify_service.frames.submission import Submission, Update
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 ids = st.integers(0, 2**31 - 1)
@@ -294,7 +294,7 @@ def test_an_absurd_length_is_refused_before_memory_is_taken() -> None:
 
 def test_a_frame_that_would_be_refused_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = ProjectionFrame(1, "float32", bytes(100))
-    monkeypatch.setattr("outrider.process.frames.MAX_FRAME_BYTES", len(pack(frame)) - 4)
+    monkeypatch.setattr("outrider.host.frames.MAX_FRAME_BYTES", len(pack(frame)) - 4)
     assert to_engine(frame) == frame
     with pytest.raises(InternalError, match="too long"):
         pack(ProjectionFrame(1, "float32", bytes(101)))

@@ -14,21 +14,21 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
-from outrider.process.frames import FrameReader, pack
-from outrider.process.pipe import MAX_BACKLOG_BYTES, Pipe
-from outrider.process.worker import await_first
-from outrider.tree.messages import Close
-from verify_service.assembly import Built
-from verify_service.figures import RoundFigures
-from verify_service.inbox import Inbox, ThreadInbox
-from verify_service.observer import Observer
-from verify_service.reporter import SNAPSHOT_SECONDS, Reporter, ReporterPort
-from verify_service.submission import Update
-from verify_service.wire import FromDoor, FromEngine, from_door, from_engine
-from verify_service.wire_drafts import DraftReset, DraftTold, ProjectionFrame
-from verify_service.wire_engine import Refused, Start, Stop, Told
-from verify_service.wire_requests import Cancel
-from verify_service.worker import SocketInbox, serve_engine
+from outrider.host.frames import FrameReader, pack
+from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
+from outrider.host.worker import await_first
+from outrider.protocol.messages import Close
+from verify_service.engine.assembly import Built
+from verify_service.engine.figures import RoundFigures
+from verify_service.engine.inbox import ThreadInbox, VerifyInbox
+from verify_service.engine.observer import Observer
+from verify_service.engine.reporter import SNAPSHOT_SECONDS, ReporterPort, VerifyReporter
+from verify_service.engine.worker import SocketInbox, serve_engine
+from verify_service.frames.drafts import DraftReset, DraftTold, ProjectionFrame
+from verify_service.frames.engine import Refused, Start, Stop, Told
+from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
+from verify_service.frames.requests import Cancel
+from verify_service.frames.submission import Update
 
 
 @dataclass
@@ -70,7 +70,7 @@ def test_another_first_frame_is_refused(wire: Wire) -> None:
 
 
 def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: Wire) -> None:
-    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
         raise ConfigError("--model: no such folder; use a folder")
 
     assert serve_engine(wire.pipe, VerifyOptions(), build) == 2
@@ -78,7 +78,7 @@ def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: W
 
 
 def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -> None:
-    def build(options: VerifyOptions, inbox: Inbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
         raise RuntimeError("out of order")
 
     assert serve_engine(wire.pipe, VerifyOptions(), build) == 1
@@ -88,7 +88,7 @@ def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -
 
 
 def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> None:
-    reporter = Reporter(wire.pipe)
+    reporter = VerifyReporter(wire.pipe)
     for number in (1, 2, 3):
         reporter.update(number, Update(token_ids=[number]))
     reporter.ended(4)
@@ -121,7 +121,7 @@ def test_drafts_are_told_at_once(wire: Wire) -> None:
 
 def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire) -> None:
     now = 100.0
-    reporter = Reporter(wire.pipe, clock=lambda: now)
+    reporter = VerifyReporter(wire.pipe, clock=lambda: now)
     scheduler = SimpleNamespace(running=[], waiting=[], num_preemptions=0)
     engine = SimpleNamespace(
         scheduler=scheduler,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from scripted_peer import Clock, Recorder, request
 
+from outrider.protocol.messages import Commit, DraftMessage, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
-from outrider.tree.messages import Commit, DraftMessage, Open, VerifyMessage
-from verify_service.budget import Budget, CostModel
-from verify_service.drafts import CREDIT_ROUNDS, Drafts
-from verify_service.forest import Forest
-from verify_service.hold import HoldPolicy
+from verify_service.speculation.budget import Budget, CostModel
+from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
+from verify_service.speculation.forest import Forest
 
 VOCAB = 50
 SLOW = 0.3
@@ -52,7 +52,7 @@ class TurnTaking:
         self._machine, self._wait, self._longest = machine, wait, longest
         self._drafts = Drafts(VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, turns=True)
         self._budget = Budget(CostModel(machine.rounds, WIDTHS), 15)
-        self._policy = HoldPolicy(self._budget, longest, turns=True)
+        self._policy = DraftWaitPolicy(self._budget, longest, turns=True)
         self._random = random.Random(7)
         self._port = Recorder()
         self._drafts.connected(self._port)

@@ -17,8 +17,8 @@ from tiny_models import token_ids
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.models.convert import convert
 from outrider.models.drafters.token_ids import read_token_map
+from outrider_tools.convert import convert
 
 
 def save_bin(folder: Path, content: Any, name: str = "pytorch_model.bin") -> Path:

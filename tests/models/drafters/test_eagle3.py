@@ -26,17 +26,17 @@ from tiny_heads import (
 from tiny_models import relative_error, save_tiny, token_ids
 from torch import Tensor
 
-from draft_service.drafters.base import build_drafter
-from draft_service.drafters.model import find_mapper
-from draft_service.handshake import own_hello
-from draft_service.profile import describe
+from draft_service.door.handshake import own_hello
+from draft_service.door.profile import describe
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import build_drafter
+from outrider.drafting.model.drafter import find_mapper
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.offer import offered_projection
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
-from outrider.tree.messages import PROTOCOL_VERSION, Hello
 from outrider.tree.projection import name_projection
 
 STEPS = 4

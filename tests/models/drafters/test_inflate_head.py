@@ -29,12 +29,12 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
-from outrider.models.inflate_folder import InflateOptions, inflate
-from outrider.models.inflate_head import inflate_head
-from outrider.models.inflate_shapes import Shape
 from outrider.models.loader import load_model
 from outrider.models.progress import silent
-from outrider.models.random_head import random_eagle3_head
+from outrider_tools.inflate.folder import InflateOptions, inflate
+from outrider_tools.inflate.head import inflate_head
+from outrider_tools.inflate.random_head import random_eagle3_head
+from outrider_tools.inflate.shapes import Shape
 
 # The tiny targets have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.
 WIDER = Shape(hidden=48, layers=5, heads=12, kv_heads=4, head_dim=16, intermediate=56)

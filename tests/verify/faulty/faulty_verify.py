@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verify_service import engine_process
+from verify_service.door import engine_process
 from verify_service.main import main
 
 if __name__ == "__main__":

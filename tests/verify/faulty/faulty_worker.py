@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from outrider.config.verify import VerifyOptions
-from verify_service import worker
-from verify_service.assembly import Built, assemble
-from verify_service.inbox import Inbox
-from verify_service.reporter import Reporter
-from verify_service.round import Entry, Executor, Pending, Result
+from verify_service.engine import worker
+from verify_service.engine.assembly import Built, assemble
+from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.reporter import VerifyReporter
+from verify_service.engine.round import Entry, Executor, Pending, Result
 
 FAILING_ROUND = 12
 
@@ -54,7 +54,7 @@ class Failing:
         return pending
 
 
-def build(options: VerifyOptions, inbox: Inbox, observer: Reporter) -> Built:
+def build(options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) -> Built:
     built = assemble(options, inbox, observer)
     if lives_left():
         built.engine._executor = Failing(built.engine._executor)

@@ -1,1 +1,0 @@
-"""Model drafters: growth in bursts of several draft steps, each a batched forward over nodes of any requests."""

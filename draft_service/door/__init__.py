@@ -1,0 +1,1 @@
+"""The process that verify services talk to. Torch-free."""

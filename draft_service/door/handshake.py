@@ -1,0 +1,103 @@
+"""What this drafter says of itself, and whether the verify services of one draft service have the same target."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from draft_service.door.profile import Profile
+from outrider.config.draft import DraftOptions
+from outrider.drafting.base import named_drafters
+from outrider.logs import get_logger
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.handshake import HandshakeError, agree
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the verify services of one draft service have in common."""
+
+    vocab_size: int
+    tokenizer_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a verify service is answered."""
+
+    hello: Hello
+    parts: frozenset[int] | None = None
+    """Numbers of the drafters that guess for it; None for all."""
+
+
+def longest_sequence(max_positions: int, options: DraftOptions) -> int:
+    """Tokens of the longest sequence that is served, where the drafter serves so many; 0 for any."""
+    return min(max_positions or options.max_positions, options.max_positions)
+
+
+def own_hello(profile: Profile, options: DraftOptions) -> Hello:
+    """The hello of a new session; one whose drafter takes features gets a token for them."""
+    hello = _hello(profile, "+".join(named_drafters(options)), options)
+    # In lockstep nothing is said before a tree is complete, features and all.
+    optional = bool(profile.feature_layers and profile.modest) and not options.lockstep
+    return replace(hello, features_optional=optional)
+
+
+def answer_hello(theirs: Hello, profile: Profile, options: DraftOptions, *, may_leave_out: bool) -> Answer:
+    """What to answer a verify service. Raises what `agree` raises.
+
+    `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
+    that take any target guess alone.
+    """
+    ours = own_hello(profile, options)
+    try:
+        agree(theirs, ours)
+    except HandshakeError as error:
+        if not profile.modest or not may_leave_out:
+            raise
+        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in profile.modest)
+        alone = _hello(Profile(profile.sources), names, options)
+        agree(theirs, alone)
+        _logger.warning(
+            "%s alone drafts for %s, which %s does not fit: %s",
+            *(names, theirs.model or "this target", ours.model, error.message),
+        )
+        return Answer(alone, profile.modest)
+    return Answer(ours)
+
+
+def _hello(profile: Profile, model: str, options: DraftOptions) -> Hello:
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+        model=model,
+        tokenizer_hash=profile.tokenizer_hash,
+        vocab_size=profile.vocab_size,
+        hidden_size=profile.hidden_size,
+        feature_layers=profile.feature_layers,
+        max_positions=longest_sequence(profile.max_positions, options),
+        # Those of all: nodes name them by their numbers among these.
+        sources=profile.sources,
+        features_token=secrets.token_hex(16) if profile.feature_layers else "",
+        projection_columns=profile.projection_columns,
+        projection_hash=profile.projection_hash,
+    )
+
+
+def check_target(theirs: Hello, ours: Hello) -> Target:
+    """The target of a session that begins with these two hellos. Raises what `agree` raises."""
+    return Target(agree(theirs, ours).vocab_size, theirs.tokenizer_hash)
+
+
+def check_same_target(target: Target, served: Target) -> None:
+    """Raise HandshakeError if a session is of another target than those that are served now."""
+    for field in ("vocab_size", "tokenizer_hash"):
+        theirs, ours = getattr(target, field), getattr(served, field)
+        if theirs != ours:
+            raise HandshakeError(
+                f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; use a draft service for each "
+                "target"
+            )

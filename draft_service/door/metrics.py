@@ -1,0 +1,92 @@
+"""What the draft service tells Prometheus."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from draft_service.frames import GROWTH_SECONDS, State
+from outrider.protocol.messages import DeclineReason
+from outrider.tree.author import Outcome
+
+_BURST_FIGURES = {
+    "bursts": "Bursts of a draft model.",
+    "burst_steps": "Steps of all bursts.",
+    "burst_nodes": "Nodes that bursts ran.",
+    "burst_places": "Nodes that the steps of all bursts had room for; burst_nodes over this is their occupancy.",
+    "burst_seconds": "Time from the launch of a burst until its result was taken.",
+    "prompt_tokens": "Tokens that a draft model computed outside of bursts.",
+}
+
+DROP_REASONS = ("malformed", "unexpected", "unknown_request", "late_features")
+
+
+class DraftMetrics:
+    """Counters and gauges of one service, in a registry of their own."""
+
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        grown = self._counter("outrider_draft_nodes_grown", "Tree nodes appended, by source.", "source")
+        commits = self._counter("outrider_draft_commits", "Commits applied, by what they did to the tree.", "outcome")
+        declines = self._counter("outrider_draft_declines", "Requests declined, by reason.", "reason")
+        dropped = self._counter("outrider_draft_messages_dropped", "Messages dropped, by reason.", "reason")
+        self.nodes_grown = {number: grown.labels(source) for number, source in enumerate(sources)}
+        self.commits = {outcome: commits.labels(outcome.value) for outcome in Outcome}
+        self.declines = {reason: declines.labels(reason.name.lower()) for reason in DeclineReason}
+        self.dropped = {reason: dropped.labels(reason) for reason in DROP_REASONS}
+        self._slices = _Slices()
+        self.registry.register(self._slices)
+        self._bursts = {
+            name: Counter(f"outrider_draft_{name}", help, registry=self.registry)
+            for name, help in _BURST_FIGURES.items()
+        }
+
+    def take(self, state: State) -> None:
+        """Add what the engine has counted."""
+        for source, count in state.grown.items():
+            self.nodes_grown[source].inc(count)
+        for outcome, count in state.commits.items():
+            self.commits[Outcome(outcome)].inc(count)
+        for reason, count in state.declines.items():
+            self.declines[DeclineReason(reason)].inc(count)
+        for why, count in state.dropped.items():
+            self.dropped[why].inc(count)
+        for name, amount in state.bursts.items():
+            self._bursts[name].inc(amount)
+        self._slices.add(state.slices, state.slice_seconds)
+
+    def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """Add a gauge whose value is read when it is asked for."""
+        Gauge(name, help, registry=self.registry).set_function(read)
+
+    def _counter(self, name: str, help: str, label: str) -> Counter:
+        return Counter(name, help, [label], registry=self.registry)
+
+
+class _Slices(Collector):
+    """A histogram that is counted elsewhere: thousands of slices a second are no work for an event loop."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(GROWTH_SECONDS) + 1)
+        self._seconds = 0.0
+
+    def add(self, counts: list[int], seconds: float) -> None:
+        """So many more in each interval, and what all of them took."""
+        self._counts = [old + new for old, new in zip(self._counts, counts or [0] * len(self._counts), strict=True)]
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """See Collector."""
+        bounds = [*map(str, GROWTH_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(
+            "outrider_draft_growth_seconds", "Time of one slice of growth.", buckets=buckets, sum_value=self._seconds
+        )

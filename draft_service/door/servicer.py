@@ -1,0 +1,289 @@
+"""The door of the draft service."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+import grpc
+
+from draft_service.door.feature_door import FeatureInflow
+from draft_service.door.handshake import Answer, Target, answer_hello, check_same_target, check_target
+from draft_service.door.metrics import DraftMetrics
+from draft_service.door.profile import Profile
+from draft_service.door.remote import FeatureStream, RemoteDraftEngine, RemoteFeatures
+from draft_service.door.session import Session
+from outrider import __version__
+from outrider.config.draft import DraftOptions
+from outrider.errors import InternalError, InvalidRequestError, OverloadedError
+from outrider.logs import get_logger
+from outrider.protocol.codec import decode_verify, encode_draft, in_parts
+from outrider.protocol.feature_codec import (
+    decode_begin,
+    decode_pieces,
+    encode_accept,
+    encode_projection,
+    encode_released,
+)
+from outrider.protocol.messages import (
+    Decline,
+    DeclineReason,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+    Hello,
+    LineOffer,
+    VerifyMessage,
+)
+from outrider.protocol.parts import LineFrame
+from outrider.tree.handshake import HandshakeError
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+
+_logger = get_logger(__name__)
+
+_Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
+_FeaturesContext = grpc.aio.ServicerContext[
+    draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse
+]
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Speculation streams and information about the drafter."""
+
+    def __init__(
+        self,
+        engine: RemoteDraftEngine,
+        features: RemoteFeatures,
+        profile: Profile,
+        options: DraftOptions,
+        metrics: DraftMetrics,
+        may_leave_out: bool = False,
+        line: LineFrame | None = None,
+    ) -> None:
+        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused. `line`:
+        where verify engines of this host may call the engine."""
+        self._line = line
+        self._maps_memory = profile.maps_memory
+        self._may_leave_out = may_leave_out
+        self._engine = engine
+        self._features = features
+        self._profile = profile
+        self._options = options
+        self._metrics = metrics
+        self._sessions: set[Session] = set()
+        self._awaiting: dict[str, Session] = {}
+        """Sessions whose features stream has not begun, by their tokens."""
+        self._target: Target | None = None
+
+    @property
+    def num_sessions(self) -> int:
+        """Streams that have said hello."""
+        return len(self._sessions)
+
+    async def Speculate(self, request_iterator: object, context: _Context) -> None:
+        """Serve one verify replica until either side ends the stream."""
+        hello, rest = _split_hello(await context.read())
+        answer = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
+        ours = answer.hello
+        if self._line is not None:
+            ours = replace(ours, line=LineOffer(self._line.host, self._line.path, secrets.token_hex(16)))
+            answer = replace(answer, hello=ours)
+        session = self._begin(hello, answer)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            if ours.features_token:
+                self._awaiting[ours.features_token] = session
+            await context.write(encode_draft([ours]))
+            work = (self._read(session, rest, context), _write(session, context), session.overflow(), session.lost())
+            tasks = [asyncio.create_task(one) for one in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            session.close()
+            self._awaiting.pop(ours.features_token, None)
+            self._sessions.discard(session)
+            self._engine.detach(session)
+            await _end(tasks)
+            _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
+
+    async def Features(self, request_iterator: object, context: _FeaturesContext) -> None:
+        """Take the features of one session until it ends or the stream does."""
+        first: object = await context.read()
+        if not isinstance(first, draft_pb2.DraftServiceFeaturesRequest):
+            raise InvalidRequestError("event", "is missing", "begin the stream with a begin")
+        begin = decode_begin(first)
+        self._check_features(begin)
+        session = self._awaiting.pop(begin.token, None)
+        if session is None:
+            raise InvalidRequestError("begin.token", "names no session that waits for features")
+        if not self._maps_memory:
+            begin = replace(begin, ring=None)
+        inflow = FeatureInflow()
+        stream = await self._features.open(self._engine.number_of(session), begin, inflow)
+        if not stream.uses_ring:
+            begin = replace(begin, ring=None)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            accept = FeaturesAccept(stream.uses_ring, projects=begin.wants_projection, takes_batches=True)
+            await context.write(encode_accept(accept))
+            work = (
+                self._read_features(stream, begin, inflow, context),
+                _answer(stream if begin.wants_projection else None, inflow, context),
+                session.ended(),
+            )
+            tasks = [asyncio.create_task(one) for one in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _end(tasks)
+            stream.close()
+
+    async def GetInfo(
+        self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
+    ) -> draft_pb2.DraftServiceGetInfoResponse:
+        """Describe drafter and load."""
+        state = await self._engine.ask()
+        return draft_pb2.DraftServiceGetInfoResponse(
+            sources=self._profile.sources,
+            num_requests=state.num_requests,
+            num_sessions=len(self._sessions),
+            num_nodes=state.num_nodes,
+            version=__version__,
+        )
+
+    def _begin(self, hello: Hello, answer: Answer) -> Session:
+        target = check_target(hello, answer.hello)
+        if len(self._sessions) >= self._options.max_sessions:
+            raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
+        if self._sessions and self._target is not None:
+            check_same_target(target, self._target)
+        anew = not self._sessions and target != self._target
+        self._target = target
+        self._engine.serve_target(target.tokenizer_hash, anew=anew)
+        line = answer.hello.line
+        session = Session(target.vocab_size, self._options.max_queued, answer.parts, line.token if line else "")
+        self._engine.attach(session)
+        self._sessions.add(session)
+        _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
+        return session
+
+    def _check_features(self, begin: FeaturesBegin) -> None:
+        profile = self._profile
+        width = len(profile.feature_layers) * profile.hidden_size
+        if begin.projected:
+            if not profile.projection_hash:
+                raise HandshakeError("begin.projected: verify sends products, the drafter offers no projection")
+            width = profile.projection_columns
+        for field, theirs, wanted in (("layers", begin.layers, profile.feature_layers), ("width", begin.width, width)):
+            if theirs != wanted:
+                raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
+
+    async def _read_features(
+        self, stream: FeatureStream, begin: FeaturesBegin, inflow: FeatureInflow, context: _FeaturesContext
+    ) -> None:
+        ring_bytes = begin.ring.num_bytes if begin.ring is not None else 0
+        while True:
+            try:
+                message: object = await context.read()
+            except InvalidRequestError:  # bytes that are no message
+                self._metrics.dropped["malformed"].inc()
+                continue
+            if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
+                return
+            if stream.broken:
+                # The session is dialled again, and goes without a ring.
+                self._maps_memory = False
+                raise InternalError("the ring of features cannot be read any more")
+            found = decode_pieces(message, begin, ring_bytes)
+            admitted = await inflow.admit_all([(number, len(piece.data) if piece else 0) for number, piece in found])
+            held = [one for one, fits in zip(found, admitted, strict=True) if fits]
+            pieces = [piece for _, piece in held if piece is not None]
+            if len(pieces) < len(found):
+                self._metrics.dropped["malformed"].inc(len(found) - len(pieces))
+            numbers = [number for number, _ in held]
+            if pieces:
+                await stream.submit(pieces, numbers)
+            elif held:
+                inflow.release(*numbers)
+
+    async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
+        await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
+        while True:
+            try:
+                batch: object = await context.read()
+            except InvalidRequestError:  # bytes that are no message name no request either
+                self._metrics.dropped["malformed"].inc()
+                continue
+            if not isinstance(batch, draft_pb2.DraftServiceSpeculateRequest):  # the end of the stream
+                return
+            await self._hand_over(session, batch)
+
+    async def _hand_over(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
+        for part in in_parts(batch):
+            try:
+                messages = decode_verify(part)
+            except InvalidRequestError:
+                messages = self._decode_each(session, part)
+            said = [message for message in messages if not isinstance(message, Hello)]
+            if len(said) < len(messages):
+                self._metrics.dropped["unexpected"].inc(len(messages) - len(said))
+            if said:
+                await session.admit()
+                self._engine.submit(session, said)
+            await asyncio.sleep(0)  # other sessions have their turn
+
+    def _decode_each(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
+        """Decode what can be, and decline the requests of the other events."""
+        messages: list[VerifyMessage] = []
+        for event in batch.events:
+            try:
+                messages += decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=[event]))
+            except InvalidRequestError as error:
+                self._metrics.dropped["malformed"].inc()
+                self._metrics.declines[DeclineReason.INVALID].inc()
+                session.send([Decline(_request_of(event), DeclineReason.INVALID, False, error.message)])
+        return messages
+
+
+def _split_hello(batch: object) -> tuple[Hello, list[draft_pb2.VerifyEvent]]:
+    """The hello that a stream begins with, and the events behind it."""
+    if isinstance(batch, draft_pb2.DraftServiceSpeculateRequest) and batch.events:
+        hello = decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=batch.events[:1]))[0]
+        if isinstance(hello, Hello):
+            return hello, list(batch.events[1:])
+    raise InvalidRequestError("events[0]", "is no hello", "begin the stream with one")
+
+
+def _request_of(event: draft_pb2.VerifyEvent) -> int:
+    """Number of the request that an event names, 0 if none."""
+    kind = event.WhichOneof("event")
+    return int(getattr(getattr(event, kind), "request", 0)) if kind else 0
+
+
+async def _write(session: Session, context: _Context) -> None:
+    while True:
+        if answers := await session.next_answers():
+            await context.write(encode_draft(answers))
+
+
+async def _answer(offering: FeatureStream | None, inflow: FeatureInflow, context: _FeaturesContext) -> None:
+    """Send the projection, if it is wanted, and then what is released."""
+    offset, whole = 0, offering is None
+    while offering is not None and not whole:
+        part, whole = await offering.matrix_part(offset)
+        await context.write(encode_projection(part))
+        offset += len(part.data)
+    while True:
+        await context.write(encode_released(FeaturesReleased(await inflow.next_release())))
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

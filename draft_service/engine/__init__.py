@@ -1,0 +1,1 @@
+"""The process that grows trees: messages in, growth, messages out."""

@@ -1,0 +1,198 @@
+"""The engine: one thread and no event loop. It owns requests and drafter, and turns commits into grown trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from draft_service.engine.feature_inlet import FeatureInlet
+from draft_service.engine.inbox import DraftInbox
+from draft_service.engine.lines import HeardOnLine
+from draft_service.engine.reporter import DraftReporter, SessionPeer
+from draft_service.engine.requests import Requests
+from draft_service.frames import (
+    Ask,
+    AskMatrix,
+    Drain,
+    FeaturesFromDoor,
+    FromDoor,
+    Heard,
+    Pieces,
+    Serve,
+    SessionDown,
+    SessionUp,
+    Start,
+    Stop,
+    StreamDown,
+    StreamUp,
+)
+from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.errors import InternalError
+from outrider.host.garbage import Garbage
+from outrider.host.line import Listener
+from outrider.host.pipe import Pipe
+from outrider.logs import get_logger
+from outrider.protocol.messages import Features
+from outrider.protocol.part_codec import unpack_verify
+from outrider.protocol.parts import VerifyPart
+
+_logger = get_logger(__name__)
+
+_SLICE_SECONDS = 0.001
+"""Growth between two looks at what to send; a burst after a miss fits in."""
+_MAX_FRAMES_PER_TURN = 64
+_WORK_EVERY = 8
+"""Turns that growth may take before the drafter's other work gets one."""
+_MAPPING_SECONDS = 0.001
+"""How often an idle engine looks whether a ring has been mapped."""
+
+
+class DraftEngine:
+    """Follows commits, grows trees ahead of them, and sends what has grown.
+
+    A turn takes what arrived, grows for a slice or until more arrives, and sends. While there is something to grow it
+    looks at its sockets and never sleeps on them; with nothing to grow it does.
+    """
+
+    def __init__(
+        self,
+        drafter: AnyDrafter,
+        options: DraftOptions,
+        pipe: Pipe[FromDoor],
+        features: Pipe[FeaturesFromDoor],
+        mapper: MemoryMapper | None = None,
+        listener: Listener | None = None,
+    ) -> None:
+        """`mapper`: maps verify's memory where the drafter works, if that can be. `listener`: where verify engines of
+        this host call."""
+        self.drafter = drafter
+        self.requests = Requests(drafter, options)
+        self.inbox = DraftInbox(pipe, features, listener)
+        self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
+        self._inlet = FeatureInlet(features, drafter, mapper, self._apply_features, self._fail_features)
+        self._peers: dict[int, SessionPeer] = {}
+        self._garbage = Garbage()
+        self._stopping = False
+        self._turns = 0
+        self._drains = 0
+
+    def run(self) -> None:
+        """Take turns until the door says Stop, or is gone."""
+        while not self._stopping:
+            try:
+                self._turn()
+            except Exception as error:
+                _logger.error("a turn of the engine failed", exc_info=error)
+        self.inbox.lines.close()
+
+    def _turn(self) -> None:
+        growth = self.requests.growth
+        if growth.idle and not (growth.has_work or growth.ledger.has_news or growth.declined):
+            self._rest()
+        self._take_frames()
+        if not growth.idle:
+            began = perf_counter()
+            growth.grow(began + _SLICE_SECONDS, self.inbox.waiting)
+            if growth.pressed and self.inbox.waiting():
+                self._take_frames()
+                growth.grow(perf_counter() + _SLICE_SECONDS, self.inbox.waiting)
+            self._reporter.tally.slice(perf_counter() - began)
+        self._turns += 1
+        if growth.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
+            self.requests.work(perf_counter() + _SLICE_SECONDS)
+        self.requests.tell()
+        self._reporter.flush(idle=growth.idle)
+        self._attend()
+
+    def _attend(self) -> None:
+        """What nobody waits for."""
+        if self._inlet.mapping:
+            self._inlet.settle()
+        self._reporter.tell_state()
+        if self._drains and not len(self.requests):
+            for _ in range(self._drains):
+                self._reporter.drained()
+            self._drains = 0
+        self._garbage.sweep()
+
+    def _rest(self) -> None:
+        """Sleep until something comes; the state may be told meanwhile."""
+        if not len(self.requests):
+            self._garbage.settle()
+        while not self.inbox.waiting():
+            times = [self._reporter.seconds_left, _MAPPING_SECONDS if self._inlet.mapping else None]
+            timeout = min((seconds for seconds in times if seconds is not None), default=None)
+            self.inbox.wait(timeout)
+            if timeout is not None:
+                self._inlet.settle()
+                self._reporter.tell_state()
+
+    def _take_frames(self) -> None:
+        for _ in range(_MAX_FRAMES_PER_TURN):
+            frame = self.inbox.next()
+            if frame is None:
+                return
+            self._handle(frame)
+
+    def _handle(self, frame: FromDoor | FeaturesFromDoor | HeardOnLine) -> None:
+        match frame:
+            case HeardOnLine():
+                self._apply(frame.session, frame.messages)
+            case Heard():
+                self._apply(frame.session, frame.messages)
+                self._reporter.read(frame.session)
+            case SessionUp():
+                parts = None if frame.parts is None else frozenset(frame.parts)
+                self._peers[frame.session] = SessionPeer(frame.session, frame.vocab_size, parts, self._reporter)
+            case SessionDown():
+                peer = self._peers.pop(frame.session)
+                peer.closed = True
+                self.inbox.ended.discard(frame.session)
+                self.requests.detach(peer)
+            case Serve():
+                if frame.anew:
+                    self.requests.growth.forget_target()
+                self.requests.grammars.serve(frame.tokenizer_hash)
+            case Ask():
+                self._reporter.flush(idle=True)
+                self._reporter.tell_state(frame.number)
+            case Drain():
+                self.requests.draining = True
+                self._drains += 1
+            case Stop():
+                self._stopping = True
+            case StreamUp() | StreamDown() | Pieces() | AskMatrix():
+                self._inlet.handle(frame)
+            case Start():
+                raise InternalError("the door started twice")
+
+    def _apply(self, session: int, parts: Sequence[VerifyPart]) -> None:
+        peer = self._peers[session]
+        if session in self.inbox.ended:
+            return
+        for message in unpack_verify(parts):
+            try:
+                self.requests.handle(peer, message)
+            except Exception as error:
+                _logger.error("a message could not be handled", exc_info=error)
+                self.requests.fail(peer, message)
+
+    def _apply_features(self, session: int, pieces: Sequence[Features]) -> None:
+        peer = self._peers.get(session)
+        if peer is None or session in self.inbox.ended:
+            return
+        for features in pieces:
+            try:
+                self.requests.handle(peer, features)
+            except Exception as error:
+                _logger.error("features could not be handled", exc_info=error)
+                self.requests.fail(peer, features)
+
+    def _fail_features(self, session: int, pieces: Sequence[Features]) -> None:
+        """Give the requests up whose features could not be read."""
+        peer = self._peers.get(session)
+        if peer is not None:
+            for features in pieces:
+                self.requests.fail(peer, features)

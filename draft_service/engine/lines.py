@@ -1,0 +1,149 @@
+"""Lines from verify engines of this host: who has called, and whose session each line is."""
+
+from __future__ import annotations
+
+import select
+from dataclasses import dataclass, field
+from time import monotonic
+
+from outrider.host.line import DraftBatch, Line, LineUp, Listener, VerifyBatch
+from outrider.logs import get_logger
+from outrider.protocol.parts import DraftPart, VerifyPart
+
+_logger = get_logger(__name__)
+
+_CALL_SECONDS = 5.0
+"""How long a caller may take to say which session it is."""
+_THEM = "a verify service on this host"
+_MAX_CALLERS = 64
+"""Lines that may be open and belong to no session."""
+
+_Caller = Line[LineUp | VerifyBatch]
+
+
+@dataclass(slots=True)
+class _Call:
+    """Somebody who belongs to no session yet."""
+
+    since: float
+    frames: list[LineUp | VerifyBatch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class HeardOnLine:
+    """What verify sent in one frame, in order."""
+
+    session: int
+    messages: list[VerifyPart]
+
+
+class VerifyLines:
+    """The draft's ends of all lines. The engine's thread alone uses them.
+
+    They register with the poll object of whoever waits for them.
+    """
+
+    def __init__(self, listener: Listener | None, poll: select.poll) -> None:
+        self.lost: list[int] = []
+        """Sessions whose line is gone, to be told to the door."""
+        self._listener = listener
+        self._poll = poll
+        self._awaited: dict[str, int] = {}
+        self._callers: dict[_Caller, _Call] = {}
+        self._lines: dict[int, _Caller] = {}
+        self._registered: dict[_Caller, int] = {}
+        """Descriptors, which a line that closed itself does not know any more."""
+        if listener is not None:
+            poll.register(listener.fileno(), select.POLLIN)
+
+    def files(self) -> list[Listener | _Caller]:
+        """All that something may come from."""
+        found: list[Listener | _Caller] = [*self._callers, *self._lines.values()]
+        return found if self._listener is None else [*found, self._listener]
+
+    def expect(self, session: int, token: str) -> None:
+        """A session began, whose verify engine may call."""
+        if token:
+            self._awaited[token] = session
+
+    def forget(self, session: int) -> None:
+        """A session has ended."""
+        self._awaited = {token: number for token, number in self._awaited.items() if number != session}
+        line = self._lines.pop(session, None)
+        if line is not None:
+            self._hang_up(line)
+
+    def answer(self) -> None:
+        """Hear who calls. To be followed by `expect` for the sessions that are known by now, and then by `take`."""
+        if self._listener is None:
+            return
+        for caller in self._listener.accept():
+            self._callers[caller] = _Call(monotonic())
+            self._registered[caller] = caller.fileno()
+            self._poll.register(caller.fileno(), select.POLLIN)
+        for caller, call in self._callers.items():
+            call.frames += caller.receive_from(_THEM)
+
+    def take(self) -> list[HeardOnLine]:
+        """What has come, without waiting."""
+        heard: list[HeardOnLine] = []
+        for caller, call in list(self._callers.items()):
+            self._identify(caller, call, heard)
+        for session, line in list(self._lines.items()):
+            self._hear(session, line.receive_from(_THEM), heard)
+            if line.closed:
+                self._lose(session)
+        return heard
+
+    def send(self, session: int, messages: list[DraftPart]) -> bool:
+        """Send messages if the session has a line; whether it has one."""
+        line = self._lines.get(session)
+        if line is None:
+            return False
+        line.send(DraftBatch(messages))
+        if line.closed:
+            self._lose(session)
+        return True
+
+    def flush(self) -> None:
+        """Hand the kernel what it did not take before."""
+        for line in self._lines.values():
+            if line.backlog:
+                line.flush()
+
+    def close(self) -> None:
+        """Take no more calls, and end those that there are."""
+        for line in (*self._callers, *self._lines.values()):
+            line.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _identify(self, caller: _Caller, call: _Call, heard: list[HeardOnLine]) -> None:
+        session, frames = None, call.frames
+        if frames and isinstance(frames[0], LineUp):
+            session = self._awaited.pop(frames[0].token, None)
+        if session is not None and not caller.closed:
+            del self._callers[caller]
+            self._lines[session] = caller
+            self._hear(session, frames[1:], heard)
+        elif frames or caller.closed or monotonic() - call.since > _CALL_SECONDS or len(self._callers) > _MAX_CALLERS:
+            del self._callers[caller]
+            self._hang_up(caller)
+
+    def _hear(self, session: int, frames: list[LineUp | VerifyBatch], heard: list[HeardOnLine]) -> None:
+        for frame in frames:
+            if isinstance(frame, LineUp):
+                _logger.error("a verify service on this host named its session twice")
+                self._lose(session)
+                return
+            heard.append(HeardOnLine(session, frame.messages))
+
+    def _lose(self, session: int) -> None:
+        line = self._lines.pop(session, None)
+        if line is not None:
+            self._hang_up(line)
+            self.lost.append(session)
+
+    def _hang_up(self, line: _Caller) -> None:
+        self._poll.unregister(self._registered.pop(line))
+        line.close()

@@ -1,0 +1,211 @@
+"""The open requests of all sessions, and what each message does to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Protocol
+
+import numpy as np
+
+from draft_service.door.handshake import longest_sequence
+from draft_service.engine.grammars import DraftGrammars
+from outrider.config.draft import DraftOptions
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.growers import build_grower
+from outrider.drafting.tree import Refusal, Tree
+from outrider.protocol.messages import (
+    Close,
+    Commit,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    Features,
+    Hello,
+    Int32s,
+    Open,
+    Pause,
+    Resume,
+    VerifyMessage,
+)
+from outrider.tree.author import Outcome, TreeAuthor
+
+_MAX_NODES_PER_GROW = 256
+_RETRYABLE = {
+    DeclineReason.GAP,
+    DeclineReason.UNKNOWN_REQUEST,
+    DeclineReason.OVERLOADED,
+    DeclineReason.DRAINING,
+}
+
+
+class Peer(Protocol):
+    """A session as the engine sees it."""
+
+    vocab_size: int
+    parts: frozenset[int] | None
+
+    def send(self, messages: list[DraftMessage]) -> None:
+        """Queue answers."""
+
+
+class Requests:
+    """Applies messages. A message that makes no sense is declined, counted, and changes nothing."""
+
+    def __init__(self, drafter: AnyDrafter, options: DraftOptions) -> None:
+        self.growth = build_grower(drafter, options)
+        self.draining = False
+        """While set, no request is opened."""
+        self.commits: Counter[Outcome] = Counter()
+        self.declines: Counter[DeclineReason] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.grammars = DraftGrammars(options)
+        self._drafter = drafter
+        self._options = options
+        self._max_positions = longest_sequence(drafter.needs.max_positions, options)
+        self._handles = itertools.count(1)
+        self._trees: dict[tuple[Peer, int], Tree] = {}
+        self._peers: dict[int, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    def handle(self, peer: Peer, message: VerifyMessage | Features) -> None:
+        """Apply one message of a session."""
+        if isinstance(message, Hello):
+            self.dropped["unexpected"] += 1
+        elif isinstance(message, Open):
+            self._open(peer, message)
+        elif (tree := self._trees.get((peer, message.request))) is not None:
+            self._apply(peer, tree, message)
+        elif isinstance(message, Features):
+            # Its request may have been closed meanwhile, which the other stream told first.
+            self.dropped["late_features"] += 1
+        elif not isinstance(message, Close):
+            self.dropped["unknown_request"] += 1
+            self._decline(peer, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
+
+    def detach(self, peer: Peer) -> None:
+        """A session ended: free all of its requests."""
+        for tree in [tree for (owner, _), tree in self._trees.items() if owner is peer]:
+            self._close(peer, tree)
+
+    def fail(self, peer: Peer, message: VerifyMessage | Features) -> None:
+        """A message could not be handled because of an error here: give its request up."""
+        if isinstance(message, Hello):
+            return
+        tree = self._trees.get((peer, message.request))
+        if tree is not None:
+            self._give_up(peer, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
+
+    def tell(self) -> None:
+        """Send what has grown since the last call, and acknowledge commits."""
+        self._close_declined()
+        answers: dict[Peer, list[DraftMessage]] = {}
+        for tree in self.growth.ledger.take_news():
+            while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
+                answers.setdefault(self._peers[tree.handle], []).append(grow)
+        for peer, messages in answers.items():
+            peer.send(messages)
+
+    def work(self, deadline: float) -> None:
+        """Let the drafter do what could wait."""
+        self.growth.work(deadline)
+
+    def _apply(self, peer: Peer, tree: Tree, message: Commit | Pause | Resume | Close | Features) -> None:
+        if isinstance(message, Commit):
+            self._commit(peer, tree, message)
+        elif isinstance(message, Features):
+            self.growth.take_features(tree, message)
+        elif isinstance(message, Close):
+            self._close(peer, tree)
+        else:
+            tree.paused = isinstance(message, Pause)
+            if isinstance(message, Resume):
+                tree.author.credit = message.credit
+            self._changed(tree)
+
+    def _open(self, peer: Peer, message: Open) -> None:
+        tree = self._trees.get((peer, message.request))
+        if not self._acceptable(peer, message.request, message.token_ids, len(message.token_ids)):
+            return
+        if tree is not None:
+            epoch, known = tree.author.epoch, tree.author.committed_len
+            tree.author.reopen(message)
+            self._follow(tree, known, missed=tree.author.epoch != epoch)
+        elif self.draining:
+            self._decline(peer, message.request, DeclineReason.DRAINING, "the draft service is going away")
+        elif len(self._trees) >= self._options.max_requests:
+            limit = f"{self._options.max_requests} requests are open"
+            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+        elif not self.growth.has_memory:
+            limit = f"{self._options.max_nodes} nodes are live"
+            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+        else:
+            self._begin(peer, message)
+
+    def _begin(self, peer: Peer, message: Open) -> None:
+        tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size, peer.parts)
+        self.grammars.open(tree.author, peer.vocab_size)
+        self.growth.open(tree)
+        self.growth.ledger.open(tree)
+        self._trees[peer, message.request] = tree
+        self._peers[tree.handle] = peer
+
+    def _commit(self, peer: Peer, tree: Tree, message: Commit) -> None:
+        known = tree.author.committed_len
+        # What does not join the known tokens is a gap, however far away it claims to be.
+        joined = max(known, message.length_before + len(message.token_ids)) if message.length_before <= known else known
+        if not self._acceptable(peer, message.request, message.token_ids, joined):
+            if joined > self._max_positions:
+                self._close(peer, tree)
+            return
+        outcome = tree.author.apply(message)
+        self.commits[outcome] += 1
+        if outcome is Outcome.GAP:
+            detail = f"{known} tokens are known, the commit begins at {message.length_before}"
+            self._decline(peer, message.request, DeclineReason.GAP, detail)
+        elif outcome is not Outcome.STALE:
+            self._follow(tree, known, missed=outcome is Outcome.MISS)
+
+    def _follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """Let growth follow an author whose committed tokens may have gone past `known`."""
+        if tree.author.committed_len > known:
+            self.growth.follow(tree, known, missed=missed)
+        self._changed(tree)
+
+    def _changed(self, tree: Tree) -> None:
+        self.growth.ledger.recount(tree)
+        self.growth.changed(tree)
+
+    def _close(self, peer: Peer, tree: Tree) -> None:
+        del self._trees[peer, tree.author.request]
+        del self._peers[tree.handle]
+        self.growth.ledger.close(tree)
+        self.growth.close(tree)
+
+    def _close_declined(self) -> None:
+        declined = self.growth.declined
+        while declined:
+            handle, refusal = declined.popitem()
+            self._give_up(self._peers[handle], self.growth.ledger.trees[handle], refusal)
+
+    def _give_up(self, peer: Peer, tree: Tree, refusal: Refusal) -> None:
+        self._close(peer, tree)
+        self._decline(peer, tree.author.request, refusal.reason, refusal.detail)
+
+    def _acceptable(self, peer: Peer, request: int, tokens: Int32s, length: int) -> bool:
+        if length > self._max_positions:
+            detail = f"{length} tokens, at most {self._max_positions}"
+            self._decline(peer, request, DeclineReason.TOO_LONG, detail)
+            return False
+        if int(tokens.view(np.uint32).max()) >= peer.vocab_size:  # negative ones are larger than any
+            self.dropped["malformed"] += 1
+            detail = f"a token id is outside the vocabulary of {peer.vocab_size}"
+            self._decline(peer, request, DeclineReason.INVALID, detail)
+            return False
+        return True
+
+    def _decline(self, peer: Peer, request: int, reason: DeclineReason, detail: str) -> None:
+        self.declines[reason] += 1
+        peer.send([Decline(request, reason, reason in _RETRYABLE, detail)])

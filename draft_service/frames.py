@@ -1,0 +1,205 @@
+"""Frames between the door and the engine process of a draft service. Torch-free.
+
+They take two sockets, so that no commit waits behind features: `FromDoor` and `FromEngine` are on one of them,
+`FeaturesFromDoor` and `FeaturesFromEngine` on the other. How they are cut and packed is in `outrider.host.frames`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from draft_service.door.profile import Profile
+from outrider.config.draft import DraftOptions
+from outrider.protocol.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
+
+GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+"""Bounds by which slices of growth are counted."""
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """door -> engine, first: load the drafters and serve them."""
+
+    options: DraftOptions
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """door -> engine: end."""
+
+
+class Serve(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """door -> engine: the next sessions are of a target with this tokenizer."""
+
+    tokenizer_hash: str
+    """SHA-256 of tokenizer.json, hexadecimal; empty if verify does not say."""
+    anew: bool
+    """Whether it is another target than before; no session is open then."""
+
+
+class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """door -> engine: a session with a verify service began, under a number that is never used again."""
+
+    session: int
+    vocab_size: int
+    parts: list[int] | None
+    """Numbers of the drafters that guess for it; None for all."""
+    line_token: str = ""
+    """By which its verify engine names it where it calls directly; empty if it was not told how."""
+
+
+class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """door -> engine: the session is over; everything of it is to be freed."""
+
+    session: int
+
+
+class Heard(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """door -> engine: what verify sent in one message, or in a part of one, in order."""
+
+    session: int
+    messages: list[VerifyPart]
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """door -> engine: open no more requests; `Drained` answers when none is open."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """door -> engine: tell the state now."""
+
+    number: int
+    """Comes back in `State.answers`."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """engine -> door, first: the drafters are loaded and warm."""
+
+    profile: Profile
+    line: LineFrame | None = None
+    """Where verify engines of this host may call, without a token."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
+
+    message: str
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """Messages for the verify service of a session, in order."""
+
+    session: int
+    messages: list[DraftPart]
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """engine -> door: what a turn of the engine brought."""
+
+    said: list[Said]
+    read: dict[int, int]
+    """`Heard` frames that were handled since the last time, by session."""
+
+
+class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """engine -> door: what is open now, and what was counted since the last time."""
+
+    answers: int = 0
+    """Number of the `Ask` that it answers; 0 if it came by itself."""
+    num_requests: int = 0
+    num_nodes: int = 0
+    gauges: dict[str, int] = {}
+    """Sizes of the drafter by name."""
+    grown: dict[int, int] = {}
+    """Nodes by number of their source."""
+    commits: dict[str, int] = {}
+    """By outcome."""
+    declines: dict[int, int] = {}
+    """By number of the reason."""
+    dropped: dict[str, int] = {}
+    """Messages by reason."""
+    bursts: dict[str, float] = {}
+    """Figures of bursts by name."""
+    slices: list[int] = []
+    """Slices of growth, by GROWTH_SECONDS; the last ones were longer than all of them."""
+    slice_seconds: float = 0.0
+    """What they took together."""
+
+
+class Drained(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """engine -> door: no request is open any more."""
+
+
+class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: the session's verify engine has hung up, or sent what makes no sense; the session is to end."""
+
+    session: int
+
+
+class StreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """door -> engine: a features stream of a session began, under a number that is never used again."""
+
+    stream: int
+    session: int
+    row_bytes: int
+    """Of one position."""
+    dtype: str
+    projected: bool
+    ring: RingFrame | None = None
+    """Memory to map, if that can be; `StreamReady` answers."""
+
+
+class StreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """door -> engine: it has ended; its ring is to be unmapped."""
+
+    stream: int
+
+
+class Pieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """door -> engine: features that came in one message; `Taken` answers."""
+
+    stream: int
+    features: list[FeaturesPart]
+
+
+class AskMatrix(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """door -> engine: the next bytes of the drafter's projection; `MatrixPart` answers."""
+
+    stream: int
+    offset: int
+
+
+class StreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """engine -> door: features may come."""
+
+    stream: int
+    uses_ring: bool
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """engine -> door: the next `Pieces` of the stream are done with."""
+
+    stream: int
+    broken: bool
+    """Whether its ring cannot be read any more."""
+
+
+class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """engine -> door: bytes of the drafter's projection."""
+
+    stream: int
+    num_columns: int
+    dtype: str
+    offset: int
+    total: int
+    """Bytes of all of it."""
+    data: memoryview
+
+
+FromDoor = Start | Stop | Serve | SessionUp | SessionDown | Heard | Drain | Ask
+FromEngine = Ready | Refused | Told | State | Drained | LineLost
+FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
+FeaturesFromEngine = StreamReady | Taken | MatrixPart
+
+from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
+from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+features_from_door: msgspec.msgpack.Decoder[FeaturesFromDoor] = msgspec.msgpack.Decoder(FeaturesFromDoor)
+features_from_engine: msgspec.msgpack.Decoder[FeaturesFromEngine] = msgspec.msgpack.Decoder(FeaturesFromEngine)

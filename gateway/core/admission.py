@@ -1,0 +1,174 @@
+"""What a valid request means for the served model: token ids, and limits that depend on the model."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.core.chat_template import ChatTemplateError
+from gateway.core.request import Chat, GenerateRequest, Job
+from gateway.core.tokenizer import Tokenizer
+from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from outrider.rpc.call import salted_tenant
+from outrider.sampling.params import SamplingParams
+
+_INLINE_CHARACTERS = 4096
+"""Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
+
+FieldNames = Mapping[str, str]
+"""What a door calls the fields of the internal request, where the names differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind this gateway."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    created: int
+    """Unix time at which this gateway first served it."""
+    fingerprint: str
+    """Changes with the model, its tokenizer or the release."""
+    dtype: str = ""
+    """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFoundError unless `name` is empty or this model's."""
+        if name and name != self.name:
+            raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {self.name!r}")
+
+
+async def admit(request: GenerateRequest, model: ServedModel, request_id: str, names: FieldNames | None = None) -> Job:
+    """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
+    arrived = time.monotonic()
+    names = names or {}
+    model.check_name(request.model)
+    sampling = request.sampling
+    check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
+    check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    prompt_field, prompt = await _prompt(request, model, names)
+    # First: of a prompt that is much too long nothing more is looked at.
+    max_tokens = _fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names)
+    check_ids(prompt, model.vocab_size, prompt_field)
+    return Job(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(
+            temperature=_or(sampling.temperature, 1.0),
+            top_k=max(0, sampling.top_k or 0),
+            top_p=_or(sampling.top_p, 1.0),
+            min_p=sampling.min_p or 0.0,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64,
+            presence_penalty=sampling.presence_penalty or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            repetition_penalty=_or(sampling.repetition_penalty, 1.0),
+            logit_bias=dict(sampling.logit_bias or {}),
+            num_logprobs=sampling.num_logprobs,
+            grammar=request.grammar,
+        ),
+        grammar_field=names.get("grammar", ""),
+        n=request.n or 1,
+        max_tokens=max_tokens,
+        stop=tuple(request.stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        speculation=request.speculation != "off",
+        priority=request.priority or 0,
+        tenant=salted_tenant(request.cache_salt or ""),
+        arrived=arrived,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        trace=bool(request.trace),
+        prompt_only=request.prompt_only,
+    )
+
+
+async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldNames) -> tuple[str, Sequence[int]]:
+    """The prompt's field, as its door calls it, and its token ids."""
+    if request.prompt_token_ids is not None:
+        return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids
+    field = names.get("prompt", "prompt")
+    text = request.prompt or ""
+    if request.chat is not None:
+        field = names.get("chat.messages", "chat.messages")
+        text = await _conversation(request.chat, model, field)
+    _check_size(text, model, field)
+    # A chat template writes the beginning-of-sequence token itself.
+    plain = request.chat is None
+    if len(text) <= _INLINE_CHARACTERS:
+        token_ids = model.tokenizer.encode(text, add_special_tokens=plain)
+    else:
+        token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=plain)
+    if not token_ids:
+        raise InvalidRequestError(field, "has no tokens", "send text that the tokenizer knows")
+    return field, token_ids
+
+
+async def _conversation(chat: Chat, model: ServedModel, field: str) -> str:
+    messages = [message.model_dump() for message in chat.messages]
+    if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
+        return render_chat(messages, model, field)
+    return await asyncio.to_thread(render_chat, messages, model, field)
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]], model: ServedModel, field: str, *, add_generation_prompt: bool = True
+) -> str:
+    """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
+    template = model.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
+    known = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    try:
+        return template.render(known, add_generation_prompt=add_generation_prompt)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(
+            field, f"the model's chat template refuses them: {error}", "check the roles and their order"
+        ) from None
+
+
+def _check_size(text: str, model: ServedModel, field: str) -> None:
+    # Spares the tokenizer a text that cannot fit, however well it compresses.
+    if len(text) > model.context_length * model.tokenizer.longest_token:
+        raise ContextLengthError(
+            field,
+            f"{len(text)} characters cannot fit the context of {model.context_length} tokens",
+            "send a shorter prompt",
+        )
+
+
+def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, field: str) -> None:
+    """Raises InvalidRequestError for an id outside the vocabulary; `field` names its place."""
+    if not token_ids or max(token_ids) < vocab_size:
+        return
+    at, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+    place = f"{field}[{token_id if isinstance(token_ids, Mapping) else at}]"
+    raise InvalidRequestError(
+        place, f"token id {token_id} is outside the vocabulary of {vocab_size}", f"send ids from 0 to {vocab_size - 1}"
+    )
+
+
+def _fit(num_prompt: int, max_tokens: int | None, context_length: int, prompt_field: str, names: FieldNames) -> int:
+    room = context_length - num_prompt
+    if room < 1:
+        raise ContextLengthError(
+            prompt_field,
+            f"{num_prompt} tokens leave no room in the context of {context_length} tokens",
+            f"send at most {context_length - 1} tokens",
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise ContextLengthError(
+            names.get("max_tokens", "max_tokens"),
+            f"{num_prompt} prompt tokens and {max_tokens} to generate exceed the context of {context_length} tokens",
+            f"send at most {room} here, or a shorter prompt",
+        )
+    return max_tokens or room
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,87 @@
+"""One answer while it grows: tokens in, final text out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.core.events import Delta, Token, Usage, VerifyChunk
+from gateway.core.request import Job
+from gateway.core.stop import StopMatcher
+from gateway.core.tokenizer import Tokenizer
+from outrider.protocol.tokens import FinishReason
+
+
+class Answer:
+    """Detokenizes, watches for stop strings and counts. Makes no calls."""
+
+    def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer) -> None:
+        """`choice_index` is what its deltas are called."""
+        self._choice_index = choice_index
+        self._detokenizer = tokenizer.detokenizer()
+        self._stop = StopMatcher(job.stop)
+        self._prompt_only = job.prompt_only
+        self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
+        self.finish_reason: FinishReason | None = None
+
+    def feed(self, chunk: VerifyChunk) -> Delta:
+        """What a chunk adds. Tokens behind a stop string are dropped, and the answer is finished."""
+        if self._prompt_only:
+            return self._feed_prompt(chunk)
+        tokens: list[Token] = []
+        text = ""
+        for index in range(len(chunk.token_ids)):
+            token, final = self._take(chunk, index)
+            tokens.append(token)
+            text += final
+            if self._stop.hit:
+                break
+        if self._stop.hit:
+            self.finish_reason = FinishReason.STOP
+        elif chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+            text += self._finish(tokens)
+        self._count(chunk, len(tokens))
+        return Delta(
+            self._choice_index,
+            text,
+            tuple(tokens),
+            self.finish_reason,
+            prompt_logprobs=chunk.prompt_logprobs,
+            trees=chunk.trees,
+            num_rounds=len(chunk.rounds),
+            num_accepted=sum(r.num_accepted_tokens for r in chunk.rounds),
+            cached_tokens=chunk.cached_prompt_tokens,
+        )
+
+    def _feed_prompt(self, chunk: VerifyChunk) -> Delta:
+        """What a chunk adds where only the prompt is of interest: its one token is nobody's."""
+        self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
+        self._count(chunk, 0)
+        return Delta(self._choice_index, "", (), self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
+
+    def _take(self, chunk: VerifyChunk, index: int) -> tuple[Token, str]:
+        """One token of a chunk, and the text that is final with it."""
+        token_id = chunk.token_ids[index]
+        ends = chunk.finish_reason is FinishReason.STOP and index == len(chunk.token_ids) - 1
+        piece = "" if ends else self._detokenizer.push(token_id)
+        logprobs = chunk.logprobs[index] if chunk.logprobs else None
+        token = Token(token_id, chunk.origins[index], piece, logprobs, ends)
+        return token, self._stop.push(piece)
+
+    def _finish(self, tokens: list[Token]) -> str:
+        """The text that was held back; what half a character left counts for the last token here."""
+        rest = self._detokenizer.finish()
+        if rest and tokens:
+            tokens[-1] = replace(tokens[-1], text=tokens[-1].text + rest)
+        text = self._stop.push(rest)
+        if self._stop.hit:
+            self.finish_reason = FinishReason.STOP
+            return text
+        return text + self._stop.finish()
+
+    def _count(self, chunk: VerifyChunk, num_tokens: int) -> None:
+        self.usage.completion_tokens += num_tokens
+        self.usage.cached_prompt_tokens = max(self.usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
+        self.usage.num_rounds += len(chunk.rounds)
+        self.usage.num_draft_tokens += sum(r.num_draft_tokens for r in chunk.rounds)
+        self.usage.num_accepted_tokens += sum(r.num_accepted_tokens for r in chunk.rounds)

@@ -1,0 +1,124 @@
+"""Runs requests: all answers of a request at the same time, as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from gateway.core.admission import ServedModel
+from gateway.core.answer import Answer
+from gateway.core.events import Delta, Usage
+from gateway.core.metrics import GatewayMetrics
+from gateway.core.request import Job
+from gateway.core.router import Router
+from outrider.errors import InvalidRequestError
+
+_QUEUED_DELTAS = 64
+"""Deltas of a slow client that wait here before its calls to verify are held up."""
+
+_Queue = asyncio.Queue[Delta | Exception | None]
+"""Deltas of all answers; an error ends the request, None is the end of one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One answer of one job."""
+
+    job: Job
+    choice_index: int
+    answer: Answer
+
+
+class Engine:
+    """Turns jobs into deltas."""
+
+    def __init__(self, router: Router, metrics: GatewayMetrics) -> None:
+        self._router = router
+        self._metrics = metrics
+
+    async def generate(self, jobs: Sequence[Job], model: ServedModel) -> AsyncGenerator[Delta, None]:
+        """All answers of all jobs, interleaved as they come; the last delta carries the usage.
+
+        `choice_index` of a delta counts through: first the answers of the first job, and so on. Closing the generator
+        cancels every call at once. Raises OutriderError when any answer fails: the others end too.
+        """
+        pairs = [(job, choice_index) for job in jobs for choice_index in range(job.n)]
+        runs = [
+            _Run(job, choice_index, Answer(job, index, model.tokenizer))
+            for index, (job, choice_index) in enumerate(pairs)
+        ]
+        unfinished = len(runs)
+        merged = self._one(runs[0], model) if len(runs) == 1 else self._merge(runs, model)
+        async with aclosing(merged) as deltas:
+            async for delta in deltas:
+                unfinished -= delta.finish_reason is not None
+                yield delta if unfinished else replace(delta, usage=_usage(jobs, runs))
+
+    async def _merge(self, runs: Sequence[_Run], model: ServedModel) -> AsyncGenerator[Delta, None]:
+        queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
+        tasks = [asyncio.create_task(self._pump(run, model, queue)) for run in runs]
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, run: _Run, model: ServedModel, queue: _Queue) -> None:
+        try:
+            async with aclosing(self._one(run, model)) as deltas:
+                async for delta in deltas:
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def _one(self, run: _Run, model: ServedModel) -> AsyncGenerator[Delta, None]:
+        meter = self._metrics.answer(model.name, run.job)
+        outcome, last = "error", None
+        try:
+            async with aclosing(self._router.generate(run.job, run.choice_index)) as chunks:
+                async for chunk in chunks:
+                    delta = run.answer.feed(chunk)
+                    meter.chunk(chunk, delta)
+                    if delta.finish_reason is not None:
+                        last = delta  # verify does not know of a stop string: leaving cancels its call
+                        break
+                    yield delta
+            if last is not None:
+                yield last
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "abort"
+            raise
+        except InvalidRequestError as error:
+            raise _renamed(error, run.job) from None
+        finally:
+            meter.finish(run.answer.finish_reason or outcome)
+
+
+def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
+    """The error under the name that the client gave the field: only verify can tell whether a grammar compiles."""
+    if not job.grammar_field or not error.field.startswith("grammar"):
+        return error
+    return InvalidRequestError(job.grammar_field, error.problem, error.fix, code=error.code)
+
+
+def _usage(jobs: Sequence[Job], runs: Sequence[_Run]) -> Usage:
+    whole = Usage.total(run.answer.usage for run in runs)
+    whole.prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+    # Of several answers to a prompt the later ones find the first one's pages: only what all found was there before.
+    whole.cached_prompt_tokens = sum(
+        min(run.answer.usage.cached_prompt_tokens for run in runs if run.job is job) for job in jobs
+    )
+    return whole

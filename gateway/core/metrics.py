@@ -1,0 +1,230 @@
+"""Prometheus metrics: vLLM's names for what vLLM has, `outrider_gateway_*` for the rest.
+
+In `vllm:*` names a request is one answer. Loads of the verify replicas are asked for when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from gateway.core.events import Delta, VerifyChunk
+from gateway.core.gate import Gate
+from gateway.core.replica import ReplicaState
+from gateway.core.request import Job
+from gateway.core.router import Router
+from outrider.protocol.tokens import FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+LOAD_DEADLINE = 0.5
+"""Seconds that a scrape waits for the loads of the verify replicas."""
+
+_MAX_POSITIONS = 64
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_SPEED_BUCKETS = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 500, 750, 1000, 2000)
+_ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """All metric families; every one but the errors has the label model_name."""
+
+    registry: CollectorRegistry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ("model_name", *labels), registry=self.registry)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, ("model_name", *labels), registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+
+
+class GatewayMetrics:
+    """The families of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        # Scrapers look for counters by the beginning of their name, and would add the time of creation to them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        make = _Families(self.registry)
+        self.running = make.gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
+        self.waiting = make.gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
+        self.kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all of them.")
+        self.prompt_tokens = make.counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = make.counter("vllm:generation_tokens", "Generated tokens.")
+        self.prefix_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the radix cache.")
+        self.prefix_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens found in the radix cache.")
+        self.success = make.counter("vllm:request_success", "Requests by how they finished.", "finished_reason")
+        self.first_token = make.histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
+        )
+        self.inter_token = make.histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens; those of one round share its time.", _TOKEN_BUCKETS
+        )
+        self.per_output_token = make.histogram(
+            "vllm:time_per_output_token_seconds",
+            "The older name of inter_token_latency_seconds.",
+            _TOKEN_BUCKETS,
+        )
+        self.request_per_token = make.histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean over a request's later tokens.",
+            _TOKEN_BUCKETS,
+        )
+        self.end_to_end = make.histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _E2E_BUCKETS)
+        self.request_prompt = make.histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of each request.", _COUNT_BUCKETS
+        )
+        self.request_generation = make.histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request.", _COUNT_BUCKETS
+        )
+        self.drafts = make.counter("vllm:spec_decode_num_drafts", "Rounds that verified draft tokens.")
+        self.draft_tokens = make.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.accepted_tokens = make.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.accepted_per_position = make.counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by depth.",
+            "position",
+        )
+        self.rounds = make.counter("outrider_gateway_rounds", "Verify rounds.")
+        self.accept_length = make.histogram(
+            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", _ACCEPT_BUCKETS
+        )
+        self.request_speed = make.histogram(
+            "outrider_gateway_request_tokens_per_second",
+            "Speed of a request after its first token.",
+            _SPEED_BUCKETS,
+        )
+        self.speed = make.gauge("outrider_gateway_tokens_per_second", "Tokens per second that all replicas commit.")
+        self.drafts_healthy = make.gauge("outrider_gateway_healthy_drafts", "Draft services that the replicas can use.")
+        self.errors = Counter(
+            "outrider_gateway_errors", "Requests refused or failed.", ("door", "code"), registry=self.registry
+        )
+        self.requests = Gauge("outrider_gateway_requests_in_flight", "Client requests in work.", registry=self.registry)
+        self.answers = Gauge("outrider_gateway_answers_in_flight", "Answers in the making.", registry=self.registry)
+        self.places = Gauge("outrider_gateway_max_answers", "Places for answers.", registry=self.registry)
+        self.draining = Gauge("outrider_gateway_draining", "1 while shutting down.", registry=self.registry)
+        self.replica_state = Gauge(
+            "outrider_gateway_verify_state",
+            "1 for the state that a verify replica is in.",
+            ("replica", "state"),
+            registry=self.registry,
+        )
+
+    def answer(self, model_name: str, job: Job) -> AnswerMeter:
+        """The meter of one answer."""
+        return AnswerMeter(self, model_name, job)
+
+    async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
+        """The page for a scraper. `model_name` is empty before a model is known."""
+        await router.refresh_loads(LOAD_DEADLINE)
+        self.requests.set(gate.num_requests)
+        self.answers.set(gate.num_answers)
+        self.draining.set(gate.draining)
+        self.places.set(gate.max_answers)
+        for replica in router.replicas:
+            for state in ReplicaState:
+                self.replica_state.labels(replica.address, state.value).set(replica.state is state)
+        if model_name:
+            self._set_loads(model_name, router)
+        return generate_latest(self.registry)
+
+    def _set_loads(self, model_name: str, router: Router) -> None:
+        loads = [r.load for r in router.replicas]
+        num_pages = sum(load.num_pages for load in loads)
+        used = sum(load.num_pages_used for load in loads) / num_pages if num_pages else 0.0
+        for gauge, value in (
+            (self.running, sum(load.num_running for load in loads)),
+            (self.waiting, sum(load.num_waiting for load in loads)),
+            (self.kv_usage, used),
+            (self.speed, sum(load.tokens_per_second for load in loads)),
+            (self.drafts_healthy, sum(load.num_healthy_drafts for load in loads)),
+        ):
+            gauge.clear()  # a replica may have come back with another model
+            gauge.labels(model_name).set(value)
+
+
+class AnswerMeter:
+    """Measures one answer."""
+
+    def __init__(self, metrics: GatewayMetrics, model_name: str, job: Job) -> None:
+        self._metrics = metrics
+        self._name = model_name
+        self._job = job
+        self._first: float | None = None
+        self._last = 0.0
+        self._num_tokens = 0
+        self._cached = 0
+
+    def chunk(self, chunk: VerifyChunk, delta: Delta) -> None:
+        """Counts what came from verify and what of it reached the client."""
+        num_tokens = len(delta.tokens)
+        self._cached = max(self._cached, chunk.cached_prompt_tokens)
+        if num_tokens:
+            self._time(num_tokens)
+            self._metrics.generation_tokens.labels(self._name).inc(num_tokens)
+        for round_ in chunk.rounds:
+            self._round(round_.num_draft_tokens, round_.num_accepted_tokens)
+
+    def _time(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        metrics, name = self._metrics, self._name
+        if self._first is None:
+            self._first = now
+            metrics.first_token.labels(name).observe(now - self._job.arrived)
+            later = num_tokens - 1
+        else:
+            later = num_tokens
+        gap = (now - self._last) / num_tokens if self._last else 0.0
+        inter, per_output = metrics.inter_token.labels(name), metrics.per_output_token.labels(name)
+        for _ in range(later):
+            inter.observe(gap)
+            per_output.observe(gap)
+        self._last = now
+        self._num_tokens += num_tokens
+
+    def _round(self, num_draft: int, num_accepted: int) -> None:
+        metrics, name = self._metrics, self._name
+        metrics.rounds.labels(name).inc()
+        metrics.accept_length.labels(name).observe(num_accepted + 1)
+        if not num_draft:
+            return
+        metrics.drafts.labels(name).inc()
+        metrics.draft_tokens.labels(name).inc(num_draft)
+        metrics.accepted_tokens.labels(name).inc(num_accepted)
+        for position in range(min(num_accepted, _MAX_POSITIONS)):
+            metrics.accepted_per_position.labels(name, str(position)).inc()
+
+    def finish(self, reason: FinishReason | str) -> None:
+        """Ends the measurement; `reason` is "abort" or "error" where the answer is not whole."""
+        metrics, name, now = self._metrics, self._name, time.monotonic()
+        word = reason.name.lower() if isinstance(reason, FinishReason) else reason
+        num_prompt = len(self._job.prompt_token_ids)
+        metrics.success.labels(name, word).inc()
+        metrics.prompt_tokens.labels(name).inc(num_prompt)
+        metrics.prefix_queries.labels(name).inc(num_prompt)
+        metrics.prefix_hits.labels(name).inc(self._cached)
+        metrics.request_prompt.labels(name).observe(num_prompt)
+        metrics.request_generation.labels(name).observe(self._num_tokens)
+        metrics.end_to_end.labels(name).observe(now - self._job.arrived)
+        if self._first is not None and self._num_tokens > 1 and self._last > self._first:
+            mean = (self._last - self._first) / (self._num_tokens - 1)
+            metrics.request_per_token.labels(name).observe(mean)
+            metrics.request_speed.labels(name).observe(1 / mean)

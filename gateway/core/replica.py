@@ -1,0 +1,182 @@
+"""One verify replica: its channel, what it serves, and whether it can be used now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from enum import Enum
+
+import grpc
+
+from gateway.core.events import VerifyChunk
+from gateway.core.request import Job
+from gateway.core.verify_codec import VerifyInfo, VerifyLoad, decode_chunk, decode_info, decode_load, encode_request
+from outrider.errors import DeadlineError, OutriderError, UnavailableError
+from outrider.logs import get_logger
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import error_from_rpc
+from outrider.rpc.tls import TlsSource
+from outrider.v1 import verify_pb2
+from outrider.v1.verify_pb2_grpc import VerifyServiceStub
+
+Accept = Callable[[VerifyInfo], Awaitable[None]]
+"""Takes what a replica serves; raises OutriderError if that is of no use here."""
+
+_logger = get_logger(__name__)
+
+_PROBE_DEADLINE = 5.0
+_RETRY_SECONDS = 0.25
+_MAX_RETRY_SECONDS = 2.0
+_REPEAT_LOG_SECONDS = 30.0
+
+
+class ReplicaState(Enum):
+    """Whether requests may go there."""
+
+    CONNECTING = "connecting"
+    """It has not answered yet, or it has been lost."""
+    READY = "ready"
+    UNSUITABLE = "unsuitable"
+    """It answers, but serves something that this gateway cannot use."""
+
+
+class Replica:
+    """Follows one verify service: found when it starts, noticed when it dies, found again when it is back."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        auth_token: str = "",
+        tls: TlsSource | None = None,
+        probe_seconds: float = 2.0,
+        max_message_bytes: int,
+    ) -> None:
+        """`probe_seconds` lie between two looks at a replica that serves. Raises ConfigError on a bad address."""
+        self.address = address
+        self.state = ReplicaState.CONNECTING
+        self.num_answers = 0
+        self.load = VerifyLoad()
+        self._probe_seconds = probe_seconds
+        self._channel = open_channel(
+            address, max_message_bytes=max_message_bytes, auth_token=auth_token, tls=tls, option="--verify"
+        )
+        self._stub = VerifyServiceStub(self._channel)
+        self._look_now = asyncio.Event()
+        self._calls: set[grpc.aio.Call] = set()
+        self._ended = asyncio.Event()
+
+    async def follow(self, accept: Accept) -> None:
+        """Keeps the state true until cancelled."""
+        pause, silent_until, last = _RETRY_SECONDS, 0.0, ""
+        clock = asyncio.get_running_loop().time
+        while True:
+            problem = await self._look(accept)
+            if problem:
+                pause = min(pause * 2, _MAX_RETRY_SECONDS)
+                if problem != last or clock() >= silent_until:
+                    _logger.warning("verify %s is not usable: %s; trying again", self.address, problem)
+                    silent_until = clock() + _REPEAT_LOG_SECONDS
+            else:
+                pause = _RETRY_SECONDS
+            last = problem
+            self._look_now.clear()
+            try:
+                async with asyncio.timeout(pause if problem else self._probe_seconds):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
+
+    async def _look(self, accept: Accept) -> str:
+        """Asks once and sets the state. Returns what is wrong, empty if nothing is."""
+        try:
+            info = await self.info()
+        except OutriderError as error:
+            self.state = ReplicaState.CONNECTING
+            return error.message
+        try:
+            await accept(info)
+        except OutriderError as error:
+            self.state = ReplicaState.UNSUITABLE
+            return error.message
+        except Exception as error:  # a surprise must not end the watch
+            _logger.error("verify %s: taking over its model failed", self.address, exc_info=error)
+            self.state = ReplicaState.UNSUITABLE
+            return "internal error"
+        if self.state is not ReplicaState.READY:
+            _logger.info("verify %s serves %s in %s", self.address, info.model, info.dtype)
+        self.state = ReplicaState.READY
+        return ""
+
+    async def info(self) -> VerifyInfo:
+        """What it serves. Raises OutriderError."""
+        try:
+            return decode_info(
+                await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, f"verify at {self.address}") from None
+
+    async def refresh_load(self, deadline: float) -> None:
+        """Asks how busy it is, for at most `deadline` seconds; keeps the last answer if none comes."""
+        if self.state is not ReplicaState.READY:
+            self.load = VerifyLoad()
+            return
+        try:
+            self.load = decode_load(
+                await self._stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=deadline)
+            )
+        except grpc.aio.AioRpcError as error:
+            _logger.debug("verify %s told no load: %s", self.address, error.code())
+
+    async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
+        """One answer; closing the iterator cancels the call. Raises OutriderError, also when the end is missing."""
+        if self._ended.is_set():
+            raise _shutting_down()
+        call = self._stub.Generate(encode_request(job, choice_index))
+        self._calls.add(call)
+        self.num_answers += 1
+        try:
+            async for message in call:
+                chunk = decode_chunk(message)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        except grpc.aio.AioRpcError as error:
+            # The deadline went with the call, so verify has ended it, too.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError("the answer was not complete in the time that it had; ask for less") from None
+            told = error_from_rpc(error, "the verify service")
+            if isinstance(told, UnavailableError):
+                self.doubt()
+            raise told from None
+        except asyncio.CancelledError:
+            # A call that this side has cancelled raises it, too; the task itself goes on then, and its client is told.
+            task = asyncio.current_task()
+            if not self._ended.is_set() or (task is not None and task.cancelling()):
+                raise
+            raise _shutting_down() from None
+        finally:
+            self.num_answers -= 1
+            self._calls.discard(call)
+            call.cancel()
+        self.doubt()
+        raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
+
+    def doubt(self) -> None:
+        """A call failed: look at once whether the replica is still there."""
+        self._look_now.set()
+
+    def end_answers(self) -> None:
+        """Ends the answers in the making, and begins no more: they raise UnavailableError with code draining."""
+        self._ended.set()
+        for call in tuple(self._calls):
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        await self._channel.close()
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the gateway is shutting down and its time to drain is over; try again", code="draining")

@@ -1,0 +1,115 @@
+"""Which verify replica an answer goes to, and what they all serve."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing
+
+from gateway.core.events import VerifyChunk
+from gateway.core.replica import Replica, ReplicaState
+from gateway.core.request import Job
+from gateway.core.verify_codec import VerifyInfo
+from outrider.errors import UnavailableError
+from outrider.logs import get_logger
+
+_logger = get_logger(__name__)
+
+_SPARE_ANSWERS = 4
+_SPARE_RATIO = 1.5
+
+
+class Router:
+    """Sends equal beginnings to the same replica, whose cache holds them, unless it is much busier than another."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        affinity_tokens: int,
+        accept: Callable[[VerifyInfo, Callable[[], bool]], Awaitable[None]],
+    ) -> None:
+        """`accept` takes what a replica serves and whether no other one is ready; it raises OutriderError to refuse."""
+        self.replicas = tuple(replicas)
+        self._affinity_tokens = affinity_tokens
+        self._accept = accept
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether any replica can take a request."""
+        return any(r.state is ReplicaState.READY for r in self.replicas)
+
+    def start(self) -> None:
+        """Begins to look for the replicas."""
+        self._tasks = [asyncio.create_task(self._follow(r), name=f"follow {r.address}") for r in self.replicas]
+
+    def end_answers(self) -> None:
+        """Ends the answers in the making with an error that says why."""
+        for replica in self.replicas:
+            replica.end_answers()
+
+    async def close(self) -> None:
+        """Ends looking and all calls."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas:
+            await replica.close()
+
+    async def refresh_loads(self, deadline: float) -> None:
+        """Asks all replicas at once how busy they are, for at most `deadline` seconds."""
+        await asyncio.gather(*(r.refresh_load(deadline) for r in self.replicas))
+
+    def choose(self, prompt: Sequence[int], avoid: Collection[Replica] = (), *, tenant: str = "") -> Replica:
+        """The replica for a tenant's prompt; those in `avoid` only if there is no other. Raises UnavailableError."""
+        ready = [r for r in self.replicas if r.state is ReplicaState.READY]
+        ready = [r for r in ready if r not in avoid] or ready
+        if not ready:
+            raise UnavailableError("no verify service is ready; try again shortly", code="verify_unavailable")
+        if len(ready) == 1:
+            return ready[0]
+        beginning = tenant.encode() + array("q", prompt[: self._affinity_tokens]).tobytes()
+        favourite = max(ready, key=lambda r: _rendezvous(r.address, beginning))
+        idlest = min(ready, key=lambda r: r.num_answers)
+        if favourite.num_answers > idlest.num_answers * _SPARE_RATIO + _SPARE_ANSWERS:
+            return idlest
+        return favourite
+
+    async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
+        """One answer; closing the iterator cancels the call. Raises OutriderError.
+
+        An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
+        anything yet. Later it fails, because a client that counts tokens must not see them twice.
+        """
+        first = self.choose(job.prompt_token_ids, tenant=job.tenant)
+        started = False
+        try:
+            async with aclosing(first.generate(job, choice_index)) as chunks:
+                async for chunk in chunks:
+                    started = True
+                    yield chunk
+            return
+        except UnavailableError as error:
+            if started:
+                raise
+            _logger.warning(
+                "verify %s failed before the first token, trying once more: %s", first.address, error.message
+            )
+        second = self.choose(job.prompt_token_ids, avoid=(first,), tenant=job.tenant)
+        async with aclosing(second.generate(job, choice_index)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _follow(self, replica: Replica) -> None:
+        def alone() -> bool:
+            return not any(r.state is ReplicaState.READY for r in self.replicas if r is not replica)
+
+        await replica.follow(lambda info: self._accept(info, alone))
+
+
+def _rendezvous(address: str, beginning: bytes) -> bytes:
+    # Highest random weight: when a replica goes, only its own prompts move.
+    return hashlib.blake2b(beginning, digest_size=8, key=address.encode()[-64:]).digest()

@@ -1,0 +1,1 @@
+"""The HTTP server and the routes that are of no particular API."""

@@ -1,0 +1,130 @@
+"""Request bodies: bounded in size, in time and over all requests, and strict JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.http.errors import HttpError
+from gateway.http.json_size import check_json_size
+from outrider.errors import InvalidRequestError, OverloadedError
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 16
+"""Bodies over this are made values of, and checked, one at a time and not in the event loop."""
+_DISCARD_FACTOR = 8
+"""A body up to this many times over the limit is read to its end, so that the client gets to read the answer."""
+_BODIES = 32
+"""So many bodies of the greatest length may be in memory at once."""
+_FREE_BYTES = 1 << 16
+"""The beginning of a body that is not counted: who fills the rest shuts nobody out who has little to say."""
+
+
+class BodyReader:
+    """Reads the bodies of all routes. Used from one event loop."""
+
+    def __init__(self, *, max_bytes: int, seconds: float) -> None:
+        """`max_bytes` of one body; `seconds` that a client gets to send it."""
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._num_bytes = 0
+        """Of the bodies in memory, without the beginning of each."""
+        self._one_large = asyncio.Lock()
+
+    async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
+        """What `check` makes of the body; that may be called in a thread.
+
+        Raises HttpError for what HTTP forbids, InvalidRequestError for bad JSON, OverloadedError where the bodies of
+        all requests take too much memory.
+        """
+        _check_headers(request.headers)
+        held = _Held(self)
+        try:
+            data = await self._receive(request, held)
+            return await self._understand(data, check)
+        finally:
+            held.take(0)
+
+    async def _receive(self, request: Request, held: _Held) -> bytes:
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._gather(request, held)
+        except TimeoutError:
+            headers = {"connection": "close"}
+            raise HttpError(
+                408, f"the body did not arrive within {self._seconds:g} s; send it faster", "request_timeout", headers
+            ) from None
+        except ClientDisconnect:
+            raise HttpError(400, "the client closed the connection", "client_closed") from None
+
+    async def _gather(self, request: Request, held: _Held) -> bytes:
+        parts: list[bytes] = []
+        length, limit = 0, self._max_bytes
+        async for part in request.stream():
+            length += len(part)
+            if length <= limit:
+                held.take(length)
+                parts.append(part)
+            elif length > limit * _DISCARD_FACTOR:
+                break
+            else:
+                parts.clear()
+                held.take(0)
+        if length > limit:
+            raise HttpError(413, f"the body is over the limit of {limit} bytes; send less", "request_too_large")
+        return b"".join(parts)
+
+    async def _understand(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> T:
+        if len(data) <= _LARGE_BYTES:
+            return check(_object(data))
+        # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its turn.
+        async with self._one_large:
+            return await asyncio.to_thread(lambda: check(_object(data)))
+
+    def count(self, change: int) -> None:
+        """Takes bytes, or gives them back if the number is negative. Raises OverloadedError."""
+        most = self._max_bytes * _BODIES
+        if change > 0 and self._num_bytes + change > most:
+            raise OverloadedError(f"bodies of requests under way hold {most} bytes, the most allowed; try again later")
+        self._num_bytes += change
+
+
+class _Held:
+    """What one body has taken."""
+
+    def __init__(self, reader: BodyReader) -> None:
+        self._reader = reader
+        self._num_bytes = 0
+
+    def take(self, length: int) -> None:
+        counted = max(0, length - _FREE_BYTES)
+        self._reader.count(counted - self._num_bytes)
+        self._num_bytes = counted
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    if len(data) > _LARGE_BYTES:
+        check_json_size(data)
+    try:
+        body = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(
+            "", f"the body is not valid JSON: {error}", "send one JSON object", code="invalid_json"
+        ) from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("", "the body is not an object", "send one JSON object", code="invalid_json")
+    return body
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        said = repr(kind[:80]) if kind else "missing"
+        raise HttpError(415, f"content-type is {said}; send application/json", "unsupported_content_type")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError(415, "content-encoding is not supported; send plain JSON", "unsupported_content_encoding")

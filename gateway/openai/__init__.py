@@ -1,0 +1,1 @@
+"""OpenAI's routes and shapes over the gateway's own types."""

@@ -1,1 +1,0 @@
-"""The REST door: OpenAI's routes and shapes over the gateway's own types."""

@@ -1,0 +1,1 @@
+"""SGLang's /generate over the gateway's own types."""

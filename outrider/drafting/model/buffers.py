@@ -1,0 +1,261 @@
+"""What a burst is told and what it answers, as one copy each way."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.attention.frontier import (
+    FIRST_SEED,
+    HEADER_WORDS,
+    MORE_WORDS,
+    NEW_ROOT,
+    NEW_ROOT_SLOT,
+    NOT_HERE,
+    NUM_FIELDS,
+    NUM_MORE,
+    NUM_MORE_SEEDS,
+    SHIFT,
+    TOLD_WORDS,
+    BurstRows,
+)
+from outrider.drafting.model.buckets import Bucket
+from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Reroots, RowStates
+
+NUM_COPIES = 2
+"""Bursts that may be pending: each has host memory of its own."""
+
+Words = NDArray[np.int32]
+
+_NOTHING_TOLD = np.array([-1, -1, 0, 0], np.int32)
+"""A row that has its root still: see kernels.frontier.reroot_pool."""
+
+
+class _Layout:
+    """Where fields lie in a run of int32 words; free slots, of which there may be many, last."""
+
+    def __init__(self, shape: BurstShape) -> None:
+        rows, words = shape.num_rows, shape.region // 32
+        sizes: dict[str, tuple[int, ...]] = {
+            "header": (HEADER_WORDS,),
+            "seeds": (NUM_FIELDS, shape.max_seeds),
+            "table_rows": (rows,),
+            "context_len": (rows,),
+            "num_free": (rows,),
+            "next_free": (rows,),
+            "live": (rows, words),
+            "free": (rows, shape.region),
+        }
+        self.fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            end = self.size + math.prod(size)
+            self.fields[name] = (self.size, end, size)
+            self.size = end
+
+    def views(self, words: Words) -> dict[str, Words]:
+        """Fields by name, and all that has a word for each row as "rows", [4, num_rows]."""
+        views = {name: words[begin:end].reshape(size) for name, (begin, end, size) in self.fields.items()}
+        begin, end = self.fields["table_rows"][0], self.fields["next_free"][1]
+        views["rows"] = words[begin:end].reshape(4, -1)
+        return views
+
+    def used(self, num_rows: int) -> int:
+        """Words that a burst of so many rows must copy."""
+        begin, _, (_, region) = self.fields["free"]
+        return begin + num_rows * region
+
+
+class _Copies:
+    """Queues copies between host memory and a device, through views that are kept: there are few different ones."""
+
+    def __init__(self, hosts: list[Tensor], device: Tensor) -> None:
+        self._hosts = hosts
+        self._device = device
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def to_device(self, copy: int, end: int) -> None:
+        """Queue one of the first words, `end` of them."""
+        there, here = self._find(copy, 0, end)
+        there.copy_(here, non_blocking=True)
+
+    def to_host(self, copy: int, begin: int, end: int) -> None:
+        """Queue one of these words."""
+        there, here = self._find(copy, begin, end)
+        here.copy_(there, non_blocking=True)
+
+    def _find(self, copy: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        found = self._views.get((copy, begin, end))
+        if found is None:
+            found = (self._device[begin:end], self._hosts[copy][begin:end])
+            self._views[copy, begin, end] = found
+        return found
+
+
+class BurstInput:
+    """A burst's description, in host memory twice and on the device once."""
+
+    def __init__(self, shape: BurstShape, device: torch.device) -> None:
+        self._shape = shape
+        self._layout = layout = _Layout(shape)
+        pinned = device.type == "cuda"
+        self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
+        self._device = torch.zeros(layout.size, dtype=torch.int32, device=device)
+        self._copies = _Copies(self._pinned, self._device)
+        self._host = [layout.views(memory.numpy()) for memory in self._pinned]
+        views = {name: self._device[begin:end].view(size) for name, (begin, end, size) in layout.fields.items()}
+        self.header: Tensor = views.pop("header")
+        """On the device, as everything that follows; see kernels.frontier."""
+        self.seeds: Tensor = views.pop("seeds")
+        self.rows = BurstRows(**views)
+        for host in self._host:
+            _fill_rows(host, RowStates.of((), shape.region), shape.num_rows)
+
+    def fill(self, copy: int, burst: Burst) -> None:
+        """Describe a burst in one of the host's copies. Raises ValueError for one that is too large."""
+        seeds, rows, shape = burst.seeds, burst.rows, self._shape
+        count, num_rows = len(seeds), len(rows)
+        if count > shape.max_seeds or num_rows > shape.num_rows or not 1 <= burst.num_steps <= shape.max_steps:
+            raise ValueError(
+                f"a burst of {count} seeds, {num_rows} rows and {burst.num_steps} steps; the runner takes "
+                f"{shape.max_seeds}, {shape.num_rows} and 1 to {shape.max_steps}"
+            )
+        # A negative one is a large one without its sign.
+        if np.count_nonzero(seeds.rows.view(np.uint32) >= num_rows):
+            raise ValueError(f"seeds of rows outside the burst's {num_rows}")
+        host = self._host[copy]
+        header = host["header"]
+        header[0], header[1], header[2], header[3] = 0, count, _bits(burst.floor), 0
+        host["seeds"][:, :count] = seeds.fields
+        _fill_rows(host, rows, self._shape.num_rows)
+
+    def clear(self) -> None:
+        """Describe, on the device, a burst in which nothing can be run."""
+        self.header.copy_(torch.tensor([0, 0, _bits(np.inf), 0], dtype=torch.int32))
+
+    def to_device(self, copy: int, num_rows: int) -> None:
+        """Queue the copy of a description with so many rows."""
+        self._copies.to_device(copy, self._layout.used(num_rows))
+
+
+class RerootInput:
+    """What a burst that goes on is told, in host memory twice and on the device once: further seeds, then its rows."""
+
+    def __init__(self, shape: BurstShape, device: torch.device) -> None:
+        self._line = TOLD_WORDS + shape.region
+        self._num_seeds = shape.max_width
+        self._begin = MORE_WORDS + NUM_FIELDS * shape.max_width
+        size = self._begin + shape.num_rows * self._line
+        pinned = device.type == "cuda"
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
+        self._host: list[Words] = [memory.numpy() for memory in self._pinned]
+        self._turn = 0
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._copies = _Copies(self._pinned, self._device)
+        self.rows(shape.num_rows)[:, : NEW_ROOT_SLOT + 1] = -1
+
+    @property
+    def seeds(self) -> Tensor:
+        """On the device, the further seeds; see kernels.frontier.add_seeds."""
+        return self._device[: self._begin]
+
+    def rows(self, count: int) -> Tensor:
+        """On the device, what the first rows are told; see kernels.frontier.reroot_pool."""
+        return self._device[self._begin : self._end(count)].view(count, self._line)
+
+    def to_device(self, reroots: Reroots, count: int) -> None:
+        """Queue the copy of what the first `count` rows are told. Two of them may be pending.
+
+        Raises ValueError for more seeds than fit a step.
+        """
+        end = self._end(count)
+        words = self._host[self._turn]
+        self._fill_seeds(words, reroots)
+        told = words[self._begin : end].reshape(count, self._line)
+        told[:, :TOLD_WORDS] = _NOTHING_TOLD
+        rows, indices, roots = reroots.rows.tolist(), reroots.indices.tolist(), reroots.slots.tolist()
+        shifts = reroots.shifts.view(np.int32).tolist()
+        for row, index, root, shift, free in zip(rows, indices, roots, shifts, reroots.free, strict=True):
+            line = told[row]
+            line[NEW_ROOT], line[NEW_ROOT_SLOT] = index, NOT_HERE if index < 0 and root < 0 else root
+            line[SHIFT], line[NUM_MORE] = shift, len(free)
+            line[TOLD_WORDS : TOLD_WORDS + len(free)] = free
+        self._copies.to_device(self._turn, end)
+        self._turn = (self._turn + 1) % NUM_COPIES
+
+    def _fill_seeds(self, words: Words, reroots: Reroots) -> None:
+        count = 0 if reroots.seeds is None else len(reroots.seeds)
+        if count > self._num_seeds:
+            raise ValueError(f"{count} further seeds; a step runs {self._num_seeds} nodes")
+        words[FIRST_SEED], words[NUM_MORE_SEEDS] = reroots.first_seed, count
+        if reroots.seeds is not None:
+            words[MORE_WORDS : self._begin].reshape(NUM_FIELDS, -1)[:, :count] = reroots.seeds.fields
+
+    def _end(self, num_rows: int) -> int:
+        return self._begin + num_rows * self._line
+
+
+def _bits(value: float) -> int:
+    """Those of a float32, as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _fill_rows(host: dict[str, Words], rows: RowStates, spare_row: int) -> None:
+    count = len(rows)
+    # Of padding rows the rest does not matter where nothing is live or free.
+    host["rows"][:, count:] = 0
+    host["table_rows"][count:] = spare_row
+    host["live"][count:] = 0
+    host["table_rows"][:count] = rows.rows
+    host["context_len"][:count] = rows.context_lens
+    host["num_free"][:count] = rows.free_ends
+    host["next_free"][:count] = rows.free_starts
+    host["free"][:count] = rows.free
+    packed = np.packbits(rows.live, axis=1, bitorder="little")
+    host["live"][:count] = packed.view("<i4")
+
+
+class BurstOutput:
+    """Results of a burst's steps, on the device once and in host memory twice."""
+
+    def __init__(self, shape: BurstShape, device: torch.device) -> None:
+        self._shape = shape
+        size = shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching)
+        pinned = device.type == "cuda"
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
+        self._words: list[Words] = [memory.numpy() for memory in self._pinned]
+        self._copies = _Copies(self._pinned, self._device)
+
+    def steps(self, bucket: Bucket) -> Tensor:
+        """On the device, [max_steps, width * (2 + 2 * k)]."""
+        line = bucket.num_words
+        return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
+
+    def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
+        """Queue the copy of what some steps brought."""
+        line = bucket.num_words
+        self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
+
+    def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
+        """In host memory, [num_steps, width * (2 + 2 * k)]."""
+        line = bucket.num_words
+        return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
+
+    def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:
+        """What a copy holds of some steps, in memory of its own."""
+        width, branching = bucket.width, bucket.branching
+        steps = self.host_steps(copy, bucket, num_steps, first_step).copy()
+        shape = (num_steps, width, branching)
+        return BurstResult(
+            first=self._shape.max_seeds + first_step * width * branching,
+            picked=steps[:, :width],
+            slots=steps[:, width : 2 * width],
+            tokens=steps[:, 2 * width : (2 + branching) * width].reshape(shape),
+            scores=steps[:, (2 + branching) * width :].view(np.float32).reshape(shape),
+        )

@@ -1,0 +1,149 @@
+"""From options and a draft model to the runner that works for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from outrider.attention.torch_backend import TorchAttention
+from outrider.attention.triton_backend import TritonAttention
+from outrider.cache.kv import KVCache
+from outrider.config.draft import DraftOptions
+from outrider.drafting.model.cuda_runner import CudaRunner
+from outrider.drafting.model.options import BRANCHING, LONE_BRANCHING, MOST_STEPS
+from outrider.drafting.model.plan import BurstShape
+from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.torch_runner import TorchRunner
+from outrider.errors import ConfigError
+from outrider.logs import get_logger
+from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
+from outrider.models.drafters.base import DraftModel
+from outrider.models.progress import ConsoleProgress
+
+log = get_logger(__name__)
+
+PAGE_SIZE = 16
+GPU_CHUNK = 2048
+CPU_CHUNK = 256
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+"""What our attention kernels run with."""
+_MANY_ROWS = 32
+_LEAST_TOKENS = 512
+_MOST_CPU_TOKENS = 65536
+_CPU_MEMORY_SHARE = 0.25
+_CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
+"""Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
+_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
+
+
+def build_runner(model: DraftModel, options: DraftOptions) -> Runner:
+    """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
+
+    Raises:
+        ConfigError: names the option that is at fault.
+    """
+    on_gpu = model.device.type == "cuda"
+    _check_options(options, model, on_gpu)
+    torch.set_num_threads(options.threads)
+    shape = _shape(options, model, on_gpu)
+    chunk = GPU_CHUNK if on_gpu else CPU_CHUNK
+    use_graphs = not options.disable_cuda_graph
+    told = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
+    if not on_gpu:
+        shape = replace(shape, num_pages=_num_pages(options, shape, _cpu_tokens(model)))
+        return TorchRunner(model, shape, TorchAttention(), told)
+    with torch.cuda.device(model.device):
+        shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
+        try:
+            runner = CudaRunner(model, shape, TritonAttention(), told)
+            with ConsoleProgress() as progress:
+                runner.capture(lambda done, total: progress("capturing draft steps", done, total))
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(model.device)[0]
+            raise ConfigError(
+                f"the GPU has no memory for the draft model's KV cache and steps: {_gib(free)} are free; {_FIX}"
+            ) from error
+    log.info(
+        "draft KV of %d context tokens and %d rows of %d tree slots, %s in all",
+        shape.num_pages * shape.page_size,
+        shape.num_rows,
+        shape.region,
+        _gib(runner.num_bytes),
+    )
+    return runner
+
+
+def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> None:
+    if on_gpu and options.attention_backend == "torch":
+        raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
+    if not on_gpu and options.attention_backend == "triton":
+        raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
+    if on_gpu and model.head_dim not in _HEAD_DIMS:
+        raise ConfigError(
+            f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
+            f"{_HEAD_DIMS}; choose --device cpu"
+        )
+
+
+def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape:
+    """Everything but the number of context pages."""
+    num_rows = min(options.max_requests, DRAFT_ROWS if on_gpu else 32)
+    wide = 128 if num_rows > _MANY_ROWS else 64
+    return BurstShape(
+        num_rows=num_rows,
+        region=DRAFT_REGION if on_gpu else _CPU_LOCKSTEP_REGION if options.lockstep else _CPU_REGION,
+        branching=options.speculative_eagle_topk or (BRANCHING if on_gpu else 4),
+        lone_branching=0 if options.speculative_eagle_topk or not on_gpu else LONE_BRANCHING,
+        max_seeds=512 if on_gpu else 128,
+        max_steps=MOST_STEPS if on_gpu else 8,
+        max_width=wide if on_gpu else 8,
+        page_size=PAGE_SIZE,
+        num_pages=1,
+        max_context=max(min(options.max_positions, model.max_positions), 1),
+        feature_size=model.feature_size,
+    )
+
+
+def _num_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> int:
+    """Pages of as many tokens as the options ask for, or else fit; no more than all rows can use."""
+    tokens = options.max_total_tokens or fitting
+    if tokens < min(_LEAST_TOKENS, shape.max_context):
+        raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few; allow at least {_LEAST_TOKENS}")
+    each = -(-shape.max_context // shape.page_size)
+    return min(-(-tokens // shape.page_size), each * shape.num_rows)
+
+
+def _token_bytes(model: DraftModel) -> int:
+    return KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
+
+
+def _cpu_tokens(model: DraftModel) -> int:
+    """Context tokens that a quarter of the free memory holds, within what one CPU can use."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(int(free * _CPU_MEMORY_SHARE) // _token_bytes(model), _MOST_CPU_TOKENS), 1024)
+
+
+def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> int:
+    """Context tokens in what --mem-fraction-static leaves beside weights, tree regions, features and logits."""
+    per_token = _token_bytes(model)
+    slots = shape.num_rows * shape.region
+    beside = slots * (per_token + model.feature_size * model.dtype.itemsize)
+    beside += 3 * shape.max_width * model.vocab_size * 4 + DRAFT_WORK_BYTES
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    own = torch.cuda.memory_reserved(model.device)
+    room = memory_room(free, total, own, options.mem_fraction_static) - beside
+    if room < _LEAST_TOKENS * per_token and not options.max_total_tokens:
+        raise ConfigError(
+            f"--mem-fraction-static: {options.mem_fraction_static} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} "
+            f"GiB for context KV beside {_gib(beside)} for tree slots and steps of {shape.num_rows} requests, too "
+            f"little for {_LEAST_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98), lower "
+            f"--max-requests, choose a smaller draft model or free some of the {_gib(total - free - own)} of others"
+        )
+    return max(room // per_token, 0)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,149 @@
+"""A request's committed tokens as a draft model holds them: its context, and the tokens between that and the root."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.drafting.model.feature_store import FeatureStore
+from outrider.drafting.tree import Tree
+from outrider.sampling.params import SamplingParams
+
+
+class UncachedToken(NamedTuple):
+    """A committed token between context and root."""
+
+    slot: int
+    """Tree slot of its KV; -1 if it was not run."""
+    settled: bool
+    """Whether its KV is what the context should hold: made from true features, or from none."""
+
+
+UNRUN = UncachedToken(-1, False)
+
+
+@dataclass(slots=True, eq=False)
+class DraftContext:
+    """One request.
+
+    Tokens at positions below `end` are context, those from there to below `root` lie in `between`, and the root is at
+    position `root`. KV positions are `lag` less than positions; the first `lag` tokens have none.
+    """
+
+    tree: Tree
+    row: int
+    """Of the runner."""
+    lag: int
+    sampling: SamplingParams
+    features: FeatureStore
+    root: int
+    """Position of the root."""
+    end: int
+    """One past the last context token; `lag` if there is none."""
+    between: list[UncachedToken] = field(default_factory=list)
+    root_run: bool = False
+    root_settled: bool = False
+    """As `UncachedToken.settled`."""
+    pages: list[int] = field(default_factory=list)
+    known: int = 0
+    """Committed tokens that the forest has followed."""
+    epoch: int = 0
+    """Of the author, as the forest knows it."""
+    seen: int = 1
+    """Ids of the author below this were looked at for nodes that others appended."""
+    steps_left: int = 0
+    """Steps of its tree that are still to be run, in lockstep."""
+    fresh: bool = True
+    """Whether nothing is below the root yet."""
+    is_due: bool = False
+    """Whether a burst that is under way runs the root."""
+
+    @property
+    def first_unrun(self) -> int:
+        """Index in `between` of the first token that was not run; one past them if all were."""
+        for index, (slot, _) in enumerate(self.between):
+            if slot < 0:
+                return index
+        return len(self.between)
+
+    @property
+    def num_true(self) -> int:
+        """Tokens of `between`, and the root behind them, that could be run with true features."""
+        return min(max(self.feature_end - self.end, 0), len(self.between) + 1)
+
+    def to_run(self, *, root: bool) -> tuple[list[int], int]:
+        """Indices in `between` of what a burst is to run, in order, and how many of the first take true features.
+
+        Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root, whose index
+        is one past the last.
+        """
+        num_true = self.num_true
+        indices = [
+            index
+            for index, (slot, settled) in enumerate(self.between)
+            if not settled and (index < num_true or (root and slot < 0))
+        ]
+        if root:
+            indices.append(len(self.between))
+        return indices, bisect_left(indices, num_true)
+
+    @property
+    def kv_len(self) -> int:
+        """KV positions of the context."""
+        return self.end - self.lag
+
+    @property
+    def feature_end(self) -> int:
+        """Tokens before this position could be run from the context on with true features."""
+        if not self.lag:
+            return self.root + 1
+        return self.features.end_from(self.end - 1) + 1
+
+    def begin(self, committed: int, epoch: int) -> None:
+        """Nothing was run of the committed tokens."""
+        self.known, self.epoch = committed, epoch
+        self.between = [UNRUN] * max(0, self.root - self.end)
+
+    def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
+        """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""
+        settled = not self.lag
+        between = [UncachedToken(slot, settled) if slot >= 0 else UNRUN for slot in slots]
+        if self.root_settled and between:
+            between[0] = UncachedToken(slots[0], True)
+        between += [UNRUN] * (count - len(slots))
+        # Where the old root has no KV position, it is in no tree slot either.
+        self.between += between[self.end - self.root :] if self.end > self.root else between
+        self.root += count
+        self.known += count
+        self.root_run = root_run
+        self.root_settled = root_run and not self.lag
+        self.fresh = not root_run
+
+    def found_run(self) -> None:
+        """A burst ran the root before it was one."""
+        self.root_run, self.root_settled, self.fresh, self.is_due = True, not self.lag, False, False
+
+    def take_settled(self, *, own: bool) -> list[int]:
+        """Take leading tokens off `between` whose KV may move to the context, and return their tree slots.
+
+        With `own`, KV made from the draft's own features may move too.
+        """
+        slots: list[int] = []
+        for slot, settled in self.between:
+            if slot < 0 or not (settled or own):
+                break
+            slots.append(slot)
+        if slots and self.lag:
+            del slots[self.num_movable :]
+        del self.between[: len(slots)]
+        self.end += len(slots)
+        return slots
+
+    @property
+    def num_movable(self) -> int:
+        """Tokens of `between` that need not stay in tree slots: what is run next may take its parent's own feature."""
+        if not self.lag or self.root_run:
+            return len(self.between)
+        first = self.first_unrun
+        return first - 1 if first else len(self.between)

@@ -1,0 +1,234 @@
+"""Runs bursts on a GPU: one captured step, replayed. Runs on a CPU too, slowly and without graphs, for tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.frontier import (
+    NUM_FIELDS,
+    Pool,
+    StepTokens,
+    add_seeds,
+    append_candidates,
+    begin_burst,
+    choose_entries,
+    place_entries,
+    reroot_pool,
+)
+from outrider.attention.paged import PagedBatch, choose_splits
+from outrider.device import num_processors, share_l1
+from outrider.drafting.model.buckets import Bucket
+from outrider.drafting.model.buffers import RerootInput
+from outrider.drafting.model.context_forward import ContextForward
+from outrider.drafting.model.plan import BurstShape, Reroots
+from outrider.drafting.model.projector import join_rows
+from outrider.drafting.model.runner import Chunk, Pending, Runner, RunnerOptions, on_device
+from outrider.graphs import GraphPool
+from outrider.models.drafters.base import DraftModel
+from outrider.sampling.proposer import Proposer
+
+_FEATURES = (1, 3, 17, 48, 100)
+"""Features of so many positions that come together; products of others are the same kernels."""
+
+
+class CudaRunner(Runner):
+    """See BurstRunner; lengths and trees are read from device memory."""
+
+    def __init__(
+        self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
+    ) -> None:
+        super().__init__(model, shape, attention, options)
+        device = model.device
+        self._on_gpu = device.type == "cuda"
+        self._num_processors = num_processors(device)
+        self._entries = torch.zeros(NUM_FIELDS * shape.most_entries, dtype=torch.int32, device=device)
+        size = shape.max_width * shape.most_branching
+        self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(size, dtype=torch.float32, device=device)
+        self._told = RerootInput(shape, device)
+        self._contexts = ContextForward(model, self.memory, shape, attention, options.chunk_size)
+        self._steps: dict[Bucket, StepTokens] = {}
+        self.graphs = GraphPool[Bucket]("draft steps", self._step)
+        self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
+        self._reroots = GraphPool[Bucket]("new roots of bursts", self._reroot)
+
+    @on_device
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Warm prompts up and capture a graph for every bucket; on a CPU there is nothing to do. Trashes the cache."""
+        if not self._on_gpu:
+            return
+        if any(bucket.short for bucket in self.buckets.all()):
+            share_l1()
+        self._warm_up()
+        # With no entries in the pool, steps change nothing.
+        self._input.clear()
+        if self.options.use_graphs:
+            self.graphs.capture(self.buckets.all(), True, progress)
+            self._begins.capture(self.buckets.sizes(), False)
+            # What a shape's steps have left in the pool names rows that there are not where another shape reads it.
+            self._input.clear()
+            self._entries.view(torch.float32).fill_(-math.inf)
+            self._reroots.capture(self.buckets.sizes(), False)
+            self._contexts.capture()
+
+    def _warm_up(self) -> None:
+        """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
+        wait costs a third of a second."""
+        if not self.options.use_graphs:
+            self._contexts.warm_up()
+        self._warm_up_features()
+        self.memory.warm_up()
+        self._input.clear()
+        for bucket in self.buckets.sizes():
+            self._begin(bucket)
+            self._reroot(bucket)
+
+    def _warm_up_features(self) -> None:
+        """Project features as they may come, and join some."""
+        model, store = self._model, self.memory.features
+        if store is None:
+            return
+        width = model.hidden_size * len(model.feature_layers)
+        for count in _FEATURES:
+            rows = model.project(store.new_zeros(count, width))
+            model.finish_product(rows)
+        join_rows([rows, rows], rows.new_zeros(2 * len(rows), self.shape.feature_size))
+
+    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+        self._contexts.run(chunks, features)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of KV, features and graphs."""
+        graphs = (self.graphs, self._begins, self._reroots, self._contexts)
+        return self.memory.num_bytes + sum(one.num_bytes for one in graphs)
+
+    def _make_proposer(self) -> Proposer:
+        shape, model, options = self.shape, self._model, self.options
+        return Proposer(
+            shape.num_rows + 1,
+            shape.max_width,
+            model.vocab_size,
+            self._vocab_limit,
+            model.target_ids,
+            model.device,
+            options.rank_by_noise,
+            model.edge_scale,
+        )
+
+    @on_device
+    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+        """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
+        done = pending.first_step + pending.num_steps
+        if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
+            return None
+        more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
+        more.ran = True
+        if reroots is not None:
+            self.memory.take_features(reroots.features)
+            self._told.to_device(reroots, more.bucket.rows)
+            self._reroots.run(more.bucket.sizes)
+        for _ in range(num_steps):
+            self.graphs.run(more.bucket)
+        self._output.to_host(more.copy, more.bucket, num_steps, done)
+        self._mark(more)
+        self._launched.append(more)
+        return more
+
+    def _queue(self, pending: Pending) -> None:
+        self._run(pending)
+        self._mark(pending)
+
+    def _mark(self, pending: Pending) -> None:
+        """Note where a part of a burst ends."""
+        if self._on_gpu:
+            pending.event = torch.cuda.Event()
+            pending.event.record()
+
+    def _run(self, pending: Pending) -> None:
+        """Queue all work of a burst on the device."""
+        pending.ran = True
+        burst, bucket = pending.burst, pending.bucket
+        self.memory.flush()
+        self.memory.take_features(burst.features)
+        self._input.to_device(pending.copy, len(burst.rows))
+        self._begins.run(bucket.sizes)
+        for _ in range(burst.num_steps):
+            self.graphs.run(bucket)
+        self._output.to_host(pending.copy, bucket, burst.num_steps)
+
+    def _begin(self, bucket: Bucket) -> None:
+        """What precedes a burst's steps on the device; may be captured."""
+        rows = self._input.rows.head(bucket.rows)
+        begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
+
+    def _reroot(self, bucket: Bucket) -> None:
+        """What precedes the steps of a part that is told of commits; may be captured."""
+        rows, told, pool = self._input.rows.head(bucket.rows), self._told.rows(bucket.rows), self._pool(bucket)
+        reroot_pool(self._input.header, pool, rows, self.memory.plan, told, bucket.num_candidates)
+        add_seeds(pool, self._told.seeds)
+
+    def _step(self, bucket: Bucket) -> None:
+        """The whole of a step on the device; may be captured."""
+        header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
+        rows = self._input.rows.head(bucket.rows)
+        choose_entries(header, pool, rows, step, bucket.branching)
+        place_entries(pool, rows, step, self.memory.plan)
+        flat, size = slice(bucket.num_candidates), (bucket.width, bucket.branching)
+        tokens, scores = self._tokens[flat].view(size), self._scores[flat].view(size)
+        self._propose(bucket, step, tokens, scores)
+        append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket))
+
+    def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
+        """Run the nodes of a step, and write their candidates."""
+        batch = self._step_batch(bucket, step)
+        count = batch.token_ids.shape[0]
+        store = self.memory.features
+        given = None if store is None else store.index_select(0, step.sources[:count])
+        rows, features = self._model.forward(batch, given, self.memory.kv, self._attention)
+        logits = self._model.logits(rows)
+        where = (step.table_rows[:count], step.positions[:count])
+        self._proposer(logits, *where, tokens[:count], scores[:count])
+        if store is not None and features is not None:
+            store.index_copy_(0, step.targets[:count], features)
+
+    def _pool(self, bucket: Bucket) -> Pool:
+        """The pool as bursts of this shape lay it out."""
+        max_seeds = self.shape.max_seeds
+        size = max_seeds + self.shape.max_steps * bucket.num_candidates
+        return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
+
+    def _step_tokens(self, bucket: Bucket) -> StepTokens:
+        bucket = bucket.sizes
+        found = self._steps.get(bucket)
+        if found is None:
+            words, device = self.shape.region // 32, self._model.device
+            capacity = self._pool(bucket).capacity
+            made = StepTokens.new(bucket.width, bucket.rows, words, device, capacity)
+            # Another thread may compile a step of the same sizes.
+            found = self._steps.setdefault(bucket, made)
+        return found
+
+    def _step_batch(self, bucket: Bucket, step: StepTokens) -> PagedBatch:
+        rows, plan, model = self._input.rows.head(bucket.rows), self.memory.plan, self._model
+        heads = (model.num_heads, model.num_kv_heads)
+        return PagedBatch(
+            token_ids=step.token_ids,
+            positions=step.rotary,
+            first=step.first,
+            cached_len=rows.context_len,
+            table_rows=rows.table_rows,
+            page_tables=plan.page_tables,
+            slots=step.kv_slots,
+            page_size=plan.page_size,
+            max_row_tokens=bucket.width,
+            mask=step.mask,
+            region_base=plan.region_base,
+            num_splits=choose_splits(bucket.width, bucket.rows, bucket.width, *heads, self._num_processors),
+            short=bucket.short,
+        )

@@ -1,0 +1,143 @@
+"""Where the KV and the features of a draft model's requests lie on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.attention.frontier import RegionPlan
+from outrider.attention.paged import update_page_tables
+from outrider.device import put
+from outrider.drafting.model.plan import BurstShape
+from outrider.drafting.model.projector import as_tensor, join_rows
+from outrider.models.drafters.base import DraftModel
+
+Ints = NDArray[np.int32]
+
+
+class DeviceMemory:
+    """KV pages, page tables, slot masks and features of `shape.num_rows` rows, and of one that belongs to nobody.
+
+    A row's logical KV positions: context pages as the host hands them out, then, at the same place in every row, the
+    tree region, whose pages are the row's for good. Context pages are numbered from 0, regions' lie behind them.
+    """
+
+    def __init__(self, model: DraftModel, shape: BurstShape) -> None:
+        device, size = model.device, shape.page_size
+        self._shape = shape
+        self._num_context = -(-shape.max_context // size)
+        num_region = -(-shape.region // size)
+        self.kv = model.new_kv((shape.num_pages + shape.num_rows * num_region) * size)
+        self._first_region = shape.num_pages * size
+        self._region_stride = num_region * size
+        self._host = np.zeros((shape.num_rows + 1, self._num_context + num_region), np.int32)
+        regions = shape.num_pages + np.arange(shape.num_rows * num_region, dtype=np.int32)
+        self._host[: shape.num_rows, self._num_context :] = regions.reshape(shape.num_rows, num_region)
+        self._num_known = [0] * shape.num_rows
+        self._updates: list[tuple[int, int, int]] = []
+        self._moves: list[tuple[int, Sequence[int], int]] = []  # row, tree slots, context position
+        masks = (shape.num_rows + 1, shape.region, shape.region // 32)
+        self.plan = RegionPlan(
+            page_tables=torch.from_numpy(self._host.copy()).to(device),
+            slot_masks=torch.zeros(masks, dtype=torch.int32, device=device),
+            page_size=size,
+            region_base=self._num_context * size,
+            lag=shape.lag,
+        )
+        self.features: Tensor | None = None
+        """Features of tree slots, a row of zeros, and those that a burst brings: see kernels.frontier_state."""
+        self._first_given = masks[0] * shape.region + 1
+        if shape.feature_size:
+            store = (self._first_given + shape.max_seeds, shape.feature_size)
+            self.features = torch.zeros(store, dtype=model.dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory taken."""
+        held = [self.kv.k, self.kv.v, self.plan.page_tables, self.plan.slot_masks]
+        held += [] if self.features is None else [self.features]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """All context pages of a row; the device learns of new ones by `flush`. Raises ValueError for too many."""
+        known = self._num_known[row]
+        if len(pages) > self._num_context:
+            raise ValueError(f"{len(pages)} context pages in a row; it has room for {self._num_context}")
+        self._host[row, known : len(pages)] = pages[known:]
+        self._updates += [(row, place, pages[place]) for place in range(known, len(pages))]
+        self._num_known[row] = max(known, len(pages))
+
+    def forget(self, row: int) -> None:
+        """The row's pages are no longer its own; what was to be done with them is not worth doing."""
+        self._num_known[row] = 0
+        self._updates = [update for update in self._updates if update[0] != row]
+        self._moves = [move for move in self._moves if move[0] != row]
+
+    def move(self, row: int, slots: Sequence[int], position: int) -> None:
+        """KV of tree slots goes to context positions `position`, ... by the next `flush`."""
+        self._check_pages(row, position, position + len(slots))
+        self._moves.append((row, slots, position))
+
+    def flush(self) -> None:
+        """Queue what the device does not know: new pages, and moves, which all of them together are one launch."""
+        device = self.plan.page_tables.device
+        if self._updates:
+            update_page_tables(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
+            self._updates = []
+        if self._moves:
+            self.kv.move_pairs(put(self._move_pairs(), device))
+            self._moves = []
+
+    def warm_up(self) -> None:
+        """Launch what `flush` launches, without effect."""
+        nothing = put([-1] * 6, self.plan.page_tables.device)
+        update_page_tables(self.plan.page_tables, nothing.view(2, 3))
+        self.kv.move_pairs(nothing.view(3, 2))
+
+    def context_slots(self, row: int, start: int, end: int) -> Ints:
+        """KV slots of the row's context positions start .. end - 1. Raises ValueError where there are no pages."""
+        size = self._shape.page_size
+        self._check_pages(row, start, end)
+        positions = np.arange(start, end, dtype=np.int32)
+        slots: Ints = self._host[row, positions // size] * size + positions % size
+        return slots
+
+    def region_start(self, row: int) -> int:
+        """KV slot of the row's tree slot 0; the others follow it."""
+        return self._first_region + row * self._region_stride
+
+    def take_features(self, parts: Sequence[object]) -> None:
+        """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
+        if not parts:
+            return
+        if self.features is None:
+            raise ValueError("features for a model that takes none")
+        rows = [as_tensor(part) for part in parts]
+        end = self._first_given + sum(len(part) for part in rows)
+        if end > self.features.shape[0]:
+            raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
+        if rows[0].shape[1:] != self.features.shape[1:]:
+            raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {self.features.shape[1]}")
+        join_rows(rows, self.features[self._first_given : end])
+
+    def _move_pairs(self) -> Ints:
+        """[N, 2] KV slots from and to which KV moves."""
+        size = self._shape.page_size
+        counts = [len(slots) for _, slots, _ in self._moves]
+        rows = np.array([row for row, _, _ in self._moves], np.int32).repeat(counts)
+        pairs = np.empty((len(rows), 2), np.int32)
+        pairs[:, 0] = self._first_region + rows * self._region_stride
+        pairs[:, 0] += np.array([slot for _, slots, _ in self._moves for slot in slots], np.int32)
+        starts = ((slots, position) for _, slots, position in self._moves)
+        positions = np.array([start + index for slots, start in starts for index in range(len(slots))], np.int32)
+        pairs[:, 1] = self._host[rows, positions // size] * size + positions % size
+        return pairs
+
+    def _check_pages(self, row: int, start: int, end: int) -> None:
+        size = self._shape.page_size
+        if not 0 <= start <= end <= self._num_known[row] * size:
+            raise ValueError(f"context positions {start} to {end} of a row with {self._num_known[row]} pages of {size}")

@@ -1,0 +1,291 @@
+"""The trees of all requests of a draft model: which nodes to run next, and what a burst brought."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.entries import DEAD, REFUSED, Entries, Ints
+from outrider.drafting.model.plan import BurstResult, BurstShape
+from outrider.drafting.model.slots import TreeSlots
+
+_NO_FLOOR = -1e9
+"""Above DEAD, so that no dead entry is worth anything."""
+_ROUNDING = 1e-3
+"""More than path scores in float32 are wrong by."""
+_FEW_DEAD = 512
+"""Dead entries that cost less than dropping them."""
+
+Int32s = NDArray[np.int32]
+
+
+def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
+    """[N] how many of the same group lie before each; `counts` are the sizes of all groups."""
+    order = groups.argsort(kind="stable")
+    places = np.empty(len(groups), np.intp)
+    places[order] = np.arange(len(groups)) - (counts.cumsum() - counts).repeat(counts)
+    return places
+
+
+class DraftForest:
+    """Entries of all trees and the slots of their regions. One row a request; every open row has a root entry.
+
+    Path scores count from the row's root. An entry that was run has a slot, and so have its ancestors up to the root.
+
+    Attributes:
+        roots: intp [R], entry of the root; -1 for a row that is not open.
+        root_positions: int32 [R], its position in the sequence.
+        num_run: intp [R], entries that were run, the root included.
+        quotas: intp [R], entries that may be run; 0 while the tree is not to grow.
+        last_positions: int32 [R], position of the deepest node that may be run.
+        shifts: float64 [R], path scores that roots took along since the burst under way was told of them, added up.
+    """
+
+    def __init__(self, shape: BurstShape, floor: float, max_entries: int) -> None:
+        """`floor`: least path score of a node worth growing. `max_entries`: of all trees."""
+        rows = shape.num_rows
+        self.entries = Entries(max_entries)
+        self.slots = TreeSlots(rows, shape.region)
+        self.floor = max(floor, _NO_FLOOR)
+        # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
+        # The device, which shifts scores in float32, may run a child of a new root whose edge is just below.
+        self._least_edge = self.floor - _ROUNDING
+        self.roots = np.full(rows, -1, np.intp)
+        self.root_positions = np.zeros(rows, np.int32)
+        self.num_run = np.zeros(rows, np.intp)
+        self.quotas = np.zeros(rows, np.intp)
+        self.last_positions = np.zeros(rows, np.int32)
+        self.shifts = np.zeros(rows)
+        self.open: set[int] = set()
+        """Rows that have a tree."""
+        self.may_know = False
+        """Whether what a burst brings may be there already: others append to the trees."""
+
+    def set_root(self, row: int, token: int, position: int, node: int) -> None:
+        """A tree begins with its root, node `node` of the author; the row has no other. No burst may be pending."""
+        self.set_roots(np.array([row]), [token], np.array([position]), [node])
+
+    def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
+        """The same for several rows."""
+        self.make_room(len(rows))
+        self.open.update(rows.tolist())
+        self.roots[rows] = self.entries.append_roots(rows, tokens, positions, nodes)
+        self.root_positions[rows] = positions
+
+    def close(self, row: int) -> None:
+        """A tree is gone."""
+        entries = self.entries
+        entries.kill(np.flatnonzero(entries.rows[: entries.count] == row))
+        self.slots.reset(row)
+        self.open.discard(row)
+        self.roots[row] = -1
+        self.num_run[row] = 0
+        self.quotas[row] = 0
+
+    def choose(self, limit: int, *, beyond: bool = False) -> Ints:
+        """The best entries that may be run next, at most `limit`, the best first.
+
+        `beyond`: those, too, that will be worth it only once there is a new root, or may be run only then.
+        """
+        entries, ranks = self.entries, self.entries.ranks[: self.entries.count]
+        found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
+        if not len(found):
+            return found
+        left = self.quotas if beyond else self.quotas - self.num_run
+        last = np.where(left > 0, self.last_positions, -1)
+        within = entries.positions[found] <= last[entries.rows[found]]
+        if np.count_nonzero(within) < len(within):
+            found = found[within]
+        worst_first = entries.ranks[found]
+        if len(found) > limit:
+            best = worst_first.argpartition(len(found) - limit)[-limit:]
+            found, worst_first = found[best], worst_first[best]
+        found = found[worst_first.argsort()[::-1]]
+        if beyond:
+            return found
+        rows = entries.rows[found]
+        counts = np.bincount(rows, minlength=len(left))
+        if not np.count_nonzero(counts > left):
+            return found
+        return found[places_within(rows, counts) < left[rows]]
+
+    def best_unrun(self) -> NDArray[np.float64]:
+        """[R] path score of each tree's best entry that may be run next; DEAD if there is none."""
+        entries = self.entries
+        best = np.full(len(self.roots), DEAD)
+        found = (entries.ranks[: entries.count] >= self.floor).nonzero()[0]
+        rows = entries.rows[found]
+        last = np.where(self.quotas > self.num_run, self.last_positions, -1)
+        allowed = entries.positions[found] <= last[rows]
+        np.maximum.at(best, rows[allowed], entries.ranks[found[allowed]])
+        return best
+
+    def merge(self, harvest: BurstCollector, result: BurstResult) -> None:
+        """Take in what a burst brought, or the next part of it; there must be room for all of it."""
+        entries, first, start = self.entries, result.first, self.entries.count
+        num_steps, width, branching = result.tokens.shape
+        picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
+        tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
+        keep = edges >= self._least_edge
+        places = harvest.places(first + len(tokens))
+        if harvest.num_strangers:
+            strange = np.zeros(len(places), np.bool_)
+            strange[: len(harvest.seeds)] = harvest.seeds < 0
+            strange = strange[picked]
+            harvest.num_strangers -= int(np.count_nonzero(strange))
+            keep &= ~strange.repeat(branching)
+        if self.may_know:
+            self._find_known(result, picked, tokens, keep, places)
+        kept = keep.nonzero()[0]
+        harvest.bring(start, first, kept)
+        nodes, bounds = places[picked], [(0, len(kept))]
+        if num_steps > 1:
+            ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
+            bounds = list(pairwise(ends))
+        entries.append_children(nodes.repeat(branching)[kept], tokens[kept], edges[kept], bounds)
+        if self.may_know:
+            self._ran_again(nodes, slots, start)
+        else:
+            self._ran(nodes, slots, start, harvest.row)
+
+    def make_room(self, count: int) -> bool:
+        """Have room for so many entries: dead ones go, then the least promising; False if that does not do."""
+        if self.entries.room >= count:
+            return True
+        self._compact()
+        if self.entries.room >= count + self.entries.capacity // 4:
+            return True
+        self._evict(count + self.entries.capacity // 2 - self.entries.room)
+        self._compact()
+        return self.entries.room >= count
+
+    def tidy(self) -> None:
+        """Drop dead entries when they are many. No burst may be pending."""
+        if self.entries.num_dead > _FEW_DEAD + self.entries.count // 2:
+            self._compact()
+
+    def _find_known(
+        self, result: BurstResult, picked: Int32s, tokens: Int32s, keep: NDArray[np.bool_], places: Ints
+    ) -> None:
+        """Candidates that were there before the burst: they are no new entries, but may be run by it."""
+        entries, count, branching = self.entries, self.entries.count, result.tokens.shape[2]
+        asked = np.zeros(len(picked), np.bool_)
+        while True:  # once for each level of a tree that was there
+            above = places[picked]
+            more = ((above >= 0) & (entries.parental[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[0]
+            if not len(more):
+                return
+            asked[more] = True
+            above = above[more]
+            wanted = np.zeros(count + 1, np.bool_)
+            wanted[above] = True
+            known = wanted[entries.parents[:count]].nonzero()[0]
+            if not len(known):
+                return
+            offered = (more[:, None] * branching + np.arange(branching)).reshape(-1)
+            keys = above.repeat(branching) << 32 | tokens[offered]
+            known_keys = entries.parents[known] << 32 | entries.tokens[known]
+            order = known_keys.argsort()
+            at = known_keys.searchsorted(keys, sorter=order)
+            matches = order[np.minimum(at, len(known) - 1)]
+            same = known_keys[matches] == keys
+            offered, matches = offered[same], known[matches[same]]
+            keep[offered] = False
+            places[offered + result.first] = matches
+
+    def _ran(self, nodes: Ints, slots: Int32s, count: int, row: int = -1) -> None:
+        """These entries were run in these slots, -1 for none, and brought those from `count` on (BurstCollector.row).
+
+        Of those that are dead by now the slots are free.
+        """
+        entries = self.entries
+        alive = entries.scores[nodes] > DEAD
+        if np.count_nonzero(alive) < len(alive):
+            dead = (~alive & (nodes >= 0)).nonzero()[0]
+            if len(dead):
+                self.slots.waste(row if row >= 0 else entries.rows[nodes[dead]], slots[dead])
+                entries.count_dead(count)
+            nodes, slots = nodes[alive], slots[alive]
+        if row >= 0:
+            self.slots.fill(row, slots)
+            self.num_run[row] += len(nodes)
+        else:
+            rows = entries.rows[nodes]
+            self.slots.fill(rows, slots)
+            self.num_run += np.bincount(rows, minlength=len(self.num_run))
+        entries.slots[nodes] = slots
+        entries.ranks[nodes] = DEAD
+
+    def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
+        """The same where some were run before, which keep their slots, and where entries below `count` have others."""
+        entries = self.entries
+        entries.count_dead(count)
+        alive = entries.scores[nodes] > DEAD
+        nodes, slots = nodes[alive], slots[alive]
+        fresh = entries.slots[nodes] < 0
+        self._ran(nodes[fresh], slots[fresh], count)
+        before = nodes[nodes < count]
+        if len(before):
+            self._admit_children(before)
+
+    def _admit_children(self, parents: Ints) -> None:
+        """What hung below entries before they were run may be run now."""
+        entries, count = self.entries, self.entries.count
+        wanted = np.zeros(count + 1, np.bool_)
+        wanted[parents] = True
+        waiting = (wanted[entries.parents[:count]] & (entries.slots[:count] < 0)).nonzero()[0]
+        entries.ranks[waiting] = entries.scores[waiting]
+
+    def _compact(self) -> None:
+        places = self.entries.compact()
+        self.roots = places[self.roots]
+
+    def _evict(self, count: int) -> None:
+        """Drop `count` entries that hold no KV and are not in the author's tree, the least promising first."""
+        entries = self.entries
+        end = entries.count
+        idle = (entries.slots[:end] < 0) & (entries.nodes[:end] < 0) & (entries.parents[:end] >= 0)
+        loose = np.flatnonzero(idle & ~entries.parental[:end] & (entries.scores[:end] > DEAD))
+        order = loose[entries.scores[loose].argsort(kind="stable")]
+        entries.kill(order[:count])
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if arrays and counts disagree. No burst may be pending."""
+        entries, count = self.entries, self.entries.count
+        alive = np.flatnonzero(entries.scores[:count] > DEAD)
+        num_run = np.zeros_like(self.num_run)
+        seen: set[tuple[int, int]] = set()
+        for entry in alive.tolist():
+            row, parent, slot = int(entries.rows[entry]), int(entries.parents[entry]), int(entries.slots[entry])
+            if slot >= 0:
+                num_run[row] += 1
+                if not self.slots.live[row, slot]:
+                    raise RuntimeError(f"entry {entry} was run in slot {slot}, which is not live")
+            if parent < 0:
+                if self.roots[row] != entry or entries.scores[entry] != 0.0:
+                    raise RuntimeError(f"entry {entry} is a second root, or scores {entries.scores[entry]}")
+                continue
+            known = entries.parental[parent] or entries.slots[parent] >= 0
+            if (parent, int(entries.tokens[entry])) in seen or not known:
+                raise RuntimeError(f"entry {entry} is there twice, or its parent does not know of it")
+            seen.add((parent, int(entries.tokens[entry])))
+            if (
+                parent >= entry
+                or entries.rows[parent] != row
+                or not DEAD < entries.scores[entry] <= entries.scores[parent]
+            ):
+                raise RuntimeError(f"entry {entry} does not hang below entry {parent}")
+            if entries.positions[entry] != entries.positions[parent] + 1:
+                raise RuntimeError(f"entry {entry} is not one further than entry {parent}")
+            ready = slot < 0 <= entries.slots[parent]
+            ready = ready and entries.nodes[entry] != REFUSED
+            if (entries.ranks[entry] > DEAD) != ready or (slot >= 0 > entries.slots[parent]):
+                raise RuntimeError(f"entry {entry} has rank {entries.ranks[entry]} and slot {slot}")
+            if entries.nodes[entry] >= 0 > entries.nodes[parent]:
+                raise RuntimeError(f"entry {entry} is in the author's tree and its parent is not")
+        if (num_run != self.num_run).any():
+            raise RuntimeError(f"{num_run} entries were run, {self.num_run} are counted")

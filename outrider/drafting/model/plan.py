@@ -1,0 +1,318 @@
+"""What a burst of draft steps is told, and what it answers. Torch-free.
+
+A step runs the model over up to `width` tree nodes of any requests. The pool holds what could be run: at first the
+seeds, then also the candidates that the steps of this burst bring. Each step takes the best of the pool, so that a
+burst deepens a tree without the host looking at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.sampling.params import SamplingParams
+
+Int32s = NDArray[np.int32]
+
+FORCED = np.float32(1e30)
+"""Path score of a seed that the first step must take: committed tokens whose KV is missing, and the root.
+
+Forced seeds of a request follow each other, parents first, and have their tree slots given. The last one is the root:
+its candidates count from 0, those of the others do not enter the pool. A slot that is not live yet is taken; one that
+is live is filled anew, and what hangs below it stays.
+"""
+
+
+NUM_SEED_FIELDS = 8
+
+
+class Seeds:
+    """Nodes that a burst may run, parents before children; N of them, at most `BurstShape.max_seeds`.
+
+    Attributes:
+        fields: int32 [8, N], one row after the other what follows here, as the device takes it.
+        rows: int32 [N], index into `Burst.rows`.
+        parents: int32 [N], tree slot of the parent; -1 where all before the node is context.
+        tokens: int32 [N], token ids of the target's vocabulary.
+        positions: int32 [N], absolute position of the token in the sequence.
+        slots: int32 [N], tree slot of a forced seed; -1 lets the runner take one of the row's free ones.
+        features: int32 [N], row of `Burst.features` that the node takes; -1 takes what its parent's step brought.
+        scores: float32 [N], path score from the current root, at most 0; FORCED for a forced seed.
+        bases: float32 [N], where the path scores of its candidates count from: its own; 0 for the root; -inf for other
+            forced seeds.
+    """
+
+    __slots__ = ("bases", "features", "fields", "parents", "positions", "rows", "scores", "slots", "tokens")
+
+    def __init__(self, fields: Int32s) -> None:
+        self.fields = fields
+        self.rows, self.parents, self.tokens, self.positions, self.slots, self.features = fields[:6]
+        self.scores, self.bases = fields[6:].view(np.float32)
+
+    def __len__(self) -> int:
+        return int(self.fields.shape[1])
+
+    @classmethod
+    def of(cls, **columns: NDArray[np.int32] | NDArray[np.float32]) -> Seeds:
+        """Seeds of separate columns; `bases` follow from the others."""
+        seeds = cls(np.empty((NUM_SEED_FIELDS, len(columns["rows"])), np.int32))
+        for name, values in columns.items():
+            getattr(seeds, name)[:] = values
+        forced = seeds.scores >= FORCED
+        more = np.zeros_like(forced)
+        more[:-1] = forced[1:] & (seeds.rows[1:] == seeds.rows[:-1])
+        seeds.bases[:] = np.where(forced, np.where(more, np.float32(-np.inf), np.float32(0.0)), seeds.scores)
+        return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """One request of a burst."""
+
+    row: int
+    """Its row of the runner, from `BurstRunner.open`."""
+    context_len: int
+    """Tokens whose KV lies in the context, from position 0 on (less one for a drafter of features: see BurstShape)."""
+    live: NDArray[np.bool_]
+    """[region] tree slots that hold live nodes, committed ones that are not context yet included. An ancestor that is
+    not live any more is context."""
+    free: Sequence[int]
+    """Tree slots that the burst may fill, forced seeds' not included."""
+
+
+@dataclass(slots=True)
+class RowStates:
+    """The requests of a burst, B of them, as arrays; see RowState. Not to be changed."""
+
+    rows: Int32s
+    """[B]"""
+    context_lens: Int32s
+    """[B]"""
+    live: NDArray[np.bool_]
+    """[B, region]"""
+    free: Int32s
+    """[B, region]; of row i those from `free_starts[i]` to below `free_ends[i]` count."""
+    free_starts: Int32s
+    """[B]"""
+    free_ends: Int32s
+    """[B]"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> RowState:
+        free = self.free[index, self.free_starts[index] : self.free_ends[index]].tolist()
+        return RowState(int(self.rows[index]), int(self.context_lens[index]), self.live[index], free)
+
+    def __iter__(self) -> Iterator[RowState]:
+        return (self[index] for index in range(len(self)))
+
+    @classmethod
+    def of(cls, states: Sequence[RowState], region: int) -> RowStates:
+        """The same one by one."""
+        free = np.zeros((len(states), region), np.int32)
+        for target, state in zip(free, states, strict=True):
+            target[: len(state.free)] = state.free
+        return cls(
+            rows=np.array([state.row for state in states], np.int32),
+            context_lens=np.array([state.context_len for state in states], np.int32),
+            live=np.array([state.live for state in states], np.bool_).reshape(len(states), region),
+            free=free,
+            free_starts=np.zeros(len(states), np.int32),
+            free_ends=np.array([len(state.free) for state in states], np.int32),
+        )
+
+
+@dataclass(slots=True)
+class Burst:
+    """What a burst is told. Not to be changed."""
+
+    rows: RowStates
+    seeds: Seeds
+    num_steps: int
+    width: int
+    """Nodes of a step at most; rounded up to a bucket."""
+    floor: float
+    """Path score below which nothing is run."""
+    features: Sequence[object] = ()
+    """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
+    those, which joined in this order are [F, feature_size]."""
+    least_chance: float = 0.0
+    """The burst may end before a step whose nodes' chances, exp of their path scores, add up to less."""
+
+
+@dataclass(slots=True)
+class Reroots:
+    """What a burst that goes on is told of commits to N of its requests. Not to be changed.
+
+    What does not hang below the new roots is not run any more. Path scores count from them. Committed tokens that are
+    to be run, a root that nobody guessed among them, come as further forced seeds.
+    """
+
+    rows: Int32s
+    """[N] indices into `Burst.rows`."""
+    indices: Int32s
+    """[N] pool index of each new root; -1 if it was run for all that is known, and its tree slot is given, or if it is
+    not in the pool as it is to be run."""
+    slots: Int32s
+    """[N] tree slot of each new root, or -1; where there is no pool index either, nothing is below it."""
+    shifts: NDArray[np.float32]
+    """[N] path score of each new root from the root before, at most 0."""
+    free: Sequence[Int32s]
+    """N times tree slots that the burst may fill from now on, beside those that it was told of before."""
+    seeds: Seeds | None = None
+    """Forced seeds, at most as many as a step may run, with those that were forced before and were not run yet."""
+    first_seed: int = 0
+    """Pool index of the first; they follow the seeds that the burst has."""
+    features: Sequence[object] = ()
+    """Target features that they take; see `Burst.features`."""
+
+
+@dataclass(slots=True)
+class BurstResult:
+    """What a burst brought, or a part of one. S steps of M nodes, k candidates each. Not to be changed.
+
+    Candidate j of node m of step s has pool index first + (s * M + m) * k + j; seed i has index i.
+    """
+
+    first: int
+    """Pool index of the first candidate, at least the number of seeds; those of the parts before come in between."""
+    picked: NDArray[np.int32]
+    """[S, M] pool index of each node that was run, the best first within no particular order of rows; -1 for none."""
+    slots: NDArray[np.int32]
+    """[S, M] tree slot that it took; -1 for none."""
+    tokens: NDArray[np.int32]
+    """[S, M, k] candidate children, of the target's vocabulary, best first; -1 for none."""
+    scores: NDArray[np.float32]
+    """[S, M, k] their edge scores: natural-log chances, at most 0; -inf for none."""
+    cut: bool = False
+    """Whether the burst was ended early because something else came; what was not run has no nodes."""
+
+
+class PendingBurst(Protocol):
+    """A burst that was launched."""
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step like its own takes, as far as that is known; else 0."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
+
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
+        """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
+
+        What `reroots` says holds from these steps on. To be asked of the part queued last, before anything else is
+        launched. None where that cannot be done.
+        """
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.
+
+        The end of a burst is not to be seen late, so shortly before it interruptions are not looked for.
+        """
+
+    def wait(self) -> BurstResult:
+        """The results; waits without holding the interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class BurstShape:
+    """What a runner is built for."""
+
+    num_rows: int
+    """Requests at once."""
+    region: int
+    """Tree slots of a request; a multiple of 32."""
+    branching: int
+    """k, candidates of a node in bursts of several requests."""
+    max_seeds: int
+    max_steps: int
+    max_width: int
+    page_size: int
+    num_pages: int
+    """Context pages of all requests."""
+    max_context: int
+    """Context tokens of a request at most."""
+    feature_size: int
+    """Width of the (projected) target features that the model takes; 0 for none. If it takes features, the token at
+    position p is paired with the feature of position p - 1 and its KV lies at context position p - 1; the first token
+    of a sequence has no KV of its own."""
+    lone_branching: int = 0
+    """Candidates of a node in bursts of one request; 0 for as many as in others."""
+
+    @property
+    def most_branching(self) -> int:
+        """Candidates of a node in any burst, at most."""
+        return max(self.branching, self.lone_branching)
+
+    @property
+    def most_entries(self) -> int:
+        """Seeds and candidates of any burst, at most."""
+        return self.max_seeds + self.max_steps * self.max_width * self.most_branching
+
+    @property
+    def lag(self) -> int:
+        """How far a token's KV position lies before its own position."""
+        return 1 if self.feature_size else 0
+
+
+class Extent(NamedTuple):
+    """Context tokens of a request that are to be computed."""
+
+    row: int
+    tokens: Sequence[int]
+    start: int
+    """Position of the first in the sequence; it follows the context so far."""
+    features: Sequence[object] = ()
+    """For a model that takes them: parts as `BurstRunner.project` returned them, or slices of those, which joined in
+    this order are [len(tokens), feature_size]; of the positions one before."""
+
+
+class BurstRunner(Protocol):
+    """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
+
+    shape: BurstShape
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """What a thread is in that calls this often: else each call has to see to device and gradients."""
+
+    def open(self, row: int, sampling: SamplingParams) -> None:
+        """A request begins in a free row."""
+
+    def close(self, row: int) -> None:
+        """Its row is free."""
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """All context pages of the row, in order; they only ever grow at their end."""
+
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
+
+        If it raises, nothing is known of the KV of any of these rows.
+        """
+
+    def move(self, row: int, slots: Sequence[int], position: int) -> None:
+        """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
+
+    def project(self, features: object) -> object:
+        """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
+
+        `features` is a `Features` message (protocol.messages) with its values in `data`, or as a tensor of bytes
+        in `rows`, or there as a part of what came together (outrider.drafting.model.feature_batch), or else a tensor
+        [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
+        """
+
+    def join(self, parts: Sequence[object]) -> object:
+        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size]."""
+
+    def launch(self, burst: Burst) -> PendingBurst:
+        """Queue a burst; returns before it has run."""

@@ -1,0 +1,265 @@
+"""Appends the best entries of a forest to the authors' trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import inf, log
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafting.model.context import DraftContext
+from outrider.drafting.model.entries import DEAD, REFUSED, Ints
+from outrider.drafting.model.forest import DraftForest, places_within
+from outrider.drafting.tree import Ledger
+from outrider.drafting.tree_growth import Limits
+
+_LOOK_EVERY = 64
+"""Nodes between two looks at the clock."""
+_LIKELY = log(0.0025)
+"""Path score of a node that is told at once. Better ones may come behind it, but verify commits a token that was this
+unlikely in about every other round: what it lacks then was there, and would come a round too late."""
+_NOTHING = np.empty(0, np.intp)
+_ROOMY = 256
+"""Credit from which on that is so: a smaller one is for the best alone."""
+
+
+_Room = tuple[int, int, float]
+"""Nodes of a request that may be appended if they are not ripe; if they are; and the path score of likely ones."""
+
+
+class NodePublisher:
+    """Goes over what is to be appended, best first over all requests, in slices of time."""
+
+    def __init__(
+        self,
+        forest: DraftForest,
+        contexts: Mapping[int, DraftContext],
+        limits: Limits,
+        ledger: Ledger,
+        *,
+        is_blind: bool = False,
+    ) -> None:
+        """`is_blind`: what other growers append does not become entries."""
+        self._forest = forest
+        self._contexts = contexts
+        self._limits = limits
+        self._ledger = ledger
+        self._source = limits.sources.start
+        self._is_blind = is_blind and limits.shared
+        self._queue = _NOTHING  # entries, the best first
+        self._ripe = np.empty(0, np.bool_)  # of each; in every row they come before others
+        self._again = False  # whether there may be more than the queue held
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to append."""
+        return not len(self._queue)
+
+    def prepare(self) -> None:
+        """Look over the forest anew. Entries keep their numbers until `forget`."""
+        self._queue, self._again = _NOTHING, False
+        if not self._ledger.has_memory:
+            return
+        share = self._ledger.share
+        rooms = {row: room for row, context in self._contexts.items() if (room := self._room(context, share))[1] > 0}
+        if len(rooms) == 1:
+            self._prepare_row(*rooms.popitem())
+        elif rooms:
+            self._prepare_rows(rooms)
+
+    def _prepare_row(self, row: int, room: _Room) -> None:
+        """Where one alone has room."""
+        late_room, most, likely = room
+        bar = self._bar(row, likely) if late_room <= 0 else self._forest.floor
+        found = self._find(bar)
+        if len(self._contexts) > 1:
+            found = found[self._forest.entries.rows[found] == row]
+        if len(found) <= late_room:
+            self._queue, self._ripe = found, np.zeros(len(found), np.bool_)
+            return
+        if late_room > 0:
+            bar = self._bar(row, likely)
+        ripe = self._forest.entries.scores[found] >= bar
+        limit = max(late_room, min(most, int(np.count_nonzero(ripe))))
+        self._queue, self._ripe = found[:limit], ripe[:limit]
+
+    def _prepare_rows(self, rooms: dict[int, _Room]) -> None:
+        forest, entries, num_rows = self._forest, self._forest.entries, len(self._forest.roots)
+        late_rooms, most, likely = np.zeros(num_rows, np.intp), np.zeros(num_rows, np.intp), np.full(num_rows, np.inf)
+        least = np.full(num_rows, np.inf)
+        for row, room in rooms.items():
+            late_rooms[row], most[row], likely[row] = room
+        bars = np.maximum(np.minimum(forest.best_unrun(), likely), forest.floor)
+        there = list(rooms)
+        least[there] = np.where(late_rooms > 0, forest.floor, bars)[there]
+        found = self._find(float(least.min()))
+        rows = entries.rows[found]
+        worth = entries.scores[found] >= least[rows]
+        found, rows = found[worth], rows[worth]
+        ripe = entries.scores[found] >= bars[rows]
+        counts = np.bincount(rows, minlength=num_rows)
+        if np.count_nonzero(counts > np.where(late_rooms > 0, late_rooms, most)):
+            worth = np.where(ripe, most[rows], late_rooms[rows]) > places_within(rows, counts)
+            found, ripe = found[worth], ripe[worth]
+        self._queue, self._ripe = found, ripe
+
+    def _find(self, least: float) -> Ints:
+        """Entries of at least this path score that are in no author's tree, the best first."""
+        entries, count = self._forest.entries, self._forest.entries.count
+        found: Ints = ((entries.nodes[:count] == -1) & (entries.scores[:count] >= least)).nonzero()[0]
+        # Of equal ones the parent, which has the lower number, comes first.
+        found = found[(-entries.scores[found]).argsort(kind="stable")]
+        return found
+
+    def _bar(self, row: int, likely: float) -> float:
+        """Path score of ripe nodes of a row."""
+        forest, entries = self._forest, self._forest.entries
+        best = int(entries.ranks[: entries.count].argmax())
+        is_next = entries.rows[best] == row and entries.positions[best] <= forest.last_positions[row]
+        if is_next and forest.num_run[row] < forest.quotas[row]:
+            unrun = float(entries.ranks[best])
+        else:
+            unrun = float(forest.best_unrun()[row])
+        return max(min(unrun, likely), forest.floor)
+
+    def forget(self) -> None:
+        """Drop what is left: entries may get other numbers."""
+        self._queue = _NOTHING
+
+    def run(self, deadline: float, interrupted: Callable[[], bool], most: int = 0) -> None:
+        """Append until there is nothing left, it is time, or, unless `most` is 0, so many were looked at."""
+        while len(self._queue):
+            self._run(deadline, interrupted, most)
+            if len(self._queue) or not self._again:
+                return
+            self.prepare()  # some were there already, and left room for others
+
+    def _run(self, deadline: float, interrupted: Callable[[], bool], most: int) -> None:
+        left = most or len(self._queue)
+        while len(self._queue) and self._ledger.has_memory:
+            count = min(_LOOK_EVERY, left)
+            found, self._queue = self._queue[:count], self._queue[count:]
+            ripe, self._ripe = self._ripe[:count], self._ripe[count:]
+            self._append(found, ripe)
+            left -= count
+            if not left or perf_counter() >= deadline or interrupted():
+                return
+        self.forget()
+
+    def _append(self, found: Ints, ripe: NDArray[np.bool_]) -> None:
+        """Append entries, those of a row at once where they can be."""
+        entries, ledger, source = self._forest.entries, self._ledger, self._source
+        # A commit may have been followed since `prepare`; what became a root of it has its id.
+        alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
+        if np.count_nonzero(alive) < len(alive):
+            found, ripe = found[alive], ripe[alive]
+            if not len(found):
+                return
+        if self._is_blind:
+            unknown = self._find_known(found)
+            found, ripe = found[unknown], ripe[unknown]
+            if not len(found):
+                return
+        starts, ends, groups = [0], [len(found)], list(self._contexts.values())
+        if len(groups) > 1:
+            rows = entries.rows[found]
+            order = rows.argsort(kind="stable")
+            found, ripe, rows = found[order], ripe[order], rows[order]
+            starts += ((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist()
+            ends = starts[1:] + ends
+            groups = [self._contexts[row] for row in rows[starts].tolist()]
+        # They have ids before those of their parents are looked up, some of which are among them.
+        ids: list[int] = []
+        for context, start, end in zip(groups, starts, ends, strict=True):
+            first = context.tree.author.next_id
+            ids += range(first, first + end - start)
+        entries.nodes[found] = ids
+        above, is_ripe = entries.nodes[entries.parents[found]].tolist(), ripe.tolist()
+        tokens, edges = entries.tokens[found].tolist(), entries.edges[found].tolist()
+        share, may_know = ledger.share, self._forest.may_know
+        for context, start, end in zip(groups, starts, ends, strict=True):
+            tree, count = context.tree, end - start
+            room = min(self._room(context, share)[is_ripe[end - 1]], ledger.max_nodes - ledger.num_live)
+            if (
+                count <= room
+                and not may_know
+                and (self._is_blind or context.seen == tree.author.next_id)
+                and tree.author.extend(above[start:end], tokens[start:end], edges[start:end], source) is not None
+            ):
+                context.seen += count
+                ledger.appended(tree, source, count)
+            else:
+                entries.nodes[found[start:end]] = -1
+                self._append_each(context, found[start:end].tolist(), is_ripe[start:end])
+
+    def _find_known(self, found: Ints) -> NDArray[np.bool_]:
+        """Entries that are in the author's tree by now, for another grower found them, get their ids; which do not."""
+        entries, unknown = self._forest.entries, np.ones(len(found), np.bool_)
+        above = entries.parents[found]
+        columns = (found.tolist(), above.tolist(), entries.nodes[above].tolist(), entries.tokens[found].tolist())
+        # Where the forest has not followed the author yet, its ids may be those of an epoch that is over.
+        authors = {row: one.tree.author for row, one in self._contexts.items() if one.epoch == one.tree.author.epoch}
+        ids: dict[int, int] = {}
+        for place, (entry, parent, node, token, row) in enumerate(
+            zip(*columns, entries.rows[found].tolist(), strict=True)
+        ):
+            author = authors.get(row)
+            known = None if author is None else author.settled_child(ids.get(parent, node), token)
+            if known is not None:
+                ids[entry] = known
+                unknown[place] = False
+        if ids:
+            entries.nodes[list(ids)] = list(ids.values())
+            self._again = True
+        return unknown
+
+    def _append_each(self, context: DraftContext, found: list[int], is_ripe: list[bool]) -> None:
+        """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""
+        entries, ledger, source = self._forest.entries, self._ledger, self._source
+        tree, author = context.tree, context.tree.author
+        room = list(self._room(context, ledger.share)[:2])
+        for entry, ripe in zip(found, is_ripe, strict=True):
+            above, token = int(entries.nodes[entries.parents[entry]]), int(entries.tokens[entry])
+            if above >= 0 and room[ripe] > 0 and ledger.has_memory:
+                added = author.add(above, token, float(entries.edges[entry]), source)
+                if added is not None:
+                    room[0] -= 1
+                    room[1] -= 1
+                    ledger.appended(tree, source)
+                    if context.seen == added:
+                        context.seen += 1
+                else:
+                    known = author.child(above, token)
+                    added = -1 if known is None else known
+                    self._again |= known is not None
+                entries.nodes[entry] = added
+                if added < 0 and author.forbids(above, token):
+                    self._refuse(entry)
+            elif above == REFUSED:
+                self._refuse(entry)
+
+    def _refuse(self, entry: int) -> None:
+        """A grammar forbids the entry: neither is it sent nor are drafts made below it."""
+        self._forest.entries.nodes[entry] = REFUSED
+        self._forest.entries.ranks[entry] = DEAD
+        self._again = True
+
+    def _room(self, context: DraftContext, share: int) -> _Room:
+        """Nodes that may be appended, none while the forest has not followed the author.
+
+        Half of the credit is for nodes that are likely, or that nothing better can come behind: at first there are few
+        to choose from.
+        """
+        tree = context.tree
+        author = tree.author
+        if (
+            context.known != len(author.tokens)
+            or context.epoch != author.epoch
+            or tree.paused
+            or context.steps_left > 0
+        ):
+            return 0, 0, inf
+        limit, num_live = min(author.credit, self._limits.num_nodes, share), author.num_live
+        return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY if limit >= _ROOMY else inf

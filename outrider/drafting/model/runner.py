@@ -1,0 +1,356 @@
+"""What runners have in common: rows, pages, features, and the steps of a burst."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import wraps
+from time import perf_counter
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import short_tokens
+from outrider.drafting.model.buckets import Bucket, Buckets
+from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
+from outrider.drafting.model.device_memory import DeviceMemory
+from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.projector import Projector, as_tensor, working_on
+from outrider.layers.linear import has_small_products
+from outrider.models.drafters.base import DraftModel
+from outrider.sampling.host_proposer import HostProposer
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.proposer import Proposer
+
+_LEAD = 0.25
+"""Share of a part's expected time by which it is nearly over before its end, at least."""
+_MARGIN = 1.5
+"""So many times what it takes the host to have the device go on. Too late a start has the device wait, makes the part
+behind take longer than it should, and its own successor later still."""
+_RISE = 0.1
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S", bound="Runner")
+
+
+def on_device(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
+    """Run a runner's method on its device, whichever thread calls, and without gradients."""
+
+    @wraps(method)
+    def run(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self.at_work():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How a runner works; its shape says what it holds."""
+
+    chunk_size: int = 256
+    """Prompt tokens of one forward at most."""
+    vocab_limit: int = 0
+    """Target ids from here on are never proposed; 0 allows all that the model knows."""
+    rank_by_noise: bool = True
+    use_graphs: bool = True
+
+
+class Pending:
+    """A burst that was launched, or a part of one; `copy` is its part of the host's buffers."""
+
+    def __init__(
+        self, runner: Runner, burst: Burst, bucket: Bucket, copy: int, first_step: int = 0, num_steps: int = 0
+    ) -> None:
+        """`num_steps` 0 for those that the burst names."""
+        self._runner = runner
+        self.burst = burst
+        self.bucket = bucket
+        self.copy = copy
+        self.first_step = first_step
+        self._num_steps = num_steps
+        self._next: Pending | None = None
+        self.ran = False
+        self.cut = False
+        """Whether it was ended before its last step because something else came."""
+        self.error: Exception | None = None
+        self.event: torch.cuda.Event | None = None
+        self.began = perf_counter()
+        self._result: BurstResult | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this part."""
+        return self._num_steps or self.burst.num_steps
+
+    @property
+    def step_seconds(self) -> float:
+        """See PendingBurst."""
+        return self._runner.expected_seconds(self) / self.num_steps
+
+    def done(self) -> bool:
+        """See PendingBurst. Where there is no device that works meanwhile, `wait` is what there is to do."""
+        return self.event is None or self.event.query()
+
+    def nearly(self, interrupted: Callable[[], bool]) -> bool:
+        """See PendingBurst."""
+        event = self.event
+        if event is None:
+            self._runner.run_until(interrupted)
+            return True
+        calm = self.began + self._runner.calm_seconds(self)
+        while perf_counter() < calm and not event.query():
+            if interrupted():
+                return False
+        return True
+
+    def over(self, interrupted: Callable[[], bool]) -> bool:
+        """See PendingBurst."""
+        if not self.nearly(interrupted):
+            return False
+        event = self.event
+        if event is not None:
+            while not event.query():
+                if interrupted():
+                    return False
+            ended = perf_counter()
+            self._runner.note_seconds(self, ended - self.began)
+            if self._next is not None:
+                self._next.began = ended
+        return True
+
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+        """See PendingBurst."""
+        began = perf_counter()
+        self._next = self._runner.go_on(self, num_steps, reroots)
+        self._runner.note_launch(perf_counter() - began)
+        return self._next
+
+    def wait(self) -> BurstResult:
+        """See PendingBurst."""
+        if self._result is None:
+            self._result = self._runner.finish(self)
+        return self._result
+
+
+class Chunk(NamedTuple):
+    """Context tokens of a row in one forward."""
+
+    row: int
+    tokens: Sequence[int]
+    position: int
+    """KV position of the first."""
+
+
+class Runner(ABC):
+    """See BurstRunner."""
+
+    def __init__(
+        self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
+    ) -> None:
+        """Raises ValueError for a shape that does not fit the model or itself."""
+        _check(model, shape)
+        device = model.device
+        self.shape = shape
+        self.options = options
+        self.memory = DeviceMemory(model, shape)
+        self.buckets = Buckets(shape, short_context(model))
+        self._model = model
+        self._attention = attention
+        self._input = BurstInput(shape, device)
+        self._output = BurstOutput(shape, device)
+        self._vocab_limit = options.vocab_limit or model.target_vocab_size
+        self._proposer = self._make_proposer()
+        self._projector = Projector(model)
+        self._launched: deque[Pending] = deque()
+        self._turn = 0
+        self._step_seconds: dict[Bucket, float] = {}
+        self._launch_seconds = 0.0
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """What a thread is in that calls this often: else each call has to see to device and gradients."""
+        return working_on(self.memory.kv.k.device)
+
+    @on_device
+    def open(self, row: int, sampling: SamplingParams) -> None:
+        """See BurstRunner."""
+        self._settle()
+        self._check_row(row)
+        self.memory.forget(row)
+        self._proposer.admit(row, sampling)
+
+    def close(self, row: int) -> None:
+        """See BurstRunner."""
+        self._settle()
+        self._check_row(row)
+        self.memory.forget(row)
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """See BurstRunner."""
+        self._settle()
+        self._check_row(row)
+        self.memory.set_pages(row, pages)
+
+    @on_device
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """See BurstRunner. A sequence's first token, which has no KV of its own under a lag, is left out."""
+        for extent in extents:
+            self._check_extent(extent)
+        self._settle()
+        self.memory.flush()
+        given: Tensor | None = None
+        if self.shape.feature_size:
+            parts = [part for extent in extents for part in _of_run_tokens(extent, self.shape.lag)]
+            given = self._projector.join(parts) if parts else None
+        done = 0
+        for chunks in _forwards(extents, self.shape.lag, self.options.chunk_size):
+            count = sum(len(chunk.tokens) for chunk in chunks)
+            features = None if given is None else given[done : done + count]
+            self._run_context(chunks, features)
+            done += count
+
+    def move(self, row: int, slots: Sequence[int], position: int) -> None:
+        """See BurstRunner."""
+        self._settle()
+        self._check_row(row)
+        if slots:
+            self.memory.move(row, slots, position)
+
+    def project(self, features: object) -> Tensor:
+        """See BurstRunner."""
+        return self._projector.project(features)
+
+    @on_device
+    def join(self, parts: Sequence[object]) -> Tensor:
+        """See BurstRunner."""
+        return self._projector.join(parts)
+
+    @on_device
+    def launch(self, burst: Burst) -> Pending:
+        """See BurstRunner. Raises ValueError for a burst that does not fit, or a third one beside two pending."""
+        if len(self._launched) == NUM_COPIES:
+            raise ValueError(f"{NUM_COPIES} bursts are pending already")
+        lengths = burst.rows.context_lens
+        longest = int(lengths[0]) if len(lengths) == 1 else None
+        pending = Pending(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
+        self._input.fill(pending.copy, burst)
+        self._turn = (self._turn + 1) % NUM_COPIES
+        self._queue(pending)
+        self._launched.append(pending)
+        return pending
+
+    @on_device
+    def finish(self, pending: Pending) -> BurstResult:
+        """Wait for a burst, and read what it brought. Raises what went wrong in it."""
+        self._settle()
+        self._launched.remove(pending)
+        if pending.error is not None:
+            raise pending.error
+        if pending.event is not None and not pending.event.query():
+            pending.event.synchronize()
+        return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
+
+    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+        """See PendingBurst.go_on."""
+        return None
+
+    def expected_seconds(self, pending: Pending) -> float:
+        """How long such a burst takes, as far as that is known."""
+        return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
+
+    def calm_seconds(self, pending: Pending) -> float:
+        """How long after its begin a part is nearly over: there is time to have the device go on behind it."""
+        expected = self.expected_seconds(pending)
+        return expected - min(max(_LEAD * expected, _MARGIN * self._launch_seconds), expected)
+
+    def note_launch(self, seconds: float) -> None:
+        """It took the host so long to have the device go on."""
+        self._launch_seconds += _RISE * (seconds - self._launch_seconds)
+
+    def note_seconds(self, pending: Pending, seconds: float) -> None:
+        """A burst took so long. One that had to wait for prompts counts little."""
+        last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
+        self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
+
+    def _check_extent(self, extent: Extent) -> None:
+        self._check_row(extent.row)
+        size, sizes = self.shape.feature_size, [as_tensor(part).shape for part in extent.features]
+        if bool(sizes) != bool(size):
+            raise ValueError("features for a model that takes none" if sizes else "features are missing")
+        count = len(extent.tokens)
+        if sizes and (sum(rows for rows, *_ in sizes) != count or any(rest != [size] for _, *rest in sizes)):
+            raise ValueError(f"features of {[list(part) for part in sizes]} for {count} tokens of {size}")
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.shape.num_rows:
+            raise ValueError(f"row {row} of {self.shape.num_rows}")
+
+    def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
+        """Where nothing works in the background: run what was launched, and end early if `interrupted()`."""
+
+    def _settle(self) -> None:  # noqa: B027
+        """Run what was launched, before anything changes that it depends on."""
+
+    @abstractmethod
+    def _make_proposer(self) -> Proposer | HostProposer:
+        """What finds candidates."""
+
+    @abstractmethod
+    def _queue(self, pending: Pending) -> None:
+        """Run a burst now or by the next `_settle`."""
+
+    @abstractmethod
+    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+        """A forward of context tokens of several rows; `features` [tokens, feature_size] if the model takes any."""
+
+
+def short_context(model: DraftModel) -> int:
+    """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
+    # A head's one layer gains nothing.
+    if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1:
+        return 0
+    # Of most small models that of the residual stream, which a model without features does not tell.
+    width = model.num_heads * model.head_dim
+    return short_tokens(model.head_dim) if has_small_products(width) else 0
+
+
+def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[Chunk]]:
+    """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
+    chunks: list[Chunk] = []
+    room = chunk_size
+    for row, tokens, start, _ in extents:
+        begin = max(lag - start, 0)
+        while begin < len(tokens):
+            end = min(begin + room, len(tokens))
+            chunks.append(Chunk(row, tokens[begin:end], start + begin - lag))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield chunks
+                chunks, room = [], chunk_size
+    if chunks:
+        yield chunks
+
+
+def _of_run_tokens(extent: Extent, lag: int) -> Iterator[Tensor]:
+    """An extent's features, but for those of tokens without KV."""
+    skipped = max(lag - extent.start, 0)
+    for part in map(as_tensor, extent.features):
+        if skipped < len(part):
+            yield part[skipped:] if skipped else part
+        skipped = max(skipped - len(part), 0)
+
+
+def _check(model: DraftModel, shape: BurstShape) -> None:
+    if shape.region % 32 or shape.region < 32:
+        raise ValueError(f"a region of {shape.region} slots; it must be a multiple of 32")
+    if shape.feature_size != model.feature_size:
+        raise ValueError(f"features of {shape.feature_size} for a model that takes {model.feature_size}")
+    if min(shape.num_rows, shape.branching, shape.max_seeds, shape.max_steps, shape.max_width, shape.num_pages) < 1:
+        raise ValueError(f"a runner needs rows, seeds, steps and pages: {shape}")

@@ -1,0 +1,178 @@
+"""A line: a socket between the engines of a verify and a draft service of one host, for what their stream would carry.
+
+The stream stays. It brings the hellos, of which the draft's names the socket, and its end is the session's; but what is
+said in between goes past two event loops, protobuf and HTTP/2. An end that is lost, or
+that makes no sense, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks
+the kernel before it says or hears a word. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from outrider.host.frames import pack
+from outrider.host.machine import host_id
+from outrider.host.pipe import Pipe
+from outrider.logs import get_logger
+from outrider.protocol.parts import DraftPart, VerifyPart
+from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
+
+log = get_logger(__name__)
+
+MAX_LINE_FRAME_BYTES = 32 << 20
+"""An Open of a million tokens fits."""
+MAX_UNSENT_BYTES = 4 << 20
+"""Bytes that may wait for an end that does not read; with more the line is lost."""
+_BACKLOG = 16
+_CREDENTIALS = struct.Struct("3i")
+
+FrameT = TypeVar("FrameT")
+
+
+class LineUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """verify -> draft, first: which session this is."""
+
+    token: str
+    """Of the draft's hello."""
+
+
+class VerifyBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """verify -> draft: messages, in order."""
+
+    messages: list[VerifyPart]
+
+
+class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
+    """draft -> verify: messages, in order."""
+
+    messages: list[DraftPart]
+
+
+to_draft: msgspec.msgpack.Decoder[LineUp | VerifyBatch] = msgspec.msgpack.Decoder(LineUp | VerifyBatch)
+to_verify: msgspec.msgpack.Decoder[DraftBatch] = msgspec.msgpack.Decoder(DraftBatch)
+
+
+class Line(Pipe[FrameT]):
+    """One end. It never waits for the other: what does not read loses the line."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
+        super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, most_reads=1)
+        self._own = sock
+
+    def send(self, frame: msgspec.Struct) -> None:
+        """Send a frame, after all earlier ones; lost, with the line, if too much waits."""
+        if self.closed:
+            return
+        self._backlog += pack(frame)
+        self.flush()
+        if len(self._backlog) > MAX_UNSENT_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.closed = True
+        self._backlog.clear()
+        self._own.close()
+
+
+class Listener:
+    """The draft's end before anybody has called.
+
+    The socket's name is in no file system and lasts as long as the process, but containers do not see each other's; so
+    it may lie in a folder that they share.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        """Raises OSError where there can be none."""
+        self.host = host_id()
+        name = f"outrider-{secrets.token_hex(8)}"
+        self.path = str(Path(folder) / name) if folder else f"@{name}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        if folder:
+            _remove_dead(Path(folder))
+        self._socket.bind(_kernel_name(self.path))
+        self._socket.listen(_BACKLOG)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for who waits for several."""
+        return self._socket.fileno()
+
+    def accept(self) -> list[Line[LineUp | VerifyBatch]]:
+        """Who has called; others than this user are sent away."""
+        found: list[Line[LineUp | VerifyBatch]] = []
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return found
+            if _is_same_user(sock):
+                found.append(Line(sock, to_draft))
+            else:
+                sock.close()
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._socket.close()
+        if not self.path.startswith("@"):
+            Path(self.path).unlink(missing_ok=True)
+
+
+def listen(where: str) -> Listener | None:
+    """A listener as the option --local-line wants it; None where there is to be none, or can be none."""
+    if where == "off" or not hasattr(socket, "SO_PEERCRED") or not host_id():
+        return None
+    folder = "" if where == "auto" else where
+    try:
+        return Listener(folder)
+    except OSError as error:
+        log.warning("verify engines of this host cannot speak to this engine directly: %s", error)
+        return None
+
+
+def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
+    """A line to the draft that has named this socket; None where it cannot be reached, or is not this user's."""
+    if not token or not host or host != host_id() or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    with suppress(OSError):
+        sock.connect(_kernel_name(path))
+        if _is_same_user(sock):
+            line = Line(sock, to_verify)
+            line.send(LineUp(token))
+            return line
+    sock.close()
+    return None
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.getuid())
+
+
+def _kernel_name(path: str) -> str:
+    """Raises OSError for what the kernel would cut or refuse."""
+    if not path or "\0" in path or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+        raise OSError(f"{path!r} is no name of a socket")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def _remove_dead(folder: Path) -> None:
+    """Remove sockets of processes that ended without doing so."""
+    for path in folder.glob("outrider-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue

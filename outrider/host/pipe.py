@@ -1,0 +1,122 @@
+"""The engine's end of its socket to the door: no thread, no event loop, and no waiting unless asked for."""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import Generic, TypeVar
+
+import msgspec
+
+from outrider.errors import InternalError
+from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, pack
+from outrider.logs import get_logger
+
+log = get_logger(__name__)
+
+MAX_BACKLOG_BYTES = 4 << 20
+"""Bytes that may wait for a door that does not read; with more, the engine waits, too."""
+
+_BUFFER_BYTES = 1 << 18
+
+_MOST_READS = 4
+"""Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
+
+FrameT = TypeVar("FrameT")
+
+
+class Pipe(Generic[FrameT]):
+    """Frames to and from the door.
+
+    Sending never blocks while the door reads; what the kernel does not take at once leaves with a later call. When
+    the door is gone, `closed` is set and what is sent is lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[FrameT],
+        *,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        most_reads: int = _MOST_READS,
+    ) -> None:
+        """`decoder`: of the frames that the other end sends. `most_reads`: buffers that are read in one go."""
+        sock.setblocking(False)
+        self.closed = False
+        self._socket = sock
+        self._decode = decoder.decode
+        self._reader = FrameReader(max_frame_bytes)
+        self._most_reads = most_reads
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._backlog = bytearray()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the kernel to take them."""
+        return len(self._backlog)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for who waits for several."""
+        return self._socket.fileno()
+
+    def send(self, frame: msgspec.Struct) -> None:
+        """Send a frame, after all earlier ones."""
+        self._backlog += pack(frame)
+        self.flush()
+        if len(self._backlog) > MAX_BACKLOG_BYTES:
+            self.drain(None, MAX_BACKLOG_BYTES)
+
+    def flush(self) -> None:
+        """Hand the kernel what it takes of earlier frames."""
+        while self._backlog and not self.closed:
+            try:
+                del self._backlog[: self._socket.send(self._backlog)]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.closed = True
+
+    def drain(self, timeout: float | None, most: int = 0) -> None:
+        """Wait until at most `most` bytes are left to send, at most `timeout` seconds for each step forward."""
+        self.flush()
+        while len(self._backlog) > most and not self.closed:
+            _, writable, _ = select.select([], [self._socket], [], timeout)
+            if not writable:
+                return
+            self.flush()
+
+    def receive(self) -> list[FrameT]:
+        """Frames that have come, without waiting: all, or of very many the first.
+
+        Raises InternalError or msgspec's errors for what is none.
+        """
+        frames: list[FrameT] = []
+        for _ in range(self._most_reads):
+            if self.closed:
+                break
+            try:
+                count = self._socket.recv_into(self._buffer)
+            except BlockingIOError:
+                break
+            except OSError:
+                count = 0
+            self.closed = count == 0
+            frames += map(self._decode, self._reader.feed(memoryview(self._buffer)[:count]))
+            if count < len(self._buffer):
+                break
+        return frames
+
+    def receive_from(self, who: str) -> list[FrameT]:
+        """The same, but an end that sends what is no frame is closed, with a word in the log: `who` it was."""
+        try:
+            return self.receive()
+        except (InternalError, msgspec.MsgspecError) as error:
+            log.error("what %s sends makes no sense: %s", who, error)
+            self.closed = True
+            return []
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
+        if not self.closed:
+            select.select([self._socket], [self._socket] if self._backlog else [], [], timeout)
+            self.flush()

@@ -1,0 +1,1 @@
+"""The messages between services and between their processes, and their codecs."""

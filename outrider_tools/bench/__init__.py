@@ -1,0 +1,1 @@
+"""`outrider bench`: load, figures and plots of a running service."""

@@ -1,0 +1,144 @@
+"""From records to figures: latencies, throughput, acceptance, errors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from outrider.metrics_page import Page
+from outrider_tools.bench.record import Record
+from outrider_tools.bench.report import Row
+from outrider_tools.bench.runner import Run
+
+PERCENTILES = (50, 90, 99)
+MAX_DEPTHS = 16
+_DRAFTS = "vllm:spec_decode_num_drafts"
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+_GATEWAY_ROUNDS = "outrider_gateway_rounds"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles of some values."""
+
+    mean: float
+    percentiles: dict[int, float]
+    largest: float
+    count: float
+
+
+def spread_of(values: Iterable[tuple[float, int]]) -> Spread | None:
+    """Of values with weights; None without any. A percentile is the value below which that share of weight lies."""
+    ordered = sorted((value, weight) for value, weight in values if weight > 0)
+    whole = sum(weight for _, weight in ordered)
+    if not whole:
+        return None
+    found: dict[int, float] = {}
+    passed = 0
+    wanted = list(PERCENTILES)
+    for value, weight in ordered:
+        passed += weight
+        while wanted and passed >= math.ceil(whole * wanted[0] / 100):
+            found[wanted.pop(0)] = value
+    return Spread(sum(value * weight for value, weight in ordered) / whole, found, ordered[-1][0], whole)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What speculation brought over a run; `at_depth` holds the share of drafted rounds by depth, the first being 1."""
+
+    accept_length: float
+    at_depth: dict[int, float]
+    source: str
+
+
+def acceptance(records: Sequence[Record], page: Page | None) -> Acceptance | None:
+    """Of a run, from its records or, where they do not tell depths, from what the metrics page gained; None without.
+
+    The page counts every client's requests, and is asked for that reason only where the door tells no origins.
+    """
+    rounds = sum(record.rounds for record in records)
+    accepted = sum(record.accepted_tokens for record in records)
+    length = 1 + accepted / rounds if rounds else 0.0
+    drafted = sum(record.drafted_rounds for record in records)
+    if drafted:
+        total: Counter[int] = Counter()
+        for record in records:
+            total.update(record.accepted_at)
+        return Acceptance(length, {depth: count / drafted for depth, count in sorted(total.items())}, "responses")
+    if page is not None and page.total(_GATEWAY_ROUNDS):
+        drafts = page.total(_DRAFTS)
+        depths: Counter[int] = Counter()
+        for labels, value in page.labelled(_PER_POSITION):
+            depths[int(labels.rpartition(",")[2]) + 1] += round(value)
+        shares = {depth: count / drafts for depth, count in sorted(depths.items()) if drafts}
+        length = length or 1 + page.total(_ACCEPTED) / page.total(_GATEWAY_ROUNDS)
+        return Acceptance(length, shares, "metrics page")
+    return Acceptance(length, {}, "responses") if rounds else None
+
+
+def errors_of(records: Iterable[Record]) -> Counter[str]:
+    """Requests that failed, by code."""
+    return Counter(record.error for record in records if record.error)
+
+
+def rows_of(run: Run, case: str, page: Page | None = None) -> list[Row]:
+    """A run's result rows; `page` is what the gateway's metrics gained meanwhile."""
+    return list(_rows(run, case, page))
+
+
+def _rows(run: Run, case: str, page: Page | None) -> Iterator[Row]:
+    complete = [record for record in run.records if not record.error]
+    ended = [record for record in complete if record.end <= run.window]
+    window = run.window or 1e-9
+    yield Row(case, "requests", len(run.records), "")
+    yield Row(case, "failed", len(run.records) - len(complete), "")
+    for code, count in sorted(errors_of(run.records).items()):
+        yield Row(case, f"failed_{code}", count, "")
+    yield Row(case, "seconds", run.window, "s")
+    yield Row(case, "requests_per_second", len(ended) / window, "requests/s")
+    came = sum(count for record in run.records for at, count in record.arrivals if at <= run.window)
+    yield Row(case, "tokens_per_second", came / window, "tokens/s")
+    yield Row(case, "prompt_tokens_per_second", sum(record.prompt_tokens for record in ended) / window, "tokens/s")
+    yield Row(case, "prompt_tokens", sum(record.prompt_tokens for record in complete), "tokens")
+    yield Row(case, "cached_prompt_tokens", sum(record.cached_tokens for record in complete), "tokens")
+    yield Row(case, "completion_tokens", sum(record.tokens for record in complete), "tokens")
+    gaps = [gap for record in complete for gap in record.gaps()]
+    for name, values in (
+        ("ttft_ms", [(record.ttft, 1) for record in complete if record.ttft is not None]),
+        ("itl_ms", [(gap / count, count) for gap, count in gaps]),
+        ("message_gap_ms", [(gap, 1) for gap, _ in gaps]),
+        ("tpot_ms", [(record.tpot, 1) for record in complete if record.tpot is not None]),
+        ("e2e_ms", [(record.latency, 1) for record in complete]),
+    ):
+        yield from _latency(case, name, values)
+    yield from _speculation(run, case, page)
+    yield Row(case, "client_cpu_share", run.cpu_seconds / max(run.window, 1e-9), "cores")
+
+
+def _latency(case: str, name: str, values: Iterable[tuple[float, int]]) -> Iterator[Row]:
+    spread = spread_of(values)
+    if spread is None:
+        return
+    yield Row(case, f"{name}_mean", spread.mean * 1e3, "ms")
+    for share, value in spread.percentiles.items():
+        yield Row(case, f"{name}_p{share}", value * 1e3, "ms")
+    yield Row(case, f"{name}_max", spread.largest * 1e3, "ms")
+
+
+def _speculation(run: Run, case: str, page: Page | None) -> Iterator[Row]:
+    complete = [record for record in run.records if not record.error]
+    found = acceptance(complete, page)
+    if found is None:
+        return
+    yield Row(case, "accept_length", found.accept_length, "tokens")
+    drafted = sum(record.draft_tokens for record in complete)
+    if drafted:
+        share = sum(record.accepted_tokens for record in complete) / drafted
+        yield Row(case, "accepted_over_draft_tokens", share, "ratio")
+    for depth, value in found.at_depth.items():
+        if depth <= MAX_DEPTHS:
+            yield Row(case, f"accept_rate_depth_{depth}", value, "ratio")

@@ -1,0 +1,207 @@
+"""`outrider bench`: a load generator for a running gateway. See docs/tools.md."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.terminal import make_console
+from outrider.config.secrets import read_secret
+from outrider.config.tls import peer_tls
+from outrider.errors import ConfigError, UnavailableError
+from outrider.metrics_page import Page
+from outrider.rpc.tls import TlsSource
+from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient, first_answer
+from outrider_tools.bench.figures import errors_of, rows_of
+from outrider_tools.bench.plots import draw, require_matplotlib
+from outrider_tools.bench.report import Row, cpu_name, write_report
+from outrider_tools.bench.runner import Point, Run, run_point
+from outrider_tools.bench.workload import Prompt, RandomLengths, random_prompts, read_prompts
+from outrider_tools.cli.bench_options import add_options, points_of
+
+WIDTH = 140
+"""Columns of the table, which is as wide in a file."""
+TIMED_PROMPTS = 4096
+"""Random prompts of a point that is limited by time alone; then they begin anew."""
+PACKAGES = ("outrider", "grpcio", "httpx2")
+_SHOWN = (
+    ("requests_per_second", "req/s", 2),
+    ("tokens_per_second", "tok/s", 1),
+    ("ttft_ms_p50", "ttft p50", 0),
+    ("ttft_ms_p99", "p99", 0),
+    ("itl_ms_mean", "itl mean", 1),
+    ("itl_ms_p50", "p50", 1),
+    ("itl_ms_p90", "p90", 1),
+    ("itl_ms_p99", "p99", 1),
+    ("e2e_ms_p50", "e2e p50", 0),
+    ("e2e_ms_p99", "p99", 0),
+    ("accept_length", "accept", 2),
+    ("failed", "failed", 0),
+)
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure every point; exit code 1 if a request failed."""
+    if arguments.plot is not None:
+        require_matplotlib()
+    console = make_console(color=not arguments.no_color, stderr=True)
+    points = points_of(arguments)
+    rows, runs = asyncio.run(_measure(arguments, points, console))
+    out = make_console(color=not arguments.no_color)
+    out.print(table_of(rows), width=max(out.width, WIDTH), soft_wrap=True)
+    for one in runs:
+        for code, count in errors_of(one.records).items():
+            detail = next(record.detail for record in one.records if record.error == code)
+            console.print(f"outrider: {count} requests failed with {code}: {detail}", soft_wrap=True)
+    if arguments.out is not None:
+        _write(arguments, rows, runs)
+    if arguments.plot is not None:
+        draw(rows, arguments.plot, f"{arguments.label}: {arguments.device_name or cpu_name()}")
+    return 1 if any(errors_of(one.records) for one in runs) else 0
+
+
+async def _measure(
+    arguments: argparse.Namespace, points: Sequence[Point], console: Console
+) -> tuple[list[Row], list[Run]]:
+    """All points, one after the other, on one client."""
+    key = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
+    client = _client(arguments, key)
+    rows: list[Row] = []
+    runs: list[Run] = []
+    try:
+        warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
+        await first_answer(client, replace(warm[0], max_tokens=min(4, warm[0].max_tokens)), arguments.timeout)
+        if arguments.num_warmups:
+            console.print(f"warming up with {arguments.num_warmups} requests")
+            most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
+            await run_point(client, warm, Point(concurrency=most, num_prompts=arguments.num_warmups))
+        for place, point in enumerate(points):
+            case = case_of(arguments, point)
+            console.print(f"measuring {case}")
+            prompts = _prompts(arguments, point.num_prompts or TIMED_PROMPTS, str(place))
+            before = await _page(arguments, key, console)
+            one = await run_point(client, prompts, point, lambda so_far: _tell(console, so_far))
+            after = await _page(arguments, key, console)
+            gained = after.since(before) if before is not None and after is not None else None
+            rows += rows_of(one, case, gained)
+            runs.append(one)
+    finally:
+        await client.close()
+    return rows, runs
+
+
+def _client(arguments: argparse.Namespace, key: str) -> Client:
+    ask = Ask(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.sampling_seed,
+        ignore_eos=arguments.ignore_eos,
+        speculation=not arguments.plain,
+        model=arguments.model,
+        chat=arguments.backend != "openai" and not arguments.raw,
+    )
+    files = peer_tls(arguments, "connect")
+    if arguments.backend == "grpc":
+        return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
+    return RestClient(arguments.base_url, ask, key, _verify(files.ca if files else ""), arguments.timeout)
+
+
+def _verify(ca: str) -> Any:
+    """What HTTPS trusts: the system's authorities, or those of a file."""
+    if not ca:
+        return True
+    import ssl
+
+    return ssl.create_default_context(cafile=str(Path(ca).expanduser()))
+
+
+def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:
+    """Random prompts differ between the parts of a run, so that no part finds another one's in the radix cache."""
+    if arguments.dataset_path is not None:
+        return read_prompts(arguments.dataset_path, arguments.random_output_len)
+    lengths = RandomLengths(
+        arguments.random_input_len,
+        arguments.random_output_len,
+        arguments.random_range_ratio,
+        arguments.random_vocab_size,
+    )
+    return random_prompts(count, lengths, f"{arguments.seed} {part}")
+
+
+async def _page(arguments: argparse.Namespace, key: str, console: Console) -> Page | None:
+    """The gateway's metrics page, where one was named or REST tells where it is."""
+    url = arguments.metrics_url
+    if not url and arguments.backend != "grpc":
+        url = arguments.base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+    if not url:
+        return None
+    ca = arguments.connect_tls_ca
+    tls = _verify(ca) if ca and url.startswith("https") else None
+    try:
+        return await asyncio.to_thread(Page.read, url, token=key, tls=tls)
+    except UnavailableError as error:
+        console.print(f"outrider: no acceptance by depth from the metrics page: {error.message}", soft_wrap=True)
+        return None
+
+
+def case_of(arguments: argparse.Namespace, point: Point) -> str:
+    """A point in words: label, load, decoding."""
+    words = [arguments.label]
+    words += [f"b{point.concurrency}"] if point.concurrency else []
+    words += [] if math.isinf(point.rate) else [f"rate{point.rate:g}"]
+    temperature = arguments.temperature
+    words.append("greedy" if temperature == 0 else f"t{temperature:g}")
+    return " ".join([*words, *(["plain"] if arguments.plain else [])])
+
+
+def _tell(console: Console, so_far: Run) -> None:
+    done = sum(1 for record in so_far.records if record.end)
+    failed = sum(errors_of(so_far.records).values())
+    if console.is_terminal or round(so_far.window) % 10 == 0:
+        console.print(
+            f"  {so_far.window:5.0f} s: {done} done, {len(so_far.records) - done} under way, {failed} failed",
+            end="\r" if console.is_terminal else "\n",
+        )
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The figures that a reader looks for first, a line for each case. Times are in ms."""
+    cases: dict[str, dict[str, float]] = {}
+    for row in rows:
+        cases.setdefault(row.case, {})[row.metric] = row.value
+    table = Table(box=None)
+    table.add_column("case (times in ms)", no_wrap=True)
+    for _, title, _ in _SHOWN:
+        table.add_column(title, justify="right")
+    for case, found in cases.items():
+        cells = (f"{found[name]:.{digits}f}" if name in found else "" for name, _, digits in _SHOWN)
+        table.add_row(case, *cells)
+    return table
+
+
+def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+    more: dict[str, Any] = {}
+    if arguments.save_detailed:
+        more["requests"] = [[record.as_dict() for record in one.records] for one in runs]
+    try:
+        device = arguments.device_name or cpu_name()
+        command = ["outrider", *sys.argv[1:]]
+        write_report(arguments.out, "bench", device, rows, PACKAGES, command=command, more=more)
+    except OSError as error:
+        raise ConfigError(f"--out: {arguments.out} cannot be written: {error.strerror}") from None

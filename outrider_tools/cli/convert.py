@@ -1,0 +1,26 @@
+"""`outrider convert`: pickled heads and token maps to safetensors and JSON, once."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="A folder with config.json and .bin weights (a draft head), or a .pt or .bin file of token ids.",
+    )
+    parser.add_argument(
+        "out", type=Path, help="The folder to make, or for token ids the .json file; it must not exist."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
+    # By name: the command line imports without torch.
+    print(import_module("outrider_tools.convert").convert(arguments.source, arguments.out))
+    return 0

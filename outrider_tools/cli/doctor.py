@@ -1,0 +1,104 @@
+"""`outrider doctor`: what keeps the services from starting, finding each other, or being safe. See docs/tools.md."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from outrider.cli.options import add_service_options, number, parse_service_options
+from outrider.cli.terminal import make_console
+from outrider.cli.wiring import LINKS, link
+from outrider.config.draft import DraftOptions
+from outrider.config.service import ServiceOptions
+from outrider.config.tls import peer_tls
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider_tools.doctor.doors import check_doors, check_exposure
+from outrider_tools.doctor.finding import Finding, Level, problem
+from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
+from outrider_tools.doctor.models import check_models
+from outrider_tools.doctor.peers import check_peers, peers_of
+
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    parser.add_argument("--running", action="store_true", help="A service that does not answer is a problem.")
+    parser.add_argument(
+        "--skip-models", action="store_true", help="Look at neither models nor GPUs, which takes seconds."
+    )
+    parser.add_argument(
+        "--timeout", type=number(0.05, 3600), default=3.0, help="Seconds that a service may take. Default: 3."
+    )
+    for word, text in (
+        ("ca", "certificates that the gateway's must be signed with; turns TLS on"),
+        ("cert", "certificate to show it"),
+        ("key", "its private key"),
+        ("name", "name in the gateway's certificate, if it is not the address"),
+    ):
+        parser.add_argument(f"--connect-tls-{word}", metavar="FILE", default="", help=f"To the gateway: {text}.")
+    for name, who in (("verify", "the gateway"), ("draft", "verify")):
+        parser.add_argument(
+            f"--{name}",
+            type=lambda text: tuple(part.strip() for part in text.split(",") if part.strip()),
+            help=f"Addresses that {who} calls, comma separated. Default: the {name} service's own.",
+        )
+    add_service_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at everything; exit code 1 if there is a problem."""
+    options = _linked(parse_service_options(arguments), arguments)
+    findings = examine(options, arguments)
+    bad = any(finding.level is Level.PROBLEM for finding in findings)
+    if arguments.json:
+        print(json.dumps({"ok": not bad, "findings": [finding.as_dict() for finding in findings]}, indent=1))
+    else:
+        show(make_console(color=not arguments.no_color), findings)
+    return 1 if bad else 0
+
+
+def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
+    """The options with each service told of those that it calls."""
+    linked = link(options)
+    for name, field, peer in LINKS:
+        if getattr(arguments, peer) is not None:
+            changes: dict[str, Any] = {field: getattr(arguments, peer)}
+            linked[name] = replace(linked[name], **changes)
+    return linked
+
+
+def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
+    """All findings, in the order of the checks."""
+    findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
+    if not arguments.skip_models:
+        findings += check_models(cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"]))
+    try:
+        peers = peers_of(options, peer_tls(arguments, "connect"))
+    except ConfigError as error:
+        findings.append(problem("options", error.message, "correct the option"))
+        peers = []
+    told, serving = asyncio.run(check_peers(peers, arguments.running, arguments.timeout))
+    return [*findings, *check_doors(options, serving), *check_exposure(options), *told]
+
+
+def show(console: Console, findings: Sequence[Finding]) -> None:
+    """A line for each finding, what to do below it, and a count."""
+    for finding in findings:
+        head = Text.assemble(
+            (f"{finding.level.value:<8}", _STYLES[finding.level]), f"{finding.check:<14} {finding.text}"
+        )
+        console.print(head, soft_wrap=True)
+        if finding.fix:
+            console.print(f"{'':<23}-> {finding.fix}", soft_wrap=True)
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
+    console.print(", ".join(f"{count} {level.value}" for level, count in counts.items()))

@@ -1,0 +1,116 @@
+"""`outrider evaluate-draft`: how well a drafter guesses what a target says, offline and without services."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from outrider.cli.options import whole_number
+from outrider.errors import ConfigError
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider_tools.cli.train import ALGORITHMS, pick_device
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"The target: a name or folder. Default: {DEFAULT_MODEL}."
+    )
+    parser.add_argument("--draft", required=True, help="The drafter: a head's or model's folder, or a hub id.")
+    parser.add_argument(
+        "--algorithm",
+        type=str.upper,
+        choices=ALGORITHMS,
+        help="What it is, in the words of --speculative-algorithm. Default: told by its tensors.",
+    )
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        type=Path,
+        help="JSONL of questions: prompt or turns, and a category if there is one.",
+    )
+    parser.add_argument("--limit", type=whole_number(1, 10**9), help="Take so many questions, spread over the file.")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 1.0], help="One or several. Default: 0 1."
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole_number(1, 10**6), default=256, help="Of an answer. Default: 256."
+    )
+    parser.add_argument("--nodes", type=whole_number(1, 1024), default=32, help="Of a tree. Default: 32.")
+    parser.add_argument("--depth", type=whole_number(1, 64), default=8, help="Of chains and trees. Default: 8.")
+    parser.add_argument("--branching", type=whole_number(1, 64), default=8, help="Children of a node. Default: 8.")
+    parser.add_argument("--num-rows", type=whole_number(1, 65536), default=256, help="Answers at once. Default: 256.")
+    parser.add_argument(
+        "--seed", type=whole_number(0, 2**62), default=0, help="Of the first answer; the others follow. Default: 0."
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="Default: auto, a GPU if there is one."
+    )
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="Default: bfloat16 on a GPU."
+    )
+    parser.add_argument("--json", type=Path, help="Write everything to this file.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
+    if any(not 0.0 <= temperature <= 100.0 for temperature in arguments.temperature):
+        raise ConfigError(f"--temperature {arguments.temperature}: must be between 0 and 100")
+    # By name: the command line imports without torch.
+    torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluation_stage")
+    questions = import_module("outrider_tools.training.prompts").read_questions(arguments.prompts)
+    if arguments.limit is not None and arguments.limit < len(questions):
+        questions = [questions[i * len(questions) // arguments.limit] for i in range(arguments.limit)]
+    target_folder = resolve_model(arguments.model)
+    draft_folder = resolve_model(arguments.draft, needs_tokenizer=False)
+    algorithm = arguments.algorithm or import_module("outrider.models.drafters.kind").algorithm_of(draft_folder)
+    device = pick_device(arguments.device, torch)
+    dtype = arguments.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
+    drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
+    shapes = import_module("outrider_tools.training.tree")
+    tree = shapes.TreeShape(arguments.nodes, arguments.depth, arguments.branching)
+    with import_module("outrider_tools.training.report").Report() as report:
+        evaluations = stage.measure(
+            target,
+            import_module("outrider_tools.training.prompts").ChatForm(target_folder),
+            drafter,
+            questions,
+            report,
+            temperatures=arguments.temperature,
+            max_new_tokens=arguments.max_new_tokens,
+            tree=tree,
+            num_rows=arguments.num_rows,
+            seed=arguments.seed,
+        )
+    tables = import_module("outrider_tools.training.tables")
+    report.table(tables.length_table(evaluations))
+    report.table(tables.rate_table(evaluations))
+    if arguments.json is not None:
+        record = _record(arguments, algorithm, dtype, device, torch)
+        record["evaluation"] = [asdict(evaluation) for evaluation in evaluations]
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return 0
+
+
+def _record(arguments: argparse.Namespace, algorithm: str, dtype: str, device: Any, torch: Any) -> dict[str, Any]:
+    """What was asked for; of paths the names alone."""
+    return {
+        "target": Path(arguments.model).name,
+        "draft": Path(arguments.draft).name,
+        "algorithm": algorithm,
+        "prompts": arguments.prompts.name,
+        "limit": arguments.limit,
+        "max_new_tokens": arguments.max_new_tokens,
+        "tree": {"nodes": arguments.nodes, "depth": arguments.depth, "branching": arguments.branching},
+        "seed": arguments.seed,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }

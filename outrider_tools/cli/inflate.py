@@ -1,0 +1,109 @@
+"""`outrider inflate`: a small model at a large one's cost, to measure speed with real text."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError, OutriderError
+from outrider.models.progress import ConsoleProgress
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider_tools.inflate.shapes import SHAPES, parse_shape
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Read by the check: what kind of text it is does not matter, as long as the model knows its like.
+CHECK_TEXT = "The capital of France is Paris. In 1969, two men walked on the moon for 2 hours and 31 minutes."
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"The source: a name or folder. Default: {DEFAULT_MODEL}."
+    )
+    parser.add_argument(
+        "--shape",
+        required=True,
+        help=f"{', '.join(SHAPES)}, any of them with changes (llama-1b,layers=30), or all sizes (hidden=640,...).",
+    )
+    parser.add_argument("--out", type=Path, help="The folder to make; it must not exist.")
+    parser.add_argument("--draft", help="A draft head of the source (EAGLE or EAGLE-3): a folder or hub id.")
+    parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
+    parser.add_argument("--draft-vocab-size", type=int, default=32000, help="Of a random head. Default: 32000.")
+    parser.add_argument("--draft-out", type=Path, help="The head's folder to make; with it --out may be left out.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the random filling. Default: 0.")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Of the weights. Default: bfloat16.")
+    parser.add_argument("--shard-gb", type=float, default=2.0, help="Largest weight file, in GB. Default: 2.")
+    parser.add_argument("--vocab-size", type=int, help="Pad the vocabulary with tokens that are never chosen.")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What fills and checks. Default: auto."
+    )
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Compare the result's logits with the source's, layer by layer. On by default.",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
+    _check(arguments)
+    shape = parse_shape(arguments.shape)
+    source = resolve_model(arguments.model)
+    # By name: the command line imports without torch, and of its commands this one alone computes.
+    folder = import_module("outrider_tools.inflate.folder")
+    options = folder.make_options(
+        shape=shape,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        seed=arguments.seed,
+        shard_gb=arguments.shard_gb,
+        vocab_size=arguments.vocab_size,
+    )
+    if arguments.draft_out is not None:
+        _make_draft(arguments, source, options)
+    if arguments.out is None:
+        return 0
+    with ConsoleProgress() as progress:
+        num_bytes = folder.inflate(source, arguments.out, options, progress)
+    print(f"{arguments.out}: {num_bytes / 1e9:.2f} GB of weights")
+    if not arguments.check:
+        return 0
+    check = import_module("outrider_tools.inflate.check")
+    result = check.compare(source, arguments.out, folder.tokenize(source, CHECK_TEXT), options.device)
+    print(f"logits against {arguments.model}: {result}")
+    if not result.passes(options.dtype):
+        raise OutriderError(f"{arguments.out} does not compute what {arguments.model} does: {result}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where options do not fit each other."""
+    wants_draft = arguments.draft is not None or arguments.random_draft
+    if wants_draft != (arguments.draft_out is not None):
+        raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
+    if arguments.draft is not None and arguments.random_draft:
+        raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
+    if arguments.out is None and not wants_draft:
+        raise ConfigError("--out: names the folder to make")
+    if arguments.draft_vocab_size < 1:
+        raise ConfigError(f"--draft-vocab-size {arguments.draft_vocab_size}: must be at least 1")
+
+
+def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> None:
+    """The head beside the inflated model."""
+    with ConsoleProgress() as progress:
+        if arguments.draft is not None:
+            head = resolve_model(arguments.draft, needs_tokenizer=False)
+            heads = import_module("outrider_tools.inflate.head")
+            num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
+        else:
+            heads = import_module("outrider_tools.inflate.random_head")
+            target = heads.shaped(source, options)
+            num_bytes = heads.random_eagle3_head(
+                arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device
+            )
+    print(f"{arguments.draft_out}: {num_bytes / 1e9:.2f} GB of weights")

@@ -1,0 +1,1 @@
+"""`outrider doctor`: checks of machine, options, models and peers."""

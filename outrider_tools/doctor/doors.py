@@ -1,0 +1,164 @@
+"""Doors before they open: whether an address is free, who has it, and who could come in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from outrider.config.gateway import GatewayOptions
+from outrider.config.service import PeerServiceOptions, ServiceOptions
+from outrider.errors import ConfigError
+from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
+from outrider_tools.doctor.finding import Finding, ok, problem, warning
+
+_FIELDS = ("address", "rest_address", "metrics_address")
+
+
+@dataclass(frozen=True)
+class Door:
+    """An address that a service binds."""
+
+    service: str
+    field: str
+    address: str
+
+    @property
+    def flag(self) -> str:
+        """The option that sets it."""
+        return f"{self.service} --{self.field.replace('_', '-')}"
+
+
+def doors_of(options: Mapping[str, ServiceOptions]) -> list[Door]:
+    """Every address that these services bind."""
+    found = ((name, field, getattr(one, field, "")) for name, one in options.items() for field in _FIELDS)
+    return [Door(name, field, address) for name, field, address in found if address]
+
+
+def check_doors(options: Mapping[str, ServiceOptions], serving: Mapping[str, str]) -> Iterator[Finding]:
+    """Of every door: free or taken, by whom. `serving` holds the addresses of services that answered, and which."""
+    taken_ports: dict[str, Door] = {}
+    for door in doors_of(options):
+        try:
+            check_address(door.address, door.flag)
+        except ConfigError as error:
+            yield problem("port", error.message, "correct the address")
+            continue
+        first = taken_ports.setdefault(door.address, door)
+        if first is not door and not door.address.endswith(":0"):
+            yield problem("port", f"{door.flag} {door.address} is {first.flag}'s too", "give each door its own port")
+            continue
+        yield _check_free(door, serving)
+
+
+def _check_free(door: Door, serving: Mapping[str, str]) -> Finding:
+    said = f"{door.flag} {door.address}"
+    path = unix_path(door.address)
+    if path is not None:
+        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
+        return ok("port", f"{said}: {'taken' if path.exists() else 'free'}")
+    reason = _why_not_free(door.address)
+    if not reason:
+        return ok("port", f"{said}: free")
+    if door.address in serving:
+        return ok("port", f"{said}: taken by a running {serving[door.address]}")
+    holder = holder_of(door.address)
+    if holder.startswith("an Outrider process"):
+        return ok("port", f"{said}: taken by {holder}")
+    return problem("port", f"{said}: {reason}; {holder}", "end it, or choose another port (0 takes a free one)")
+
+
+def _why_not_free(address: str) -> str:
+    """Why it cannot be bound; empty where it can."""
+    host, port = split_host_port(address, "address")
+    host = host.strip("[]")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
+            # As servers do: a port whose last connection ended a moment ago is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def holder_of(address: str) -> str:
+    """Who listens at host:port, in words."""
+    _, port = split_host_port(address, "address")
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return "the system does not tell by whom"
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            return _name_of(connection.pid)
+    return "nobody listens there"
+
+
+def _name_of(pid: int | None) -> str:
+    if pid is None:
+        return "another user's process has it"
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline()
+        name = process.name()
+    except psutil.Error:
+        return f"process {pid} has it"
+    ours = next((word for word in words if word in ("gateway", "verify_service", "draft_service")), "")
+    return f"an Outrider process ({ours}, {pid})" if ours else f"process {pid} ({name}) has it"
+
+
+def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
+    """Doors that others can reach, without a key or without TLS; key files that others can read."""
+    quiet = True
+    for door in doors_of(options):
+        if is_local(door.address):
+            continue
+        quiet = False
+        yield from _check_open(door, options[door.service])
+    for name, one in options.items():
+        for path in _secret_files(one):
+            if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                quiet = False
+                yield warning("exposure", f"{name}: {path} can be read by other users", f"chmod 600 {path}")
+    if quiet:
+        yield ok("exposure", "every door is on loopback or a unix socket")
+
+
+def _check_open(door: Door, options: ServiceOptions) -> Iterator[Finding]:
+    said = f"{door.flag} {door.address} can be reached from other machines"
+    if door.field == "metrics_address":
+        yield warning("exposure", f"{said}, without key or TLS", "bind it to loopback or to a network of scrapers")
+        return
+    lacking = []
+    if not _has_key(options):
+        flag = "--api-key-file" if isinstance(options, GatewayOptions) else "--auth-token-file"
+        lacking.append(("without a key", flag))
+    if not options.tls_cert:
+        lacking.append(("without TLS", "--tls-cert and --tls-key"))
+    if lacking:
+        words, flags = (" and ".join(part) for part in zip(*lacking, strict=True))
+        yield warning("exposure", f"{said} {words}", f"set {flags} (docs/operations.md), or bind to 127.0.0.1")
+    else:
+        yield ok("exposure", f"{said}, with key and TLS")
+
+
+def _has_key(options: ServiceOptions) -> bool:
+    if isinstance(options, GatewayOptions):
+        return bool(options.api_key or options.api_key_file)
+    return isinstance(options, PeerServiceOptions) and bool(options.auth_token or options.auth_token_file)
+
+
+def _secret_files(options: ServiceOptions) -> Iterator[Path]:
+    for name in vars(options):
+        value = getattr(options, name)
+        if name.endswith(("_token_file", "api_key_file", "tls_key")) and value:
+            yield Path(value).expanduser()

@@ -1,0 +1,165 @@
+"""GPUs and models, as a process with torch sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, OutriderError
+from outrider.models.shipped import choose_drafters
+from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
+from outrider_tools.doctor.finding import Finding, Level, ok, problem, warning
+from outrider_tools.doctor.machine import cpu_flags
+
+PROBE_SECONDS = 180.0
+_GIB = 2**30
+_FAST_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
+_HALF_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+_FIXES = {
+    "target": "choose another --model, or fetch it: outrider models pull NAME",
+    "draft model": "choose another --speculative-draft-model-path or --speculative-algorithm (docs/drafters.md)",
+    "handshake": "use a drafter that was made for this target",
+}
+
+
+class ProbeFailedError(OutriderError):
+    """Nothing is known of torch, GPUs and models; the message says why."""
+
+    code = "probe_failed"
+
+
+def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
+    """What a start with these options would find, before it reads any weights."""
+    findings: list[Finding] = []
+    try:
+        draft = choose_drafters(draft, verify.model, lambda text: findings.append(ok("drafters", text)))
+    except ConfigError as error:
+        findings.append(problem("drafters", error.message, "correct the option"))
+    asked: dict[str, Any] = {"target": verify.model, "draft": None}
+    if any(name not in ("NGRAM", "AUTO") for name in draft.speculative_algorithm):
+        asked["draft"] = asdict(draft) | {"target_model_path": draft.target_model_path or verify.model}
+        asked["draft"] |= {"auth_token": "", "auth_token_file": ""}
+    else:
+        findings.append(ok("draft model", f"{', '.join(draft.speculative_algorithm)} needs none"))
+    if not _is_here(verify.model):
+        findings.append(warning("target", f"{verify.model} is not here yet", f"outrider models pull {verify.model}"))
+        asked = {"target": "", "draft": None}
+    try:
+        told = run_probe(asked)
+    except ProbeFailedError as error:
+        fix = "python -c 'import torch; print(torch.cuda.is_available())' may say more"
+        return [*findings, problem("torch", error.message, fix)]
+    if asked["target"]:
+        for found in told["models"]:
+            level = Level(found["level"])
+            findings.append(
+                Finding(found["check"], level, found["text"], "" if level is Level.OK else _FIXES[found["check"]])
+            )
+    return [*findings, *check_devices(told, verify, draft)]
+
+
+def run_probe(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises ProbeFailedError."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "outrider_tools.doctor.probe"]
+    what = "the process that looks at torch, GPUs and models"
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+            env=env,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeFailedError(f"{what} was not done after {PROBE_SECONDS:g} s") from None
+    except OSError as error:
+        raise ProbeFailedError(f"{what} cannot be started: {error.strerror}") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), "nothing said")
+        raise ProbeFailedError(f"{what} ended with {done.returncode}: {last}")
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def _is_here(name: str) -> bool:
+    """Whether looking at a model fetches nothing; the hub's cache is asked by the probe, offline."""
+    return name.lower() not in DEFAULT_ALIASES or (default_cache_dir() / "models" / DEFAULT_MODEL).is_dir()
+
+
+def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+    """Of the probe's answer: GPUs and how they reach each other, or what a CPU has."""
+    gpus = told["gpus"]
+    if not gpus:
+        yield from _check_cpu(told, verify, draft)
+        return
+    driver = driver_version()
+    yield ok("gpu", f"{len(gpus)}, driver {driver or 'unknown'}, torch for CUDA {told['torch']['cuda'] or 'none'}")
+    for index, gpu in enumerate(gpus):
+        major, minor = gpu["capability"]
+        text = (
+            f"{index}: {gpu['name']}, {gpu['free'] / _GIB:.1f} of {gpu['total'] / _GIB:.1f} GiB free, sm_{major}{minor}"
+        )
+        if major < 8:
+            yield warning("gpu", text, "kernels and bfloat16 want compute capability 8.0 or more; try --device cpu")
+        elif gpu["free"] < 0.5 * gpu["total"]:
+            yield warning("gpu", text, "end what else runs on it, or lower --mem-fraction-static")
+        else:
+            yield ok("gpu", text)
+    apart = [(a, b) for a, row in enumerate(told["peers"]) for b, reached in enumerate(row) if a < b and not reached]
+    if apart:
+        pairs = ", ".join(f"{a}-{b}" for a, b in apart)
+        yield warning(
+            "peer access", f"no direct access between GPUs {pairs}", "features then travel by gRPC; see docs/gpu.md"
+        )
+    elif len(gpus) > 1:
+        yield ok("peer access", "every GPU reaches every other one's memory")
+
+
+def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+    wanted = [
+        f"--{word}device {options.device}"
+        for word, options in (("", verify), ("draft-", draft))
+        if "cuda" in options.device
+    ]
+    if wanted:
+        fix = "install a CUDA build of torch and the driver, or use --device cpu"
+        yield problem("gpu", f"torch sees none, and {' and '.join(wanted)} asks for one", fix)
+    if Path("/dev/nvidiactl").exists() or driver_version():
+        fix = "install a CUDA build: TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+        yield warning("gpu", f"there is a driver, but torch {told['torch']['version']} sees no GPU", fix)
+    elif not wanted:
+        yield ok("gpu", "none: models run on the CPU")
+    flags = cpu_flags()
+    found = [flag for flag in _FAST_FLAGS if flag in flags]
+    text = f"{told['torch']['machine']}, torch uses {told['torch']['cpu']}; has {', '.join(found) or 'no wide vectors'}"
+    if _HALF_FLAGS & set(found):
+        yield ok("cpu", f"{text}: bfloat16 in hardware")
+    else:
+        yield warning(
+            "cpu", f"{text}; no bfloat16 instructions (avx512_bf16, amx_bf16)", "float32 is used, at twice the memory"
+        )
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver; empty where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(done.stdout.split()), "") if done.returncode == 0 else ""

@@ -1,0 +1,176 @@
+"""Services that run: whether they serve, what they say of themselves, and how far away they are."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider import __version__
+from outrider.cli.health import reachable
+from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
+from outrider.config.secrets import read_secret
+from outrider.config.service import ServiceOptions
+from outrider.config.tls import TlsFiles, peer_tls
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, OutriderError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import error_from_rpc
+from outrider.rpc.tls import TlsSource
+from outrider.rpc.transport import is_local
+from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+from outrider_tools.doctor.finding import Finding, ok, problem, warning
+
+ECHOES = 50
+SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0
+"""Median round trips that are worth a word, on this machine and to another one."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A service to ask."""
+
+    service: str
+    address: str
+    token: str = field(default="", repr=False)
+    tls: TlsFiles | None = None
+
+
+def peers_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[Peer]:
+    """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
+    gateway, verify, draft = options["gateway"], options["verify"], options["draft"]
+    if not (
+        isinstance(gateway, GatewayOptions) and isinstance(verify, VerifyOptions) and isinstance(draft, DraftOptions)
+    ):
+        raise TypeError("options of gateway, verify and draft are needed")
+    to_verify = read_secret(gateway.verify_auth_token, gateway.verify_auth_token_file, "--verify-auth-token")
+    to_draft = read_secret(verify.draft_auth_token, verify.draft_auth_token_file, "--draft-auth-token")
+    found = [Peer("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
+    found += [Peer("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
+    found += [Peer("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
+    known = {peer.address for peer in found}
+    found += [Peer("verify", verify.address, to_verify)] if verify.address not in known else []
+    found += [Peer("draft", draft.address, to_draft)] if draft.address not in known else []
+    return [peer for peer in found if not peer.address.endswith(":0")]
+
+
+async def check_peers(peers: Sequence[Peer], must_run: bool, timeout: float) -> tuple[list[Finding], dict[str, str]]:
+    """Findings, and the services that answered by address. `timeout` is in seconds, of each call."""
+    answers = await asyncio.gather(*(_ask(peer, must_run, timeout) for peer in peers))
+    findings = [finding for found, _ in answers for finding in found]
+    serving = {peer.address: peer.service for peer, (_, there) in zip(peers, answers, strict=True) if there}
+    return findings, serving
+
+
+async def _ask(peer: Peer, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:
+    said = f"{peer.service} {peer.address}"
+    try:
+        source = TlsSource(peer.tls) if peer.tls is not None else None
+        channel = open_channel(reachable(peer.address), auth_token=peer.token, tls=source)
+    except ConfigError as error:
+        return [problem(peer.service, error.message, "correct the option")], False
+    async with channel:
+        try:
+            status = await _health(channel, timeout)
+        except grpc.aio.AioRpcError as error:
+            told = error_from_rpc(error, peer.service)
+            if must_run:
+                return [problem(peer.service, f"{said}: {told.message}", "start it, or correct address and TLS")], False
+            return [ok(peer.service, f"{said}: not running, or not reachable")], False
+        findings = [await _echo(channel, peer, timeout)]
+        if status != "SERVING":
+            fix = "wait if it is loading its model; else see its log"
+            return [problem(peer.service, f"{said}: {status}", fix), *findings], True
+        findings.insert(0, await _info(channel, peer, timeout))
+        return findings, True
+
+
+async def _health(channel: grpc.aio.Channel, timeout: float) -> str:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+async def _info(channel: grpc.aio.Channel, peer: Peer, timeout: float) -> Finding:
+    said = f"{peer.service} {peer.address}"
+    try:
+        return await _INFO[peer.service](channel, said, timeout)
+    except grpc.aio.AioRpcError as error:
+        told: OutriderError = error_from_rpc(error, peer.service)
+        fix = "set the token that its door asks for" if "credentials" in told.code else "see its log"
+        return problem(peer.service, f"{said}: {told.message}", fix)
+
+
+async def _gateway_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    answer = await stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest(), timeout=timeout)
+    models = ", ".join(f"{model.id} (context {model.context_length})" for model in answer.models)
+    return ok("gateway", f"{said}: serves {models}")
+
+
+async def _verify_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+    stub = verify_pb2_grpc.VerifyServiceStub(channel)
+    info = await stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=timeout)
+    load = await stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=timeout)
+    text = (
+        f"{said}: {info.model}, {info.dtype}, context {info.context_length}, tokenizer {info.tokenizer_hash[:12]}, "
+        f"{load.num_pages_used} of {load.num_pages} pages used, {load.num_healthy_drafts} healthy drafts"
+    )
+    alone = "" if load.num_healthy_drafts else "tokens come at plain speed; its log says why no draft is used"
+    return _judge("verify", text, info.version, alone)
+
+
+async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
+    stub = draft_pb2_grpc.DraftServiceStub(channel)
+    info = await stub.GetInfo(draft_pb2.DraftServiceGetInfoRequest(), timeout=timeout)
+    text = (
+        f"{said}: {', '.join(info.sources)}, {info.num_sessions} sessions, {info.num_requests} requests, "
+        f"{info.num_nodes} nodes"
+    )
+    alone = "" if info.num_sessions else "no verify service is connected: compare its --draft with this address"
+    return _judge("draft", text, info.version, alone)
+
+
+def _judge(service: str, text: str, release: str, alone: str) -> Finding:
+    """What a service said of itself. `alone` is what to do about it if it has nobody to work with; else empty."""
+    if release != __version__:
+        return warning(service, f"{text}; release {release}, here {__version__}", "run one release everywhere")
+    return warning(service, text, alone) if alone else ok(service, text)
+
+
+_INFO: dict[str, Callable[[Any, str, float], Awaitable[Finding]]] = {
+    "gateway": _gateway_info,
+    "verify": _verify_info,
+    "draft": _draft_info,
+}
+
+
+async def _echo(channel: grpc.aio.Channel, peer: Peer, timeout: float) -> Finding:
+    """Round trips of health checks, the lightest call that every service answers."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    times = []
+    try:
+        for _ in range(ECHOES):
+            begin = time.perf_counter()
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+            times.append((time.perf_counter() - begin) * 1e3)
+    except grpc.aio.AioRpcError as error:
+        return problem(
+            "round trip",
+            f"{peer.service} {peer.address}: lost after {len(times)} calls: {error.details()}",
+            "see its log",
+        )
+    median, worst = statistics.median(times), max(times)
+    text = f"{peer.service} {peer.address}: median {median:.2f} ms, longest {worst:.2f} ms of {ECHOES}"
+    limit = SLOW_LOCAL_MS if is_local(peer.address) else SLOW_MS
+    if median > limit:
+        return warning(
+            "round trip", f"{text}; over {limit:g} ms", "a miss costs a round trip: look at load and network"
+        )
+    return ok("round trip", text)

@@ -1,0 +1,139 @@
+"""What only torch can tell: GPUs, and whether target and draft load and fit. A process of its own, JSON in and out.
+
+The loaders run on the meta device: they check every name and shape and read no weights. A driver that crashes takes
+this process alone with it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from outrider.config.draft import DraftOptions
+from outrider.errors import OutriderError
+from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.loader import load_draft_model
+from outrider.models.loader import load_model
+from outrider.models.store import resolve_model
+from outrider.models.store_folder import hash_tokenizer
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.sampling.noise import NOISE_VERSION
+from outrider.tree.handshake import agree
+
+_META = torch.device("meta")
+
+
+def main() -> int:
+    """Answer one question: {"target": name, "draft": options or null}."""
+    asked = json.loads(sys.stdin.read())
+    print(json.dumps({"torch": _torch(), "gpus": _gpus(), "peers": _peers(), "models": look_at_models(asked)}))
+    return 0
+
+
+def _torch() -> dict[str, Any]:
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = [properties.major, properties.minor]
+        found.append({"name": properties.name, "capability": capability, "free": free, "total": total})
+    return found
+
+
+def _peers() -> list[list[bool]]:
+    """Whether each GPU reaches each other one's memory."""
+    every = range(torch.cuda.device_count())
+    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
+
+
+def look_at_models(asked: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Findings on the target that `asked` names and the draft that its options describe: check, level, text."""
+    findings: list[dict[str, str]] = []
+    target = _try(findings, "target", lambda: _target(asked["target"]))
+    draft = asked.get("draft")
+    if draft is None:
+        return findings
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in draft.items()}
+    options = DraftOptions(**values)
+    model = _try(findings, "draft model", lambda: _draft(options))
+    if isinstance(target, Hello) and isinstance(model, Hello):
+        _try(findings, "handshake", lambda: _agree(target, model))
+    return findings
+
+
+def _try(findings: list[dict[str, str]], check: str, look: Any) -> Any:
+    """What `look` returns first, its text being a finding; None where it fails."""
+    try:
+        value, text = look()
+    except OutriderError as error:
+        findings.append({"check": check, "level": "problem", "text": error.message})
+        return None
+    findings.append({"check": check, "level": "ok", "text": text})
+    return value
+
+
+def _target(name: str) -> tuple[Hello, str]:
+    path = resolve_model(name)
+    config = load_model(path, torch.float32, _META).config
+    tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
+    vocab_size = min(config.vocab_size, tokens)
+    digest = hash_tokenizer(path)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+        model=path.name,
+        tokenizer_hash=digest,
+        vocab_size=vocab_size,
+        max_positions=config.max_positions,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+    )
+    text = f"{path.name}: {config.architecture}, {config.num_layers} layers of {config.hidden_size}, {tokens} tokens"
+    more = "" if tokens <= config.vocab_size else f"; config.json allows {config.vocab_size}, the rest is never used"
+    return hello, f"{text}{more}, tokenizer {digest[:12]}"
+
+
+def _draft(options: DraftOptions) -> tuple[Hello, str]:
+    model: DraftModel = load_draft_model(options, _META, torch.float32)
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        noise_version=NOISE_VERSION,
+        tokenizer_hash=model.tokenizer_hash,
+        vocab_size=model.target_vocab_size,
+        max_positions=model.max_positions,
+        hidden_size=model.hidden_size,
+        feature_layers=tuple(model.feature_layers),
+    )
+    words = [f"{', '.join(options.speculative_algorithm)}: {Path(options.speculative_draft_model_path).name or 'MTP'}"]
+    words.append(f"{model.vocab_size} of {model.target_vocab_size} token ids")
+    if model.feature_layers:
+        words.append(f"features of {model.hidden_size} from layers {', '.join(map(str, model.feature_layers))}")
+    return hello, ", ".join(words)
+
+
+def _agree(target: Hello, draft: Hello) -> tuple[bool, str]:
+    terms = agree(target, draft)
+    # Grown trees stop at the shorter of the two.
+    short = f", drafts up to {draft.max_positions} tokens" if 0 < draft.max_positions < target.max_positions else ""
+    return True, f"target and draft share {terms.vocab_size} token ids{short}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""`outrider inflate`: from one model folder to a larger one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.fields import read_json
+from outrider.models.progress import Progress
+from outrider.models.registry import model_class
+from outrider.models.shard_writer import split_shards, write_shards
+from outrider.models.tensor_reader import TensorReader
+from outrider_tools.inflate.maps import Embedding
+from outrider_tools.inflate.shapes import Shape
+from outrider_tools.inflate.tensors import Inflater, inflated_fields
+
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
+RECORD_FILE = "inflated.json"
+
+NOTICE = """\
+# {name}
+
+Made by `outrider inflate` from {source}: that model's weights inside a larger shape, the rest random and without
+effect. It answers as the source does, at the cost of a model of this shape, and serves to measure speed. The source's
+license holds for it.
+
+    shape       {shape}
+    vocabulary  {vocab_size}
+    seed        {seed}
+"""
+
+
+@dataclass(frozen=True)
+class InflateOptions:
+    """What to make: see `outrider inflate --help`. `vocab_size` None keeps the source's."""
+
+    shape: Shape
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    max_shard_bytes: int = 2_000_000_000
+    vocab_size: int | None = None
+
+
+def make_options(
+    shape: Shape, dtype: str, device: str, seed: int, shard_gb: float, vocab_size: int | None
+) -> InflateOptions:
+    """The options from words. `device` "auto" is the GPU where there is one.
+
+    Raises:
+        ConfigError: names the option that is at fault.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; choose cpu")
+    if not 0.001 <= shard_gb <= 1000:
+        raise ConfigError(f"--shard-gb {shard_gb:g}: must be from 0.001 to 1000")
+    if not 0 <= seed < 1 << 31:
+        raise ConfigError(f"--seed {seed}: must be from 0 to {(1 << 31) - 1}")
+    return InflateOptions(shape, getattr(torch, dtype), torch.device(device), seed, int(shard_gb * 1e9), vocab_size)
+
+
+def tokenize(folder: Path, text: str) -> list[int]:
+    """Token ids of `text` for the model in `folder`."""
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
+    """Write a checkpoint of `options.shape` that computes what `source` does; returns its bytes of weights.
+
+    `out` must not exist; it appears, complete, by one rename. No more than one tensor is in memory at a time.
+
+    Raises:
+        ConfigError: the shape cannot hold the source, or `out` cannot be written.
+    """
+    fields = read_json(source / "config.json")
+    config = ModelConfig.from_folder(source)
+    embedding = Embedding.of(config, options.shape)
+    vocab_size = options.vocab_size or config.vocab_size
+    with TensorReader(source) as reader:
+        inflater = Inflater(reader, config, embedding, vocab_size, options.dtype, options.device, options.seed)
+        fields = inflated_fields(fields, embedding, vocab_size, inflater.rms_norm_eps, options.dtype)
+        shapes = _tensor_shapes(fields)
+        total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
+        with work_folder(out, total) as work:
+            (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            for name in COPIED_FILES:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, work / name)
+            _write_notice(work, out.name, source, embedding, vocab_size, options.seed)
+            shards = split_shards(shapes, options.dtype, options.max_shard_bytes)
+            stage = f"writing {out.name}"
+            write_shards(work, shards, options.dtype, inflater.tensor, lambda done: progress(stage, done, total))
+    return total
+
+
+def _tensor_shapes(fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the target's tensors, from the class that will load them."""
+    config = ModelConfig.from_fields(fields, {})
+    model = model_class(config.architecture)(config, torch.float32, torch.device("meta"))
+    return {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
+
+
+@contextmanager
+def work_folder(out: Path, num_bytes: int, option: str = "--out") -> Iterator[Path]:
+    """A folder beside `out` that takes its name at the end, or is removed.
+
+    Raises:
+        ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; names `option`.
+    """
+    if out.exists():
+        raise ConfigError(f"{option} {out}: exists; remove it or choose another folder")
+    work = out.parent / f".{out.name}.work"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(work, ignore_errors=True)
+        free = shutil.disk_usage(out.parent).free
+        if free < num_bytes:
+            raise ConfigError(f"{option} {out}: needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
+        work.mkdir()
+        yield work
+        work.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{option} {out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_notice(work: Path, name: str, source: Path, embedding: Embedding, vocab_size: int, seed: int) -> None:
+    """Say to people what the folder is, and to programs where the source lies in it."""
+    text = NOTICE.format(name=name, source=source.name, shape=embedding.target, vocab_size=vocab_size, seed=seed)
+    (work / "README.md").write_text(text, encoding="utf-8")
+    record = {
+        "source": source.name,
+        "source_shape": asdict(embedding.source),
+        "shape": asdict(embedding.target),
+        "layers": embedding.layers,
+        "seed": seed,
+    }
+    (work / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,184 @@
+"""Embeds a draft head in the shape of its inflated target, so that both guess and cost as one would expect.
+
+The head's channels lie in its own layers as the target's do in its (see `inflate`), and of the inflated target's
+features it reads the source's channels alone. So it gives the logits that it gave beside the source.
+
+    fc                  a block of columns for each feature layer: the source's channels at the front of each
+    q, k, v (EAGLE-3)   two blocks of columns: embedding and feature
+    feature layers      where the source's layers went
+    output, d2t         rows as they are
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.drafters.config import LAYER_IDS, HeadConfig, eagle3_config, eagle_config
+from outrider.models.drafters.head import EMBEDDING, OUTPUT
+from outrider.models.drafters.stored import Stored, head_name, shared_tensors, stored_tensors
+from outrider.models.fields import read_json
+from outrider.models.progress import Progress
+from outrider.models.weights import SINGLE_FILE, save_tensors
+from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
+from outrider_tools.inflate.maps import Embedding
+from outrider_tools.inflate.tensors import Axis, Inflater
+
+OFFSETS = "d2t"
+WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+
+
+@dataclass(frozen=True)
+class _StoredReader:
+    stored: Mapping[str, Stored]
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.stored:
+            raise ConfigError(f"the draft head: tensor {name} missing from the checkpoint")
+        return self.stored[name].read()
+
+
+class HeadInflater(Inflater):
+    """Makes the head's tensors one at a time, by the names of `head_name`."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        config: HeadConfig,
+        embedding: Embedding,
+        target_hidden: int,
+        vocab_size: int,
+        options: InflateOptions,
+    ) -> None:
+        decoder = config.decoder
+        reader = _StoredReader(stored)
+        super().__init__(reader, decoder, embedding, decoder.vocab_size, options.dtype, options.device, options.seed)
+        self._wide = "layers.0.hidden_norm.weight" in stored
+        self._ids = Axis.front(vocab_size, decoder.vocab_size)
+        self._rows = Axis.front(config.draft_vocab_size, config.draft_vocab_size)
+        feature = Axis.front(target_hidden, config.target_hidden_size)
+        self._blocks = [feature] * len(config.feature_layers) if self._wide else [self._residual, self._residual]
+
+    def tensor(self, name: str) -> Tensor:
+        """The inflated head's tensor of that name."""
+        if name == EMBEDDING:
+            axes = (self._ids, self._residual)
+            return self._place(self._zeros(axes), name, axes)
+        if name == OUTPUT:
+            axes = (self._rows, self._residual)
+            return self._place(self._random(name, axes), name, axes)
+        if name == "fc.weight":
+            return self._in_blocks(name, self._residual, self._blocks)
+        if name == "fc.bias":
+            return self._place(self._zeros((self._residual,)), name, (self._residual,))
+        if name.endswith("norm.weight") and "self_attn" not in name:
+            return self._norm(name, 0.0)
+        _, number, part = name.split(".", 2)
+        if self._wide and number == "0" and part in WIDE:
+            rows = self._heads if "q_proj" in part else self._kv_heads
+            return self._in_blocks(name, rows, [self._residual, self._residual])
+        return self._projection(name, name, part.split(".")[1], is_bias=part.endswith(".bias"))
+
+    def _in_blocks(self, name: str, rows: Axis, blocks: list[Axis]) -> Tensor:
+        """A matrix whose columns are several inputs side by side."""
+        width = sum(block.size for block in blocks)
+        columns = Axis.front(width, width)
+        target = self._zeros((rows, columns)) if rows is self._residual else self._random(name, (rows, columns))
+        is_query = "q_proj" in name
+        if is_query:
+            self._clear_queries(target)
+        parts = self._reader.tensor(name).split([len(block.places) for block in blocks], 1)
+        for view, values, block in zip(target.split([block.size for block in blocks], 1), parts, blocks, strict=True):
+            self._place_values(view, values, (rows, block), self._query_scale if is_query else 1.0)
+        return target
+
+
+def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
+    """Write the head in `head` for the target in `target` as `inflate` makes it of the same options; returns bytes.
+
+    Raises:
+        ConfigError: head and target do not fit each other or the shape, or `out` cannot be written.
+    """
+    of_target = ModelConfig.from_folder(target)
+    fields = read_json(head / "config.json")
+    stored = stored_tensors(head, head_name)
+    is_eagle3 = "layers.0.hidden_norm.weight" in stored
+    build = eagle3_config if is_eagle3 else eagle_config
+    config = build(fields, stored, of_target.num_layers, of_target.hidden_size)
+    if config.norm_each or config.norm_all:
+        raise ConfigError(f"cannot inflate {head}: it norms features before fc, where other channels would count")
+    vocab_size = options.vocab_size or of_target.vocab_size
+    if vocab_size != config.decoder.vocab_size:
+        stored = _for_padding(stored, head, target)
+    embedding = Embedding.of(config.decoder, replace(options.shape, layers=config.decoder.num_layers))
+    inflater = HeadInflater(stored, config, embedding, options.shape.hidden, vocab_size, options)
+    places = [*Embedding.of(of_target, options.shape).layers, options.shape.layers]
+    changed = _fields(fields, config, options, vocab_size, inflater.rms_norm_eps)
+    if config.feature_layers[-1] <= of_target.num_layers:
+        ids = [places[layer] - 1 for layer in config.feature_layers]
+        changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
+    tensors: dict[str, Tensor] = {}
+    stage = f"writing {out.name}"
+    for count, (name, source) in enumerate(stored.items(), start=1):
+        if name != OFFSETS:
+            tensors[source.name] = inflater.tensor(name).cpu().contiguous()
+            progress(stage, count, len(stored) + 1)
+    if OFFSETS in stored:
+        tensors[OFFSETS] = stored[OFFSETS].read()
+    elif vocab_size != config.draft_vocab_size:
+        tensors[OFFSETS] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    return save_head_folder(out, changed, tensors, head)
+
+
+def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], copied: Path | None) -> int:
+    """Write config.json and weights of a head, with the tokenizer's files of `copied`; returns bytes of weights."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with work_folder(out, num_bytes, "--draft-out") as work:
+        (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        for name in COPIED_FILES if copied is not None else ():
+            if copied is not None and (copied / name).is_file():
+                shutil.copyfile(copied / name, work / name)
+        save_tensors(tensors, work / SINGLE_FILE)
+    return num_bytes
+
+
+def _for_padding(stored: dict[str, Stored], head: Path, target: Path) -> dict[str, Stored]:
+    """With an embedding of the head's own: a padded target's has a channel that the head must not see."""
+    if OUTPUT not in stored:
+        raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")
+    if EMBEDDING in stored:
+        return stored
+    return {**stored, EMBEDDING: shared_tensors(target)[EMBEDDING]}
+
+
+def _fields(
+    fields: Mapping[str, Any], config: HeadConfig, options: InflateOptions, vocab_size: int, rms_norm_eps: float
+) -> dict[str, Any]:
+    """The inflated head's config.json, flat, whatever the source's layout."""
+    shape = options.shape
+    moved = ("transformer_layer_config", "speculators_model_type", "speculators_config", LAYER_IDS, "torch_dtype")
+    flat = {**fields, **(fields.get("transformer_layer_config") or {})}
+    return {
+        **{name: value for name, value in flat.items() if name not in moved},
+        "architectures": fields["architectures"],
+        "hidden_size": shape.hidden,
+        "target_hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": rms_norm_eps,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "dtype": str(options.dtype).removeprefix("torch."),
+    }

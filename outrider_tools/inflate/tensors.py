@@ -1,0 +1,236 @@
+"""Embeds a small checkpoint in a large shape: the same function at the large model's full cost.
+
+The source's channels, heads and layers lie where `Embedding` says. Everything else is filled with random weights whose
+results are multiplied by zero: columns of o_proj and down_proj, and all rows that would leave the source's part of the
+residual stream, are zero. So that stream is the source's, followed by zeros, and:
+
+    RMS norms     the mean is over more channels: weights times sqrt(h / H), epsilon times h / H
+    rotary pairs  pair i of a head of d channels is pair i * D / d of a head of D, where it turns at the same speed
+    queries       times sqrt(D / d), for the softmax scale of the longer heads
+    layers        the target's other layers add zero
+
+Rows added to the vocabulary are never chosen: an extra channel carries a constant, which takes part of epsilon's place
+in the norms, and in the output matrix the added rows hold a large negative number against it.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider_tools.inflate.maps import Embedding
+
+# The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
+RANDOM_STD = 0.02
+
+# Against the constant channel, which is about 0.05: below -1000 for any residual stream of a norm below 1000.
+PADDING_NORM_WEIGHT = 256.0
+PADDING_HEAD_WEIGHT = -32768.0
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where channels of the source lie along an axis of the target: channel `sources[i]` at place `places[i]`.
+
+    Of a tensor's axes, one at most has other places than the first ones.
+    """
+
+    size: int
+    places: Sequence[int]
+    sources: Sequence[int]
+
+    @classmethod
+    def front(cls, size: int, used: int) -> Axis:
+        """The source's channels first, in their order."""
+        return cls(size, range(used), range(used))
+
+
+class Reader(Protocol):
+    """Where the source's tensors come from."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name, on the CPU."""
+
+
+class Inflater:
+    """Makes the target's tensors one at a time, by name, in `dtype` on `device`.
+
+    The random part of a tensor depends on `seed`, the tensor's name and the kind of device alone.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        config: ModelConfig,
+        embedding: Embedding,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._reader, self._embedding = reader, embedding
+        self._dtype, self._device, self._seed = dtype, device, seed
+        source, target = embedding.source, embedding.target
+        self._shrink = source.hidden / target.hidden
+        self._query_scale = math.sqrt(embedding.rotary_stride)
+        self._source_layers = {place: layer for layer, place in enumerate(embedding.layers)}
+        self._tied = config.tie_embeddings
+        self._vocab = Axis.front(vocab_size, config.vocab_size)
+        self._residual = Axis.front(target.hidden, source.hidden)
+        self._mlp = Axis.front(target.intermediate, source.intermediate)
+        self._heads, self._kv_heads = _head_axes(embedding)
+        self._constant: float | None = None
+        self.rms_norm_eps = config.rms_norm_eps * self._shrink
+        if vocab_size != config.vocab_size:
+            self._make_constant(config, vocab_size)
+
+    def tensor(self, name: str) -> Tensor:
+        """The target's tensor of that Hugging Face name."""
+        if name == EMBEDDING:
+            return self._embedding_matrix()
+        if name == HEAD:
+            return self._head_matrix()
+        if name == FINAL_NORM:
+            return self._norm(name, PADDING_NORM_WEIGHT)
+        _, _, number, part = name.split(".", 3)
+        source_layer = self._source_layers.get(int(number))
+        source = None if source_layer is None else f"model.layers.{source_layer}.{part}"
+        if part.endswith("layernorm.weight"):
+            return self._norm(source, 0.0)
+        return self._projection(name, source, part.split(".")[1], is_bias=part.endswith(".bias"))
+
+    def _projection(self, name: str, source: str | None, kind: str, is_bias: bool) -> Tensor:
+        """A matrix of a layer, or its bias, which follows the matrix's rows."""
+        rows, columns = {
+            "q_proj": (self._heads, self._residual),
+            "k_proj": (self._kv_heads, self._residual),
+            "v_proj": (self._kv_heads, self._residual),
+            "o_proj": (self._residual, self._heads),
+            "gate_proj": (self._mlp, self._residual),
+            "up_proj": (self._mlp, self._residual),
+            "down_proj": (self._residual, self._mlp),
+        }[kind]
+        axes = (rows,) if is_bias else (rows, columns)
+        target = self._zeros(axes) if rows is self._residual else self._random(name, axes)
+        if source is None:
+            return target
+        if kind == "q_proj":
+            self._clear_queries(target)
+        return self._place(target, source, axes, self._query_scale if kind == "q_proj" else 1.0)
+
+    def _clear_queries(self, target: Tensor) -> None:
+        """Channels that no rotary pair of the source has: the keys' are random, so the queries' must be zero."""
+        target.unflatten(0, (-1, self._embedding.target.head_dim))[self._embedding.heads] = 0.0
+
+    def _norm(self, source: str | None, constant_weight: float) -> Tensor:
+        axes = (self._residual,)
+        scale = math.sqrt(self._shrink)
+        target = self._zeros(axes).fill_(scale)
+        if self._constant is not None:
+            target[self._embedding.source.hidden] = constant_weight
+        return target if source is None else self._place(target, source, axes, scale)
+
+    def _embedding_matrix(self) -> Tensor:
+        axes = (self._vocab, self._residual)
+        target = self._place(self._zeros(axes), EMBEDDING, axes)
+        if self._constant is not None:
+            target[:, self._embedding.source.hidden] = self._constant
+        return target
+
+    def _head_matrix(self) -> Tensor:
+        axes = (self._vocab, self._residual)
+        target = self._place(self._random(HEAD, axes), EMBEDDING if self._tied else HEAD, axes)
+        if self._constant is not None:
+            target[len(self._vocab.places) :] = 0.0
+            target[:, self._embedding.source.hidden] = 0.0
+            target[len(self._vocab.places) :, self._embedding.source.hidden] = PADDING_HEAD_WEIGHT
+        return target
+
+    def _make_constant(self, config: ModelConfig, vocab_size: int) -> None:
+        """Half of epsilon moves to the square of a constant channel: the norms' sums stay what they were."""
+        source, target = self._embedding.source, self._embedding.target
+        if vocab_size < config.vocab_size:
+            raise ConfigError(f"--vocab-size {vocab_size}: below the source's {config.vocab_size}")
+        if target.hidden == source.hidden:
+            raise ConfigError("--vocab-size: needs a channel of its own; choose a shape with hidden above the source's")
+        total = config.rms_norm_eps * source.hidden
+        self._constant = float(torch.tensor(math.sqrt(total / 2)).to(self._dtype))
+        self.rms_norm_eps = (total - self._constant**2) / target.hidden
+
+    def _place(self, target: Tensor, source: str, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
+        """Write a tensor of the source where it lies in `target`; returns `target`."""
+        return self._place_values(target, self._reader.tensor(source), axes, scale)
+
+    def _place_values(self, target: Tensor, values: Tensor, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
+        values = values.to(self._device, torch.float32).mul(scale).to(self._dtype)
+        view, scattered = target, None
+        for dim, axis in enumerate(axes):
+            if isinstance(axis.places, range):
+                view = view.narrow(dim, 0, len(axis.places))
+                continue
+            values = values.index_select(dim, torch.tensor(axis.sources, device=self._device))
+            scattered = dim, torch.tensor(axis.places, device=self._device)
+        if scattered is None:
+            view.copy_(values)
+        else:
+            view.index_copy_(*scattered, values)
+        return target
+
+    def _zeros(self, axes: tuple[Axis, ...]) -> Tensor:
+        return torch.zeros([axis.size for axis in axes], dtype=self._dtype, device=self._device)
+
+    def _random(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
+        # Hashed together: the CPU's generator takes no more than 32 bits.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        return self._zeros(axes).normal_(0.0, RANDOM_STD, generator=generator)
+
+
+def _head_axes(embedding: Embedding) -> tuple[Axis, Axis]:
+    """Rows of q_proj, and of k_proj and v_proj."""
+    source, target = embedding.source, embedding.target
+    heads = Axis(
+        target.heads * target.head_dim,
+        embedding.head_channels(embedding.heads),
+        range(source.heads * source.head_dim),
+    )
+    held = [(place, head) for place, head in enumerate(embedding.kv_heads) if head >= 0]
+    kv_heads = Axis(
+        target.kv_heads * target.head_dim,
+        embedding.head_channels([place for place, _ in held]),
+        [head * source.head_dim + dim for _, head in held for dim in range(source.head_dim)],
+    )
+    return heads, kv_heads
+
+
+def inflated_fields(
+    fields: dict[str, Any], embedding: Embedding, vocab_size: int, rms_norm_eps: float, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The target's config.json from the source's."""
+    target = embedding.target
+    changes: dict[str, Any] = {
+        "hidden_size": target.hidden,
+        "intermediate_size": target.intermediate,
+        "num_hidden_layers": target.layers,
+        "num_attention_heads": target.heads,
+        "num_key_value_heads": target.kv_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": rms_norm_eps,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+        "dtype" if "dtype" in fields else "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if fields.get("layer_types"):
+        changes["layer_types"] = ["full_attention"] * target.layers
+    if "max_window_layers" in fields:
+        changes["max_window_layers"] = target.layers
+    return {**fields, **changes}

@@ -1,0 +1,207 @@
+"""The text that a drafter learns from: questions, given and invented, and the target's answers to them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider_tools.training.generate import Generator, Job, greedy_answers
+from outrider_tools.training.openings import all_openings
+from outrider_tools.training.parallel import Peers
+from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.report import Report
+from outrider_tools.training.texts import Texts
+
+# Invented questions of fewer tokens are mere greetings, or nothing.
+MIN_QUESTION = 4
+# Tokens of an answer to count on, and the share of invented questions that are kept, both on the low side: with too
+# many questions a little time is lost, with too few there is less text than was asked for.
+ANSWER_TOKENS, KEPT_SHARE = 240, 0.8
+# Ranks draw their noise from seeds this far apart.
+RANK_SEEDS = 7919
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusOptions:
+    """How much text, of what kind."""
+
+    tokens: int = 10_000_000
+    """Answer tokens to make; a little more come, since answers that have begun are finished."""
+    invented: int = -1
+    """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
+    opened: float = 0.6
+    """Share of them whose first words are given (`openings`), so that they are of many kinds."""
+    given_repeats: int = 1
+    """Answers to each given question."""
+    question_tokens: int = 192
+    answer_tokens: int = 512
+    question_temperature: float = 1.0
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.8, 1.0)
+    """Answers take these in turn."""
+    held_out: int = 64
+    """Invented questions that are left out, for the evaluation."""
+    text_minutes: float = 0.0
+    """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
+    num_rows: int = 1024
+    """Conversations at once."""
+    seed: int = 0
+
+
+class Corpus:
+    """Makes the texts, or reads them where they were made with the same options before.
+
+    Each of `peers` makes its share and leaves it in the folder, where all of them then read all of it.
+
+    Attributes:
+        held_out: invented questions that are not trained on, as token ids. Set by `texts`.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        form: ChatForm,
+        options: CorpusOptions,
+        folder: Path,
+        report: Report,
+        peers: Peers | None = None,
+    ) -> None:
+        self.held_out: list[list[int]] = []
+        self._model = model
+        self._form = form
+        self._options = options
+        self._folder = folder
+        self._report = report
+        self._peers = peers or Peers()
+        self._seed = options.seed + RANK_SEEDS * self._peers.rank
+
+    def texts(self, given: Sequence[Question]) -> Texts:
+        """Conversations that the target had with the `given` questions and its own.
+
+        Raises:
+            ConfigError: there are no questions at all.
+        """
+        wanted = {**asdict(self._options), "given": len(given)}
+        wanted["temperatures"] = list(self._options.temperatures)
+        record, path = self._folder / "texts.json", self._folder / "texts.safetensors"
+        found = json.loads(record.read_text("utf-8")) if record.exists() and path.exists() else None
+        # The first rank's view counts, and none goes on to write before all have looked.
+        if self._peers.same(int(found is not None and found["options"] == wanted)):
+            found = json.loads(record.read_text("utf-8"))
+            self.held_out = found["held_out"]
+            return Texts.load(path)
+        self._make(given)
+        if self._peers.first:
+            texts = self._gather().without(
+                self._form.before + question + self._form.after for question in self.held_out
+            )
+            if not len(texts):
+                raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
+            texts.save(path)
+            part = record.with_name(record.name + ".part")
+            part.write_text(json.dumps({"options": wanted, "held_out": self.held_out}), "utf-8")
+            os.replace(part, record)
+        self._peers.wait()
+        self.held_out = json.loads(record.read_text("utf-8"))["held_out"]
+        return Texts.load(path)
+
+    def _make(self, given: Sequence[Question]) -> None:
+        """This rank's share, to its own file."""
+        peers, options = self._peers, self._options
+        invented = self._invent(len(given))
+        if peers.first:
+            self.held_out, invented = invented[: options.held_out], invented[options.held_out :]
+        prompts = [self._form.ask(question.text) for question in given[peers.rank :: peers.count]]
+        prompts *= options.given_repeats
+        prompts += [self._form.before + question + self._form.after for question in invented]
+        self._answer(prompts).save(self._part(peers.rank))
+        peers.wait()
+
+    def _part(self, rank: int) -> Path:
+        return self._folder / f"texts.{rank}.safetensors"
+
+    def _gather(self) -> Texts:
+        paths = [self._part(rank) for rank in range(self._peers.count)]
+        texts = Texts.together([Texts.load(path) for path in paths])
+        for path in paths:
+            path.unlink()
+        return texts
+
+    @property
+    def _seconds(self) -> float | None:
+        return 60 * self._options.text_minutes or None
+
+    def _invent(self, num_given: int) -> list[list[int]]:
+        """Questions as token ids, each once, without what ends them."""
+        options = self._options
+        count = options.invented
+        if count < 0:
+            wanted = options.tokens / ANSWER_TOKENS - num_given * options.given_repeats
+            count = options.held_out + max(0, int(wanted / KEPT_SHARE))
+        count = self._peers.share(count)
+        if not count:
+            return []
+        before, stops = self._form.before, self._model.config.eos_token_ids
+        openings = [self._form.words(text) for text in all_openings()]
+        # In turn, a share of them opened; ranks begin at different places.
+        random = np.random.default_rng(self._seed)
+        chosen = random.integers(0, len(openings), count)
+        firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
+        firsts = [first[: options.question_tokens - 1] for first in firsts]
+        jobs = [
+            Job([*before, *first], options.question_temperature, options.question_tokens - len(first))
+            for first in firsts
+        ]
+        rows = min(options.num_rows, count)
+        generator = Generator(self._model, rows, len(before) + options.question_tokens, stops, self._seed)
+        answers = generator.run(
+            jobs,
+            seconds=self._seconds,
+            told=lambda done: self._report.generated("questions", done * self._peers.count, 0),
+        )
+        whole = [
+            [*first, *answer[:-1]]
+            for first, answer in zip(firsts, answers, strict=False)
+            if answer[-1] in stops and len(first) + len(answer) > MIN_QUESTION
+        ]
+        return [list(question) for question in dict.fromkeys(map(tuple, whole))]
+
+    def _answer(self, prompts: list[list[int]]) -> Texts:
+        options = self._options
+        longest = options.question_tokens + len(self._form.before) + len(self._form.after)
+        prompts = [prompt for prompt in prompts if len(prompt) <= longest]
+        if not prompts:
+            return Texts.join([], [])
+        order = np.random.default_rng(self._seed).permutation(len(prompts))
+        prompts = [prompts[i] for i in order]
+        # A new generator, since its rows are longer; another seed, so that answers do not repeat questions' noise.
+        generator = Generator(
+            self._model,
+            min(options.num_rows, len(prompts)),
+            longest + options.answer_tokens,
+            self._model.config.eos_token_ids,
+            self._seed + 1,
+        )
+        heats = options.temperatures
+        jobs = [Job(prompt, heats[i % len(heats)], options.answer_tokens) for i, prompt in enumerate(prompts)]
+        answers = generator.arrays(
+            jobs,
+            token_budget=self._peers.share(options.tokens),
+            seconds=self._seconds,
+            told=lambda done: self._report.generated("answers", done * self._peers.count, options.tokens),
+        )
+        return Texts.join(prompts[: len(answers)], answers)
+
+
+def greedy_texts(
+    model: CausalLM, form: ChatForm, questions: Sequence[Question], max_new_tokens: int, num_rows: int
+) -> Texts:
+    """The target's answers at temperature 0 to questions in a chat."""
+    prompts = [form.ask(question.text) for question in questions]
+    return Texts.join(prompts, greedy_answers(model, prompts, max_new_tokens, model.config.eos_token_ids, num_rows))

@@ -1,0 +1,155 @@
+"""How well a draft model guesses, offline: on the target's own answers, with the model as services load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
+from outrider.models.drafters.base import DraftModel
+from outrider_tools.training.answers import Answers
+from outrider_tools.training.dense import target_states
+from outrider_tools.training.figures import Counts, Evaluation, Figures, Flags, Tally
+from outrider_tools.training.loops import loops
+from outrider_tools.training.ranking import Ranking
+from outrider_tools.training.rollout import Branches, TextDraft
+from outrider_tools.training.tree import CHUNK_ROOTS, TreeShape, tree_accepts
+
+DEPTH = 10
+
+
+@torch.inference_mode()
+def evaluate(
+    target: CausalLM,
+    model: DraftModel,
+    answers: Answers,
+    *,
+    depth: int = DEPTH,
+    tree: TreeShape | None = None,
+    told: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Measure `model` on answers that the target gave. `depth` limits the rates, `tree.depth` chains and trees.
+
+    At a temperature the drafter ranks with the noise that the answers were drawn by. `told(done, total)` answers.
+
+    Raises:
+        ConfigError: the draft model is of another vocabulary or hidden size.
+    """
+    _check(target, model)
+    tree = tree or TreeShape()
+    tallies: list[tuple[str, bool, Tally]] = []
+    for number, category in enumerate(answers.categories):
+        sequence = answers.texts.sequence(number)
+        token_ids = torch.from_numpy(sequence.astype(np.int64)).to(target.device)
+        first = int(answers.texts.prompt_lens[number])
+        agree, accepts = _measure(target, model, answers, number, token_ids, max(depth, tree.depth), tree)
+        tally = Tally(depth, tree.depth)
+        # Chains may be deeper than the rates.
+        tally.count(agree, accepts, first)
+        tallies.append((category, loops(answers.texts.answer(number).tolist()), tally))
+        if told is not None:
+            told(number + 1, len(answers.categories))
+    names = dict.fromkeys(category for category, _, _ in tallies if category)
+    whole = _sum(tally for _, _, tally in tallies)
+    if whole is None:
+        raise ConfigError("there are no answers to evaluate with")
+    by_category = {name: _sum(tally for category, _, tally in tallies if category == name) for name in names}
+    return Evaluation(
+        temperature=answers.temperature,
+        all=whole,
+        without_loops=_sum(tally for _, looped, tally in tallies if not looped),
+        loops=_sum(tally for _, looped, tally in tallies if looped),
+        categories={name: found for name, found in by_category.items() if found is not None},
+    )
+
+
+def _measure(
+    target: CausalLM,
+    model: DraftModel,
+    answers: Answers,
+    number: int,
+    token_ids: Tensor,
+    depth: int,
+    tree: TreeShape,
+) -> tuple[Flags, Counts]:
+    """What `teacher_forced` gives for an answer, and the accepted nodes [T] of trees."""
+    draft = read_text(target, model, token_ids)
+    seed = answers.seeds[number]
+    ranking = Ranking(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
+    agree = teacher_forced(draft, ranking, depth)
+    first_root = int(answers.texts.prompt_lens[number]) - 1
+    # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
+    accepts = tree_accepts(draft, ranking, tree, first_root, all_roots=target.device.type == "cuda")
+    return agree, accepts.cpu().numpy()
+
+
+@torch.inference_mode()
+def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextDraft:
+    """`model` over a text, int64 [T], with the target's features if it takes any."""
+    features = None
+    if model.feature_layers:
+        features = target_states(target, token_ids[None], model.feature_layers)[0][0].to(model.dtype)
+    return TextDraft(model, token_ids, features)
+
+
+@torch.inference_mode()
+def teacher_forced(draft: TextDraft, ranking: Ranking, depth: int) -> Flags:
+    """Whether the drafter's best token is the text's: bool [depth, T].
+
+    Entry [d, t] is of the guess d + 1 tokens past the root t, after features of the positions before t and the text's
+    own tokens up to t + d. What would lie behind the text is False.
+    """
+    length = draft.token_ids.shape[0]
+    found = torch.zeros(depth, length, dtype=torch.bool, device=draft.token_ids.device)
+    if draft.features is None:
+        # Nothing but tokens goes in, and those are the text's: a guess is the same from whatever root.
+        hits = _hits(draft, ranking, draft.rows, torch.arange(length, device=found.device))
+        for step in range(min(depth, length)):
+            found[step, : length - step] = hits[step:]
+    else:
+        for start in range(1, length - 1, CHUNK_ROOTS):
+            roots = torch.arange(start, min(start + CHUNK_ROOTS, length - 1), device=found.device)
+            _force(draft, ranking, roots, found)
+    flags: Flags = found.cpu().numpy()
+    return flags
+
+
+def _force(draft: TextDraft, ranking: Ranking, roots: Tensor, found: Tensor) -> None:
+    branches = Branches(draft, roots)
+    features, owners = branches.root_features, torch.arange(roots.shape[0], device=roots.device)
+    for step in range(found.shape[0]):
+        places = roots + step
+        # Behind the text any token does: what follows is False.
+        tokens = draft.following(places).clamp(min=0)
+        rows, features = branches.run(tokens, owners, features, owners)
+        found[step, roots] = _hits(draft, ranking, rows, places)
+
+
+def _hits(draft: TextDraft, ranking: Ranking, rows: Tensor, places: Tensor) -> Tensor:
+    """Whether the best token after each place [N] is the text's."""
+    guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
+    return torch.cat(guesses) == draft.following(places + 1)
+
+
+def _sum(tallies: Iterable[Tally]) -> Figures | None:
+    whole: Tally | None = None
+    for tally in tallies:
+        if whole is None:
+            whole = Tally(tally.depth, tally.chain.depth)
+        whole.add(tally)
+    return None if whole is None else whole.figures()
+
+
+def _check(target: CausalLM, model: DraftModel) -> None:
+    config = target.config
+    if model.hidden_size and model.hidden_size != config.hidden_size:
+        raise ConfigError(f"the draft takes features of size {model.hidden_size}, the target's is {config.hidden_size}")
+    if model.target_vocab_size < config.vocab_size:
+        raise ConfigError(
+            f"the draft knows {model.target_vocab_size} tokens, and the target has {config.vocab_size}; "
+            "they need one tokenizer"
+        )

@@ -1,0 +1,151 @@
+"""All of a training: questions, text, drafter, evaluation, card. Stages that are done are not done again."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import outrider
+from outrider_tools.training.card import write_card
+from outrider_tools.training.evaluation_stage import load_drafter, measure
+from outrider_tools.training.export import export_drafter
+from outrider_tools.training.initial_head import resolved
+from outrider_tools.training.parallel import Peers
+from outrider_tools.training.plots import write_plots
+from outrider_tools.training.prompts import ChatForm
+from outrider_tools.training.report import Report
+from outrider_tools.training.run_options import STATE_FILE, RunOptions, check_resumed
+from outrider_tools.training.tables import length_table, rate_table
+from outrider_tools.training.target import Target
+from outrider_tools.training.text_stage import WORK_FOLDER, run_texts
+from outrider_tools.training.trainee import make_trainee
+from outrider_tools.training.trainer import Trainer
+
+RECORD_FILE = "training.json"
+
+
+def train_rank(model_folder: Path, out: Path, options: RunOptions, device: torch.device, peers: Peers) -> None:
+    """`train` in one of several processes; the first one speaks."""
+    with Report() if peers.first else Report(io.StringIO()) as report:
+        train(model_folder, out, device, options, report, peers)
+
+
+def train(
+    model_folder: Path,
+    out: Path,
+    device: torch.device,
+    options: RunOptions,
+    report: Report,
+    peers: Peers | None = None,
+) -> None:
+    """Train a drafter and write it to `out`; what can be taken up again later lies in its folder `work`.
+
+    Of several processes the first one does what follows the training.
+
+    Raises:
+        ConfigError: something given does not fit, or prompts for training are also for the evaluation.
+    """
+    peers = peers or Peers()
+    processes = peers.count
+    work = out / WORK_FOLDER
+    work.mkdir(parents=True, exist_ok=True)
+    clock = _Clock()
+    target = Target(model_folder, device)
+    options = resolved(options, target.config)
+    form = ChatForm(model_folder)
+    clock.lap("load")
+
+    found = run_texts(target, form, options, work, report, peers)
+    texts = found.texts
+    clock.lap("text")
+    report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
+
+    check_resumed(work, options)
+    trainee = make_trainee(target, texts, options)
+    trainer = Trainer(trainee.learner, texts, options.trainer, work / STATE_FILE, peers)
+    history = trainer.run(report.point)
+    peers.leave()
+    if not peers.first:
+        return
+    clock.lap("training")
+    num_bytes = export_drafter(trainee.module, model_folder, out)
+
+    drafter = load_drafter(options.algorithm, out, model_folder, target.model)
+    evaluations = measure(
+        target.model,
+        form,
+        drafter,
+        found.questions,
+        report,
+        temperatures=options.eval_temperatures,
+        max_new_tokens=options.eval_new_tokens,
+        tree=options.tree,
+        num_rows=min(options.corpus.num_rows, len(found.questions)),
+    )
+    clock.lap("evaluation")
+    record = {
+        "target": model_folder.name,
+        "algorithm": options.algorithm,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "processes": processes,
+        "versions": {"outrider": outrider.__version__, "torch": torch.__version__},
+        "questions_given": found.num_given,
+        "answers": len(texts),
+        "answer_tokens": texts.num_answer_tokens,
+        "trained_parameters": sum(parameter.numel() for parameter in trainee.module.parameters()),
+        "weight_bytes": num_bytes,
+        **trainee.facts,
+        "options": _plain(asdict(options)),
+        "seconds": clock.seconds,
+        "training": asdict(history),
+        "evaluation": [asdict(evaluation) for evaluation in evaluations],
+    }
+    (out / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    plots = write_plots(record, out, report)
+    write_card(record, evaluations, out, plots)
+    report.table(_summary(record))
+    report.table(length_table(evaluations))
+    report.table(rate_table(evaluations))
+
+
+class _Clock:
+    """Seconds that each stage took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._last, 2)
+        self._last = now
+
+
+def _summary(record: dict[str, Any]) -> list[tuple[str, str]]:
+    points = record["training"]["points"]
+    loss = f"{points[-1]['loss']:.3f}" if points else "none"
+    return [
+        ("answers, tokens", f"{record['answers']}, {record['answer_tokens']}"),
+        ("steps, last loss", f"{record['training']['total_steps']}, {loss}"),
+        ("tokens in the draft vocabulary", f"{record['vocabulary_coverage']:.4f}"),
+        ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB"),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())),
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON holds it; of paths the name alone."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.name if isinstance(value, Path) else value

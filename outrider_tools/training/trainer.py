@@ -1,0 +1,233 @@
+"""The training loop of a drafter."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+from outrider_tools.training.learner import Learner
+from outrider_tools.training.optimizers import Average, make_optimizers
+from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.packing import PackedBatches
+from outrider_tools.training.parallel import Peers
+from outrider_tools.training.state import load_state, save_state
+from outrider_tools.training.texts import Batches, TextBatch, Texts
+
+# Steps that are run before the speed is taken, and that it is then taken over.
+SPEED_AFTER, SPEED_OVER = 10, 20
+LOG_EVERY = 20
+# Options that may differ when a training is taken up.
+FREE = ("save_seconds", "compile")
+
+
+@dataclass(slots=True)
+class Point:
+    """Means over the steps since the point before."""
+
+    step: int
+    loss: float
+    rates: list[float]
+    """Share of places where the likeliest tokens agree, by depth."""
+
+
+@dataclass(slots=True)
+class History:
+    """What is told of a training: its length, its curve, its time without interruptions."""
+
+    total_steps: int = 0
+    seconds: float = 0.0
+    points: list[Point] = field(default_factory=list)
+
+
+Told = Callable[[int, int, Point], None]
+
+
+class Trainer:
+    """Trains one drafter on one set of texts. All of its state but the texts goes to, and comes from, `state_path`.
+
+    An interrupted training that is taken up gives what an uninterrupted one gives: bit by bit on a CPU. Among `peers`
+    each trains with its own share of the same batches, and all have the same weights after every step.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        texts: Texts,
+        options: TrainerOptions,
+        state_path: Path | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self.history = History(total_steps=options.steps)
+        self.learner = learner
+        self._peers = peers or Peers()
+        self._device = next(learner.module.parameters()).device
+        self._options = options
+        kind = PackedBatches if learner.packed else Batches
+        self._plan = kind(texts, options.batch_tokens, options.unroll + 1)
+        self._state_path = state_path
+        self._step = self._first_step = 0
+        self._step_weights: Tensor | None = None
+        self._optimizers = make_optimizers(learner, options)
+        self._parameters = list(learner.module.parameters())
+        self._average = Average(self._parameters, options.average) if options.average else None
+        if state_path is not None and state_path.exists():
+            self._resume(state_path)
+            self._first_step = self._step
+        # None writes the state before all have read it.
+        self._peers.wait()
+
+    def run(self, told: Told | None = None, stop_after: int | None = None) -> History:
+        """Train to the end, or until `stop_after` steps are done in all; the state is then saved."""
+        started = saved = time.monotonic()
+        before = self.history.seconds
+        speed_from = 0.0
+        gathered: list[tuple[Tensor, Tensor]] = []
+        for batch in self.stream():
+            if self._done() or (stop_after is not None and self._step >= stop_after):
+                break
+            gathered.append(self.learn(batch))
+            self._step += 1
+            if not self.history.total_steps:
+                speed_from = self._fit_minutes(speed_from)
+            if self._step % LOG_EVERY == 0 or self._done():
+                self._log(gathered, told)
+                gathered = []
+            now = time.monotonic()
+            self.history.seconds = before + now - started
+            # Only between two points of the curve, so that a resumed one has the same points.
+            if now - saved > self._options.save_seconds and not gathered:
+                self._save()
+                saved = now
+        if stop_after is not None and gathered:
+            self._log(gathered, None)
+        self._save()
+        if self._average is not None and self._done():
+            self._average.give(self._parameters)
+        return self.history
+
+    def _done(self) -> bool:
+        return 0 < self.history.total_steps <= self._step
+
+    def stream(self) -> Iterator[TextBatch]:
+        """This rank's batches from where the state stands, epoch after epoch; all ranks have equally many."""
+        epoch, skip = 0, self._step
+        while True:
+            groups = self._plan.groups(self._options.seed * 1000 + epoch)
+            steps = len(groups) // self._peers.count
+            if not groups:
+                raise ConfigError("the texts are too short to train on: no answer is longer than the unrolled steps")
+            if not steps:
+                raise ConfigError(
+                    f"the texts make {len(groups)} batches, fewer than there are processes ({self._peers.count}); "
+                    "make more text, or choose fewer tokens a batch"
+                )
+            for step in range(skip, steps):
+                yield self._plan.batch(groups[step * self._peers.count + self._peers.rank])
+            skip = max(0, skip - steps)
+            epoch += 1
+
+    def learn(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        """One step; its loss and its rates [unroll], still on the device."""
+        if self._step == 0:
+            self.learner.prepare(batch)
+            self._peers.spread(self._parameters)
+            self._peers.spread(buffer for buffer in self.learner.module.buffers() if buffer.is_floating_point())
+        share = self._schedule()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * share
+        losses, hits = self.learner.losses(batch)
+        loss = (losses * self._weights(losses)).sum()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._peers.average_gradients(self._parameters, batch.num_targets)
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if self._average is not None:
+            self._average.add(self._parameters)
+        return loss.detach(), hits
+
+    def _weights(self, losses: Tensor) -> Tensor:
+        """Of the unrolled steps, on the device; they add up to 1."""
+        if self._step_weights is None or self._step_weights.shape != losses.shape:
+            weights = torch.tensor([self._options.decay**step for step in range(losses.shape[0])])
+            self._step_weights = (weights / weights.sum()).to(losses.device)
+        return self._step_weights
+
+    def _schedule(self) -> float:
+        """Share of the peak learning rate: up in a line, down in a cosine. Unknown ends count as far away."""
+        total = self.history.total_steps or 100 * (SPEED_AFTER + SPEED_OVER)
+        warmup = max(1.0, self._options.warmup_share * total)
+        if self._step < warmup:
+            return (self._step + 1) / (warmup + 1)
+        done = min(1.0, (self._step - warmup) / max(1.0, total - warmup))
+        low = self._options.final_share
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+    def _fit_minutes(self, speed_from: float) -> float:
+        """Choose the number of steps once the speed is known; returns when it began to be taken."""
+        count = self._step - self._first_step
+        if count not in (SPEED_AFTER, SPEED_AFTER + SPEED_OVER):
+            return speed_from
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.monotonic()
+        if count == SPEED_AFTER:
+            return now
+        seconds = (now - speed_from) / SPEED_OVER
+        total = max(self._step + 1, int(60 * self._options.minutes / seconds))
+        self.history.total_steps = self._peers.same(total)
+        return now
+
+    def _log(self, gathered: list[tuple[Tensor, Tensor]], told: Told | None) -> None:
+        loss = float(self._peers.mean(torch.stack([loss for loss, _ in gathered]).mean()))
+        rates: list[float] = self._peers.mean(torch.stack([hits for _, hits in gathered]).mean(0)).tolist()
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss is {loss} at step {self._step}; choose a lower learning rate")
+        point = Point(self._step, loss, rates)
+        self.history.points.append(point)
+        if told is not None:
+            told(self._step, self.history.total_steps, point)
+
+    def _save(self) -> None:
+        if self._state_path is None or not self._peers.first:
+            return
+        record = {
+            "step": self._step,
+            "processes": self._peers.count,
+            "history": asdict(self.history),
+            "options": asdict(self._options),
+        }
+        weights = dict(self.learner.module.state_dict())
+        if self._average is not None:
+            weights |= self._average.state()
+        save_state(self._state_path, weights, self._optimizers, record)
+
+    def _resume(self, path: Path) -> None:
+        weights, record = load_state(path, self._optimizers)
+        given = {**asdict(self._options), "processes": self._peers.count}
+        # Options that are younger than the state had no other value then.
+        options = {**asdict(TrainerOptions()), **record["options"], "processes": record["processes"]}
+        changed = [name for name in given if name not in FREE and options.get(name) != given[name]]
+        if changed:
+            raise ConfigError(
+                f"{path} is the state of a training with another {changed[0]} "
+                f"({options.get(changed[0])}, not {given[changed[0]]}); choose another folder or remove it"
+            )
+        if self._average is not None:
+            self._average.load(weights)
+        self.learner.module.load_state_dict(weights)
+        self._step = int(record["step"])
+        history = record["history"]
+        self.history = History(
+            history["total_steps"], history["seconds"], [Point(**point) for point in history["points"]]
+        )

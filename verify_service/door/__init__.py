@@ -1,0 +1,1 @@
+"""The process that clients, gateways and drafts talk to. Torch-free."""

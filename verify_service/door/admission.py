@@ -1,0 +1,148 @@
+"""From a request on the wire to one that the engine may trust."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outrider.errors import ContextLengthError, InvalidRequestError
+from outrider.grammar.check import check_grammar
+from outrider.grammar.spec import Grammar
+from outrider.protocol.codec import decode_sampling
+from outrider.protocol.grammar_codec import decode_grammar
+from outrider.rpc.call import client
+from outrider.sampling.params import SamplingParams
+from outrider.v1 import verify_pb2
+from verify_service.frames.submission import Submission
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_ID_CHARACTERS = 256
+MAX_TENANT_CHARACTERS = 64
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 2.0),
+}
+_POSITIVE = ("top_p",)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Checks requests against the model's limits. The gateway has checked them already; this door trusts nobody."""
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    speculation: bool
+
+    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Submission:
+        """A request ready for the engine.
+
+        Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
+        """
+        # Sizes first: a message of some megabytes holds millions of entries.
+        self._check_prompt(message.prompt_token_ids)
+        _check_sizes(message)
+        prompt = list(message.prompt_token_ids)
+        if message.max_tokens < 1:
+            raise InvalidRequestError("max_tokens", "is 0", "ask for at least 1 token")
+        fresh_seed = secrets.randbits(64)
+        params = decode_sampling(message.sampling, choice_index=message.choice_index, fresh_seed=fresh_seed)
+        check_sampling(params, self.vocab_size)
+        if message.HasField("grammar"):
+            params = replace(params, grammar=self._grammar(message))
+        eos = () if message.ignore_eos else self.eos_token_ids
+        return Submission(
+            request_id=message.request_id,
+            tokens=prompt,
+            sampling=params,
+            max_tokens=min(message.max_tokens, self.context_length - len(prompt)),
+            stop_ids=frozenset(message.stop_token_ids) | frozenset(eos),
+            speculate=self.speculation and not message.disable_speculation,
+            num_prompt_logprobs=self._prompt_logprobs(message),
+            trace=message.trace,
+            priority=message.priority,
+            tenant=message.tenant,
+            client=client.get(),
+        )
+
+    def _grammar(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Grammar:
+        """Whether it can be compiled is seen later, by GrammarChecker."""
+        grammar = decode_grammar(message.grammar)
+        check_grammar(grammar)
+        if message.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
+            )
+        if not self.eos_token_ids:
+            raise InvalidRequestError(
+                "grammar", "cannot be used: the model has no end-of-sequence token", "leave it out"
+            )
+        return grammar
+
+    def _prompt_logprobs(self, message: verify_pb2.VerifyServiceGenerateRequest) -> int | None:
+        if not message.HasField("num_prompt_logprobs"):
+            return None
+        if message.num_prompt_logprobs > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "num_prompt_logprobs", f"is {message.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
+            )
+        return message.num_prompt_logprobs
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InvalidRequestError("prompt_token_ids", "is empty", "send at least one token")
+        if len(prompt) >= self.context_length:
+            raise ContextLengthError(
+                "prompt_token_ids",
+                f"has {len(prompt)} tokens, but the context holds {self.context_length} of prompt and output",
+                f"shorten the prompt to at most {self.context_length - 1} tokens",
+            )
+        top = max(prompt)
+        if top >= self.vocab_size:
+            raise InvalidRequestError(
+                "prompt_token_ids", f"holds id {top}, but the vocabulary ends at {self.vocab_size - 1}"
+            )
+
+
+def _check_sizes(message: verify_pb2.VerifyServiceGenerateRequest) -> None:
+    for field, length, most in (
+        ("request_id", len(message.request_id), MAX_ID_CHARACTERS),
+        ("tenant", len(message.tenant), MAX_TENANT_CHARACTERS),
+        ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS),
+        ("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS),
+    ):
+        if length > most:
+            raise InvalidRequestError(field, f"holds {length} entries, at most {most}", "send fewer")
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequestError for a sampling field outside its range."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if not math.isfinite(value) or not low <= value <= high or (name in _POSITIVE and value == 0):
+            opening = "above" if name in _POSITIVE else "from"
+            raise InvalidRequestError(f"sampling.{name}", f"is {value}", f"use a number {opening} {low} to {high}")
+    if (params.num_logprobs or 0) > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            "sampling.num_logprobs", f"is {params.num_logprobs}", f"ask for at most {MAX_LOGPROBS}"
+        )
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            "sampling.logit_bias", f"holds {len(params.logit_bias)} entries", f"send at most {MAX_LOGIT_BIAS}"
+        )
+    for token, bias in params.logit_bias.items():
+        if token >= vocab_size or not abs(bias) <= 100:
+            raise InvalidRequestError(
+                "sampling.logit_bias",
+                f"maps {token} to {bias}",
+                f"use ids below {vocab_size} and biases from -100 to 100",
+            )

@@ -1,0 +1,235 @@
+"""What a verify service reports to Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from verify_service.door.remote import RemoteVerifyEngine
+from verify_service.door.session import DraftDialer
+from verify_service.frames.engine import RoundReport
+
+_ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_GAP_BUCKETS = (0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
+# Closest where a round of an 8B model lies on a large GPU.
+_GPU_BUCKETS = (
+    *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.00425, 0.0045, 0.00475, 0.005, 0.0055, 0.006, 0.007, 0.008),
+    *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5),
+)
+_ANSWER_BUCKETS = (0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5)
+_NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)
+_USUAL_LEARN = 0.05
+_WINDOW_SECONDS = 5.0
+
+
+class VerifyMetrics:
+    """Counts rounds as they happen; the state of the engine is read when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"outrider_verify_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"outrider_verify_{name}", text, buckets=buckets, registry=registry)
+
+        self._accept_length = histogram(
+            "accept_length", "Tokens committed by one request in one round.", _ACCEPT_BUCKETS
+        )
+        self._rounds = counter("rounds", "Rounds run.")
+        self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
+        self._gap_seconds = histogram(
+            "host_gap_seconds", "Time on the host from the end of a round to the launch of the next.", _GAP_BUCKETS
+        )
+        self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
+        self._round_nodes = histogram("round_draft_tokens", "Tree nodes in a round.", _NODES_BUCKETS)
+        self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
+        self._held_rounds = counter("held_rounds", "Rounds that waited for drafts.")
+        self._drafted_rounds = counter("drafted_rounds", "Rounds with requests that a draft serves.")
+        self._fallback_rounds = counter(
+            "fallback_rounds", "Rounds that no draft served though drafts are configured: tokens at plain speed."
+        )
+        self._has_drafts = False
+        self._hit_rounds = counter(
+            "hit_rounds", "Of these, those with at least half of the usual number of nodes there without waiting."
+        )
+        self._ready_rounds = counter(
+            "ready_rounds", "Drafted rounds with at least half of the nodes that they took there without waiting."
+        )
+        self._ready_nodes = histogram(
+            "ready_draft_tokens", "Tree nodes there for a round without waiting, where a draft serves.", _NODES_BUCKETS
+        )
+        self._hit_wait_seconds = histogram(
+            "hit_wait_seconds", "Gap before a hit round, waiting for drafts included.", _GAP_BUCKETS
+        )
+        self._answer_seconds = histogram(
+            "draft_answer_times_seconds", "From a commit to the draft's answer.", _ANSWER_BUCKETS
+        )
+        self._usual_nodes = 0.0
+        self._committed = counter("committed_tokens", "Tokens committed.")
+        self._prefilled = counter("prefilled_tokens", "Tokens computed by prefill.")
+        self._draft_tokens = counter("draft_tokens", "Tree nodes verified.")
+        self._accepted = counter("accepted_tokens", "Draft tokens committed.")
+        self._accepted_at = counter("accepted_tokens_per_position", "Draft tokens committed, by depth.", "position")
+        self._failed = counter("failed_requests", "Requests that a round failed.")
+        self._num_rejected = 0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def observe(self, report: RoundReport) -> None:
+        """A round was run."""
+        figures, accepted, committed = report.figures, sum(report.accepted), sum(report.committed)
+        self._rounds.inc()
+        self._round_seconds.observe(figures.seconds)
+        self._hold_seconds.inc(figures.held)
+        if figures.gap is not None:
+            self._gap_seconds.observe(figures.gap)
+        if figures.gpu is not None:
+            self._gpu_seconds.observe(figures.gpu)
+        self._round_nodes.observe(report.num_nodes)
+        self._draft_tokens.inc(report.num_nodes)
+        self._accepted.inc(accepted)
+        self._committed.inc(committed)
+        self._num_rejected += report.num_nodes - accepted
+        self._prefilled.inc(report.num_prefilled)
+        self._failed.inc(report.num_failed)
+        for length in report.committed:
+            self._accept_length.observe(length)
+        for length in report.accepted:
+            for position in range(length):
+                self._accepted_at.labels(position).inc()
+        self._observe_drafts(report)
+        self._recent.append((time.monotonic(), committed))
+        self._forget_old()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Committed tokens per second over the last seconds."""
+        # Other threads ask: the event loop's alone takes anything out, and two takers could take the same entry.
+        horizon = time.monotonic() - _WINDOW_SECONDS
+        return sum(count for at, count in list(self._recent) if at >= horizon) / _WINDOW_SECONDS
+
+    def watch(self, engine: RemoteVerifyEngine, dialers: Sequence[DraftDialer]) -> None:
+        """Report this engine and its drafts too."""
+        self._has_drafts = bool(dialers)
+
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            Gauge(f"outrider_verify_{name}", text, registry=self.registry).set_function(value)
+
+        gauge("running_requests", "Requests in rounds.", lambda: engine.num_running)
+        gauge("waiting_requests", "Requests that wait for a place.", lambda: engine.num_waiting)
+        gauge("waiting_tokens", "Prompt tokens of requests without a token.", lambda: engine.backlog.num_tokens)
+        gauge("kv_pages", "KV pages in all.", lambda: engine.snapshot.num_pages)
+        gauge(
+            "kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.snapshot.num_pages_used
+        )
+        gauge("tokens_per_second", "Committed tokens per second, lately.", lambda: self.tokens_per_second)
+        gauge("healthy_drafts", "Draft services connected and answering.", lambda: engine.num_healthy)
+        gauge(
+            "drafts_waiting_for_features",
+            "Draft services connected that will get features and cannot yet.",
+            lambda: engine.snapshot.drafts_waiting,
+        )
+        gauge(
+            "graphs_pending",
+            "CUDA graphs to capture anew before a draft gets features.",
+            lambda: engine.snapshot.graphs_pending,
+        )
+        self.registry.register(_EngineCounts(engine, dialers, self))
+
+    @property
+    def num_rejected(self) -> int:
+        """Tree nodes that were verified in vain."""
+        return self._num_rejected
+
+    def _observe_drafts(self, report: RoundReport) -> None:
+        """How far the drafts were ahead of the round."""
+        figures = report.figures
+        if figures.held > 0:
+            self._held_rounds.inc()
+        for seconds in figures.answers:
+            self._answer_seconds.observe(seconds)
+        if figures.ready is None:
+            # A round that commits nothing is prefill alone, which no draft takes part in.
+            if self._has_drafts and report.committed:
+                self._fallback_rounds.inc()
+            return
+        self._drafted_rounds.inc()
+        self._ready_nodes.observe(figures.ready)
+        # Rounds without any nodes say nothing of how many would have paid.
+        if report.num_nodes:
+            self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
+        if figures.ready and report.num_nodes and figures.ready >= report.num_nodes / 2:
+            self._ready_rounds.inc()
+        if figures.ready and figures.ready >= self._usual_nodes / 2:
+            self._hit_rounds.inc()
+            if figures.gap is not None:
+                self._hit_wait_seconds.observe(figures.gap + figures.held)
+
+    def _forget_old(self) -> None:
+        horizon = time.monotonic() - _WINDOW_SECONDS
+        while self._recent and self._recent[0][0] < horizon:
+            self._recent.popleft()
+
+
+class _EngineCounts(Collector):
+    """Counts that engine and drafts keep themselves."""
+
+    def __init__(self, engine: RemoteVerifyEngine, dialers: Sequence[DraftDialer], metrics: VerifyMetrics) -> None:
+        self._engine = engine
+        self._dialers = dialers
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing fixed: the labels come and go."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each."""
+        snapshot = self._engine.snapshot
+        wasted = CounterMetricFamily(
+            "outrider_verify_wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", labels=["reason"]
+        )
+        wasted.add_metric(["rejected"], self._metrics.num_rejected)
+        for reason, count in snapshot.dropped.items():
+            wasted.add_metric([reason], count)
+        yield wasted
+        declines = CounterMetricFamily("outrider_verify_declines", "Requests that drafts declined.", labels=["reason"])
+        for reason, count in snapshot.declined.items():
+            declines.add_metric([reason], count)
+        yield declines
+        refused = CounterMetricFamily(
+            "outrider_verify_refused_requests", "Requests refused because too much waits already.", labels=["reason"]
+        )
+        for reason in ("requests", "tokens"):
+            refused.add_metric([reason], self._engine.backlog.refused[reason])
+        yield refused
+        slow = CounterMetricFamily("outrider_verify_slow_readers", "Answers ended because they were left unread.")
+        slow.add_metric([], self._engine.backlog.slow_readers)
+        yield slow
+        preemptions = CounterMetricFamily("outrider_verify_preemptions", "Requests that gave up their pages.")
+        preemptions.add_metric([], snapshot.num_preemptions)
+        yield preemptions
+        state = GaugeMetricFamily(
+            "outrider_verify_draft_connected", "Whether a draft is connected.", labels=["address"]
+        )
+        answer = GaugeMetricFamily(
+            "outrider_verify_draft_answer_seconds", "Typical time of a draft's answer to a commit.", labels=["address"]
+        )
+        for dialer in self._dialers:
+            state.add_metric([dialer.address], dialer.state == "connected")
+        for peer in snapshot.peers:
+            answer.add_metric([peer.address], peer.typical)
+        yield state
+        yield answer
+        cost = GaugeMetricFamily("outrider_verify_round_cost_seconds", "t(M): a round of M tokens.", labels=["tokens"])
+        for width, seconds in snapshot.cost.items():
+            cost.add_metric([str(width)], seconds)
+        yield cost

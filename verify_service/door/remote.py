@@ -1,0 +1,240 @@
+"""The engine as the door sees it: requests and drafts go in, updates and figures come out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.errors import InternalError, OutriderError, UnavailableError
+from outrider.host.remote import EngineEnd
+from outrider.logs import get_logger
+from outrider.protocol.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
+from outrider.protocol.part_codec import pack_drafts, unpack_features, unpack_verify
+from outrider.protocol.parts import LineFrame
+from outrider.tree.handshake import Terms
+from outrider.tree.projection import ProjectionPart
+from verify_service.door.backlog import Backlog
+from verify_service.engine.inbox import MAX_UNREAD, unread_weight
+from verify_service.frames.codec import pack_submission, unpack_update
+from verify_service.frames.draft_codec import unpack_begin
+from verify_service.frames.drafts import (
+    DraftDown,
+    DraftReset,
+    DraftSaid,
+    DraftTold,
+    DraftUp,
+    FeaturesDone,
+    FeaturesOpen,
+    FeaturesTold,
+    FeaturesUp,
+    ProjectionFrame,
+)
+from verify_service.frames.engine import Ready, Refused, RoundReport, Snapshot, Stop, Told
+from verify_service.frames.messages import FromEngine, from_engine
+from verify_service.frames.requests import Cancel
+from verify_service.frames.submission import Submission, Update
+
+log = get_logger(__name__)
+
+Deliver = Callable[[Update], None]
+
+
+class Port(Protocol):
+    """A session with one draft service. Methods must not block."""
+
+    address: str
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Queue features, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
+class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
+    """The door's end of the socket to the engine process. Everything happens on the event loop.
+
+    `on_round` is told of every round.
+    """
+
+    def __init__(self, on_round: Callable[[RoundReport], None]) -> None:
+        super().__init__(from_engine)
+        self.snapshot = Snapshot()
+        """The engine's state a moment ago."""
+        self._on_round = on_round
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Deliver | None] = {}
+        """Requests that the engine has not ended yet; None where nobody listens any more."""
+        self.backlog = Backlog()
+        self._sessions: dict[Port, int] = {}
+        self._ports: dict[int, Port] = {}
+        self._unread: Counter[int] = Counter()
+        self._dtypes: dict[int, str] = {}
+        """Of the features of each session that takes some."""
+        self._features_sent: Counter[int] = Counter()
+        self._features_released: Counter[int] = Counter()
+        """The last message of features, by session."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests in rounds."""
+        return min(self.snapshot.num_running, len(self._answers))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._answers) - self.num_running
+
+    @property
+    def num_healthy(self) -> int:
+        """Draft services connected and answering."""
+        return sum(peer.good for peer in self.snapshot.peers)
+
+    def submit(self, submission: Submission, deliver: Deliver) -> int:
+        """Queue a request; returns its number. `deliver` gets every update, the last one included.
+
+        Raises OverloadedError when too many requests or prompt tokens wait, UnavailableError when stopping.
+        """
+        if not self.alive:
+            raise UnavailableError("the verify service is stopping")
+        number = next(self._numbers)
+        self.backlog.admit(number, len(submission.tokens))
+        self._answers[number] = deliver
+        self.send(pack_submission(number, submission))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request without a further update; its pages are free before the next round."""
+        if number in self._answers:
+            self._answers[number] = None
+            self.send(Cancel(number))
+
+    def draft_connected(self, port: Port, terms: Terms | None = None) -> None:
+        """A session with a draft service began."""
+        session = self._sessions[port] = next(self._numbers)
+        self._ports[session] = port
+        terms = terms or Terms()
+        offer = terms.line
+        line = None if offer is None else LineFrame(offer.host, offer.path, offer.token)
+        self.send(
+            DraftUp(
+                *(session, port.address, terms.max_positions, list(terms.feature_layers)),
+                projection_columns=terms.projection_columns,
+                projection_hash=terms.projection_hash,
+                features_optional=terms.features_optional,
+                sources=list(terms.sources),
+                line=line,
+            )
+        )
+
+    def draft_disconnected(self, port: Port) -> None:
+        """A session with a draft service ended."""
+        session = self._sessions.pop(port)
+        self._ports.pop(session)
+        self._unread.pop(session, None)
+        self._dtypes.pop(session, None)
+        self._features_sent.pop(session, None)
+        self._features_released.pop(session, None)
+        self.send(DraftDown(session))
+
+    def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
+        """A draft service sent messages. One that sends more than it has credit for loses its session."""
+        session = self._sessions[port]
+        weight = unread_weight(messages)
+        if self._unread[session] + weight > MAX_UNREAD:
+            log.warning("draft %s floods the engine; its session is reset", port.address)
+            port.reset()
+            return
+        self._unread[session] += weight
+        # They may lie unread for a whole round, which is no fault of the draft.
+        self.send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
+
+    async def features_projection(self, port: Port, part: ProjectionPart) -> None:
+        """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
+        self.send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
+        await self.has_room()
+
+    def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
+        """The features stream of a session is open, and its projection was told if it was wanted."""
+        self.send(FeaturesUp(self._sessions[port], window, uses_ring))
+
+    def features_released(self, port: Port, through: int) -> None:
+        """A draft is done with features. One that releases what it was not sent loses its session."""
+        session = self._sessions[port]
+        if through > self._features_sent[session]:
+            log.warning("draft %s releases features that it was not sent; its session is reset", port.address)
+            port.reset()
+        elif through > self._features_released[session]:
+            self._features_released[session] = through
+            self.send(FeaturesDone(session, through))
+
+    def send_stop(self) -> None:
+        """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
+        self.send(Stop())
+
+    def on_lost(self) -> None:
+        """Everybody who waits is told."""
+        reason: OutriderError = InternalError("the verify engine failed; the service restarts")
+        if self.stopping:
+            reason = UnavailableError("the verify service stopped before the answer was complete")
+        answers, self._answers = self._answers, {}
+        for deliver in answers.values():
+            if deliver is not None:
+                deliver(Update(error=reason))
+
+    def take(self, frame: FromEngine) -> None:
+        """A frame has come."""
+        match frame:
+            case Told():
+                self._note(frame)
+            case DraftTold():
+                # A session that ended meanwhile has no port any more.
+                if (port := self._ports.get(frame.session)) is not None:
+                    port.send(unpack_verify(frame.messages))
+            case FeaturesOpen():
+                if (port := self._ports.get(frame.session)) is not None:
+                    self._dtypes[frame.session] = frame.dtype
+                    port.begin_features(unpack_begin(frame))
+            case FeaturesTold():
+                if (port := self._ports.get(frame.session)) is not None:
+                    self._features_sent[frame.session] += len(frame.features)
+                    port.send_features(unpack_features(frame.features, self._dtypes[frame.session]))
+            case DraftReset():
+                if (port := self._ports.get(frame.session)) is not None:
+                    port.reset()
+            case Ready():
+                self.backlog.open(frame.max_running, frame.max_waiting)
+                self.serves(frame)
+            case Refused():
+                self.refused(frame.message)
+
+    def _note(self, told: Told) -> None:
+        for part in told.updates:
+            deliver = self._answers.get(part.number)
+            update = unpack_update(part)
+            if update.token_ids:
+                self.backlog.began(part.number)
+            if update.last:
+                self._answers.pop(part.number, None)
+                self.backlog.ended(part.number)
+            if deliver is not None:
+                deliver(update)
+        for number in told.ended:
+            self._answers.pop(number, None)
+            self.backlog.ended(number)
+        for report in told.rounds:
+            self._on_round(report)
+        for session, weight in told.read.items():
+            if session in self._ports:
+                self._unread[session] -= weight
+        if told.snapshot is not None:
+            self.snapshot = told.snapshot

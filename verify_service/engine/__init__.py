@@ -1,0 +1,1 @@
+"""The process that schedules rounds and owns the committed tokens."""

@@ -1,0 +1,264 @@
+"""Grammars of the engine's requests: compiled on a thread, cached, and a mask for every root and node of a round."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+from queue import SimpleQueue
+from time import perf_counter
+from typing import NamedTuple
+
+from outrider.errors import InternalError, InvalidRequestError, OutriderError
+from outrider.grammar.compiler import CompiledGrammar, compile_grammar
+from outrider.grammar.spec import Grammar
+from outrider.grammar.state import GrammarNode, GrammarState, TokenPath
+from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.logs import get_logger
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Nodes
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+
+log = get_logger(__name__)
+
+POLL_SECONDS = 0.001
+"""How often an idle engine looks whether a grammar is compiled."""
+_MAX_CACHED = 32
+"""Compiled grammars that are kept; each is a few megabytes, 40 at the very most."""
+_AHEAD_NODES = 32
+"""Nodes of a request's tree whose masks are computed while a round runs, the best first."""
+_BETWEEN_SECONDS = 0.001
+"""What masks of nodes may take between two rounds; a node whose mask is not there by then is left to a later round."""
+
+
+class _Order(NamedTuple):
+    """For the thread that compiles."""
+
+    grammar: Grammar
+    worn: CompiledGrammar | None = None
+    """What it was compiled to before, if anything."""
+
+
+Begin = Callable[[Request], None]
+Fail = Callable[[Request, OutriderError], None]
+
+
+class Grammars:
+    """The engine thread uses it; a thread of its own compiles.
+
+    Masks of nodes are computed while a round runs (`work`); between rounds only what is missing: that of a root which
+    no draft had foreseen, and a few others.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary | None, drafts: Drafts, patient: bool = True) -> None:
+        """Without a vocabulary requests with a grammar are refused.
+
+        `patient`: no device waits between rounds, so that all nodes may be waited for there.
+        """
+        self.dropped: Counter[str] = drafts.dropped
+        """Counts nodes that a grammar forbids."""
+        self._vocabulary = vocabulary
+        self._drafts = drafts
+        self._patient = patient
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._waiting: dict[str, list[tuple[Request, Begin, Fail]]] = {}
+        """Requests by the digest of a grammar that is being compiled."""
+        self._renewing: dict[CompiledGrammar, list[GrammarState]] = {}
+        """Answers that wait for a grammar to be compiled anew."""
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[_Order, CompiledGrammar | OutriderError]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_looks = 0
+
+    @property
+    def compiling(self) -> bool:
+        """Whether requests wait for their grammar."""
+        return bool(self._waiting or self._renewing)
+
+    def open(self, request: Request, begin: Begin, fail: Fail) -> None:
+        """Have a request's grammar compiled, then `begin` it; at once without a grammar, or with one that is known."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            begin(request)
+        elif self._vocabulary is None:
+            problem = "cannot be used: the grammar library does not know the model's tokenizer"
+            fail(request, InvalidRequestError(grammar.field, problem, "leave it out"))
+        elif (known := self._cache.get(grammar.digest)) is not None and not known.worn:
+            self._cache.move_to_end(grammar.digest)
+            request.grammar = GrammarState(known)
+            begin(request)
+        else:
+            waiting = self._waiting.setdefault(grammar.digest, [])
+            waiting.append((request, begin, fail))
+            if len(waiting) == 1:
+                self._order(_Order(grammar))
+
+    def poll(self) -> None:
+        """Begin the requests whose grammars were compiled."""
+        while self.compiling and not self._done.empty():
+            (grammar, worn), outcome = self._done.get()
+            if worn is not None:
+                self._renewed(worn, outcome)
+                continue
+            if isinstance(outcome, CompiledGrammar):
+                outcome.renew = self._renew
+                self._cache[grammar.digest] = outcome
+                self._cache.move_to_end(grammar.digest)
+                while len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+            for request, begin, fail in self._waiting.pop(grammar.digest, ()):
+                if request.finished:
+                    continue
+                if isinstance(outcome, OutriderError):
+                    fail(request, outcome)
+                else:
+                    request.grammar = GrammarState(outcome)
+                    begin(request)
+
+    def stop(self) -> None:
+        """End the thread once it has nothing to compile."""
+        if self._thread is not None:
+            self._orders.put(None)
+
+    def allowed(self, entries: Sequence[Entry], taken: Sequence[Nodes]) -> Sequence[Nodes]:
+        """Of the nodes that a round takes, those that the requests' grammars allow and whose masks are there.
+
+        `taken` are those of each entry. Masks that are missing are computed, as long as there is time for it; nodes
+        that are forbidden are counted.
+        """
+        if all(entry.request.grammar is None for entry in entries):
+            return taken
+        allowed: list[Nodes] = []
+        deadline = None if self._patient else perf_counter() + _BETWEEN_SECONDS
+        for entry, nodes in zip(entries, taken, strict=True):
+            state = entry.request.grammar
+            if state is not None:
+                follow(state, entry.request)
+                nodes = nodes.only([node is not None for node in self._states(state, nodes, deadline)])
+            allowed.append(nodes)
+        return allowed
+
+    def mask(self, entries: list[Entry]) -> list[Entry]:
+        """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
+
+        An entry whose root has none, because the library gave up, gets its error; what it samples is to be dropped.
+        Returns those that can be run: not those whose grammar is compiled anew first.
+        """
+        ready = []
+        for entry in entries:
+            ready.append(entry)
+            state = entry.request.grammar
+            if state is None or not entry.samples:
+                continue
+            follow(state, entry.request)
+            root = state.mask(state.root, ())
+            if root is None and state.waits:
+                ready.pop()
+                continue
+            if root is None:
+                entry.error = state.error or InternalError("the grammar's state was lost")
+                entry.nodes, entry.marks, entry.masks = Nodes(), None, [state.end_mask]
+                continue
+            states = self._states(state, entry.nodes, None)
+            masks = [node.mask for node in states if node is not None and node.mask is not None]
+            if len(masks) < len(entry.nodes):
+                entry.nodes, entry.marks, masks = Nodes(), None, []
+            entry.masks = [root, *masks]
+        return ready
+
+    def work(self, entries: Sequence[Entry]) -> bool:
+        """Compute one mask ahead of the next round, if a request lacks any; whether it did.
+
+        Another request has its turn with each call: to look over many trees would hide the end of a round.
+        """
+        bound = [entry.request for entry in entries if entry.request.grammar is not None]
+        if not bound:
+            return False
+        self._num_looks += 1
+        request = bound[self._num_looks % len(bound)]
+        state, link = request.grammar, self._drafts.link(request)
+        if state is None or link is None or not link.mirror.has_nodes or request.finished:
+            return False
+        forest = Forest([link.mirror], [_AHEAD_NODES])
+        count = sum(1 for _ in islice(forest.best(), _AHEAD_NODES))
+        follow(state, request)
+        return self._prepare_one(state, forest.take(count)[0])
+
+    def _prepare_one(self, state: GrammarState, nodes: Nodes) -> bool:
+        if state.root.mask is None:
+            return state.mask(state.root, ()) is not None
+        found: list[GrammarNode | None] = []
+        paths: list[TokenPath] = []
+        for token, parent in zip(nodes.token_ids, nodes.parents, strict=True):
+            above = state.root if parent < 0 else found[parent]
+            node = None if above is None or above.mask is None else state.child(above, token)
+            found.append(node)
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            if node is not None and node.mask is None and not node.gave_up:
+                return state.mask(node, paths[-1]) is not None
+        return False
+
+    def _states(self, state: GrammarState, nodes: Nodes, deadline: float | None) -> list[GrammarNode | None]:
+        """Of each node its state with a mask; None if it is forbidden, or if its mask is missing past the deadline."""
+        if not len(nodes) or state.mask(state.root, ()) is None:
+            return [None] * len(nodes)
+        found: list[GrammarNode | None] = []
+        paths: list[TokenPath] = []
+        for token, parent in zip(nodes.token_ids, nodes.parents, strict=True):
+            above = state.root if parent < 0 else found[parent]
+            path = (*(paths[parent] if parent >= 0 else ()), token)
+            paths.append(path)
+            if above is None:
+                found.append(None)
+                continue
+            node = state.child(above, token)
+            if node is None:
+                self.dropped["grammar"] += 1
+            elif node.mask is None:
+                late = deadline is not None and perf_counter() > deadline
+                node = None if late or state.mask(node, path) is None else node
+            found.append(node)
+        return found
+
+    def _renew(self, state: GrammarState) -> None:
+        """Have a grammar compiled anew, once for all answers that need it."""
+        waiting = self._renewing.setdefault(state.compiled, [])
+        waiting.append(state)
+        if len(waiting) == 1:
+            self._order(_Order(state.compiled.grammar, state.compiled))
+
+    def _renewed(self, worn: CompiledGrammar, outcome: CompiledGrammar | OutriderError) -> None:
+        if isinstance(outcome, CompiledGrammar):
+            worn.adopt(outcome)
+        for state in self._renewing.pop(worn, ()):
+            state.renewed(outcome if isinstance(outcome, OutriderError) else None)
+
+    def _order(self, order: _Order) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile, name="grammars", daemon=True)
+            self._thread.start()
+        self._orders.put(order)
+
+    def _compile(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._done.put((order, self._outcome(order.grammar)))
+
+    def _outcome(self, grammar: Grammar) -> CompiledGrammar | OutriderError:
+        try:
+            if self._vocabulary is None:
+                raise InternalError("there is no vocabulary to compile grammars for")
+            return compile_grammar(grammar, self._vocabulary)
+        except OutriderError as error:
+            return error
+        except Exception:
+            log.exception("a grammar could not be compiled")
+            return InternalError("the grammar could not be compiled")
+
+
+def follow(state: GrammarState, request: Request) -> None:
+    """Bring a state to its request's newest committed token."""
+    known = request.prompt_len + state.num_committed
+    if known < len(request.tokens):
+        state.follow(request.tokens[known:])

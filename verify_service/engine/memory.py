@@ -1,0 +1,104 @@
+"""Who owns which KV page."""
+
+from __future__ import annotations
+
+from outrider.cache.pages import PagePool
+from outrider.cache.radix import RadixCache
+from verify_service.engine.request import Request
+
+
+class Memory:
+    """Pages of running requests, and the radix cache that keeps those of ended ones until they are needed.
+
+    A request holds one reference to each of its pages; the radix cache holds one to each page in its tree. Tree slots
+    lie behind the committed tokens, in pages that only this request holds: shared pages are full of committed tokens.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, keep_prefixes: bool = True, share_generated: bool = True
+    ) -> None:
+        """`share_generated`: whether KV that decoding computed may serve as another prompt's, too.
+
+        If not, the prompt but for its last token, which is the first root, is all that the radix cache takes and gives.
+        """
+        self.pool = PagePool(num_pages, page_size)
+        self.radix = RadixCache(self.pool)
+        self.page_size = page_size
+        self.feature_epoch = 0
+        """Counts how often the store of features was begun anew; 0 while there is none.
+
+        Pages that were filled before have KV and no features, so they are not shared with what comes after.
+        """
+        self._keep_prefixes = keep_prefixes
+        self._share_generated = share_generated
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return self.pool.num_pages
+
+    @property
+    def num_used(self) -> int:
+        """Pages that a request or the radix cache holds."""
+        return self.pool.num_pages - self.pool.num_free
+
+    def attach(self, request: Request) -> None:
+        """Give a request the cached pages of its prefix; the root is never taken from the cache.
+
+        Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
+        """
+        pages = self.radix.match(request.tokens, self._shared(request, request.most_shared), tenant=request.tenant)
+        request.pages.extend(pages)
+        request.cached_len = len(pages) * self.page_size
+        request.feature_epoch = self.feature_epoch
+
+    def new_feature_epoch(self) -> None:
+        """From now on the features of all that is computed are stored. The radix cache forgets what has none."""
+        self.feature_epoch += 1
+        self.radix.clear()
+
+    def fits(self, length: int) -> bool:
+        """Whether `length` positions could be had from free and evictable pages."""
+        missing = self._pages_for(length) - self.pool.num_free
+        return missing <= 0 or missing <= self.radix.num_evictable()
+
+    def reserve(self, request: Request, length: int) -> bool:
+        """Make the request's pages cover `length` positions, evicting from the cache if need be."""
+        missing = -(-length // self.page_size) - len(request.pages)
+        if missing <= 0:
+            return True
+        self.refill(missing)
+        pages = self.pool.allocate(missing)
+        if pages is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
+    def refill(self, num_pages: int) -> None:
+        """Have so many pages free, if evicting can bring it about: while a round runs, so that the next need not."""
+        if num_pages > self.pool.num_free:
+            self.radix.evict(num_pages - self.pool.num_free)
+
+    def release(self, request: Request) -> None:
+        """Take a request's pages; what is full of valid KV stays in the radix cache."""
+        if request.pages:
+            keep = self._keep_prefixes and request.feature_epoch == self.feature_epoch
+            valid = self._shared(request, request.cached_len) if keep else 0
+            num_full = valid // self.page_size
+            tokens = request.tokens[: num_full * self.page_size]
+            self.radix.insert(tokens, request.pages[:num_full], tenant=request.tenant)
+            self.pool.release(request.pages)
+        request.pages = []
+        request.cached_len = 0
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if references and pages disagree."""
+        self.pool.check_integrity()
+        self.radix.check_integrity()
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _shared(self, request: Request, length: int) -> int:
+        """How many of the request's first `length` tokens may be in the radix cache."""
+        return length if self._share_generated else min(length, request.prompt_len - 1)

@@ -1,0 +1,210 @@
+"""From options to the parts of an engine: model, KV memory, executor, cost model, limits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.flashinfer_backend import FlashInferAttention
+from outrider.attention.flashinfer_calls import CallShape
+from outrider.attention.triton_backend import TritonAttention
+from outrider.cache.kv import KVCache
+from outrider.config.verify import VerifyOptions
+from outrider.device import choose_device
+from outrider.dtype import choose_dtype
+from outrider.errors import ConfigError
+from outrider.logs import get_logger
+from outrider.models.base import CausalLM
+from outrider.models.config import ModelConfig
+from outrider.models.loader import load_model
+from outrider.models.progress import ConsoleProgress
+from outrider.models.store import resolve_model
+from outrider.sampling.lossy import AcceptRule
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.round import Executor
+from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.device import check_model, kv_tokens, out_of_memory
+from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.executors.torch_executor import TorchExecutor
+from verify_service.speculation.budget import CostModel
+
+log = get_logger(__name__)
+
+CPU_CHUNK = 256
+GPU_CHUNK = 2048
+DETERMINISTIC_CHUNK = 512
+"""Every prompt is padded to it, so that a large one would make short prompts wait."""
+LOCKSTEP_HOLD_MS = 1000.0
+"""In lockstep a draft has this long to answer, if it is healthy."""
+_MOST_CPU_TOKENS = 65536
+_CPU_MEMORY_SHARE = 0.25
+_DETERMINISTIC_TOKENS = 64
+_LOGITS_BYTES = 16
+"""Scratch memory a token slot and vocabulary entry: logits, processed logits, sampling tables."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    memory: Memory
+    executor: Executor
+    cost: CostModel
+    limits: EngineLimits
+
+
+def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
+    """Find and load the target. Raises ConfigError for what cannot run, where possible before weights are read."""
+    path = resolve_model(options.model)
+    device = choose_device(options.device)
+    config = ModelConfig.from_folder(path)
+    dtype = choose_dtype(options.dtype, device, config.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        check_model(config, dtype, device, options.mem_fraction_static)
+    with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
+        model = load_model(path, dtype, device, lambda done, total: progress("loading weights", done, total))
+    return path, model
+
+
+def build(options: VerifyOptions, path: Path, model: CausalLM) -> Parts:
+    """Everything else, warmed up and measured. Raises ConfigError."""
+    on_gpu = model.device.type == "cuda"
+    tokens = options.max_total_tokens or (_gpu_tokens(options, model) if on_gpu else _cpu_tokens(model))
+    num_pages = tokens // options.page_size
+    if num_pages * options.page_size < 512:
+        raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
+    keep = not options.disable_radix_cache
+    memory = Memory(num_pages, options.page_size, keep_prefixes=keep, share_generated=not options.deterministic)
+    limits = _limits(options, path, model, memory)
+    fix = "lower --max-total-tokens, --mem-fraction-static, --max-running-requests or --context-length"
+    with out_of_memory("KV cache and rounds", fix):
+        executor: CudaExecutor | TorchExecutor
+        if on_gpu:
+            executor = _cuda_executor(options, model, num_pages, limits)
+            cost = CostModel.measured(executor.measure, executor.buckets.widths, executor.buckets.width)
+        else:
+            executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
+            cost = CostModel.measured(executor.measure)
+    rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
+    log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)
+    return Parts(memory, executor, cost, limits)
+
+
+def _cuda_executor(options: VerifyOptions, model: CausalLM, num_pages: int, limits: EngineLimits) -> CudaExecutor:
+    executor = CudaExecutor(
+        model,
+        num_pages,
+        options.page_size,
+        CudaLimits(
+            vocab_size=limits.vocab_size,
+            context_length=limits.context_length,
+            max_running=limits.max_running,
+            max_round_tokens=limits.max_round_tokens,
+            chunk_size=limits.chunk_size,
+            max_graph_rows=options.cuda_graph_max_bs,
+            use_graphs=not options.disable_cuda_graph,
+            deterministic=options.deterministic,
+            accept_rule=_accept_rule(options),
+        ),
+        attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
+    )
+    with ConsoleProgress() as progress:
+        executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
+    return executor
+
+
+def _accept_rule(options: VerifyOptions) -> AcceptRule:
+    rule = AcceptRule(options.accept_threshold_single, options.accept_threshold_acc)
+    if rule.lossy and options.deterministic:
+        raise ConfigError(
+            "--deterministic: lossy acceptance depends on what is drafted; leave --accept-threshold-single and "
+            "--accept-threshold-acc at 1"
+        )
+    return rule
+
+
+def attention_backend(name: str, model: CausalLM, page_size: int, deterministic: bool = False) -> AttentionBackend:
+    """The backend that --attention-backend names. Raises ConfigError if it cannot run here."""
+    # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may have
+    # to be compiled first, and needs nvcc for that.
+    if name in ("auto", "triton"):
+        return TritonAttention()
+    if deterministic:
+        raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
+    config = model.config
+    shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
+    return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
+
+
+def _cpu_tokens(model: CausalLM) -> int:
+    """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
+    config = model.config
+    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MOST_CPU_TOKENS), 1024)
+
+
+def _gpu_tokens(options: VerifyOptions, model: CausalLM) -> int:
+    """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
+    rows = options.max_running_requests + 1 + _max_round_tokens(options)
+    return kv_tokens(model, options.mem_fraction_static, rows * model.config.vocab_size * _LOGITS_BYTES)
+
+
+def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
+    if not on_gpu:
+        return CPU_CHUNK
+    return DETERMINISTIC_CHUNK if options.deterministic else GPU_CHUNK
+
+
+def _max_round_tokens(options: VerifyOptions) -> int:
+    if options.deterministic:
+        return _DETERMINISTIC_TOKENS
+    return max(options.max_running_requests + options.max_draft_tokens, 1)
+
+
+def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory) -> EngineLimits:
+    """A lone request must always fit, tree included, or preemption could not make room for it."""
+    on_gpu = model.device.type == "cuda"
+    room = memory.num_pages * memory.page_size - options.max_draft_tokens - memory.page_size
+    most = min(model.config.max_positions, room)
+    if most < 2:
+        raise ConfigError(
+            f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
+            f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
+        )
+    if options.context_length > most:
+        raise ConfigError(
+            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
+            f"raise --max-total-tokens if that is the limit"
+        )
+    limits = EngineLimits(
+        # Output matrices are often padded past the tokenizer; what has no text is never sampled.
+        vocab_size=min(model.config.vocab_size, Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()),
+        context_length=options.context_length or most,
+        max_running=options.max_running_requests,
+        max_waiting=options.max_queued_requests,
+        chunk_size=options.chunked_prefill_size or _chunk_size(options, on_gpu),
+        max_nodes=options.max_draft_tokens,
+        max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
+        hold_patience=options.hold_patience,
+        lockstep=options.lockstep,
+        turns=not on_gpu,
+    )
+    if not on_gpu:
+        return limits
+    return replace(
+        limits,
+        max_round_tokens=_max_round_tokens(options),
+        max_depth=MAX_DEPTH,
+        max_extend=MAX_EXTEND,
+        root_apart=True,
+        spin=True,
+        generated_in_decode=options.deterministic,
+    )

@@ -1,0 +1,142 @@
+"""What the engine tells the door: updates, rounds and its state, gathered and sent together."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from outrider.host.pipe import Pipe
+from outrider.protocol.messages import Features, FeaturesBegin, VerifyMessage
+from outrider.protocol.part_codec import pack_features, pack_verify
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.figures import RoundFigures
+from verify_service.engine.round import Entry
+from verify_service.frames.codec import pack_update
+from verify_service.frames.draft_codec import pack_begin
+from verify_service.frames.drafts import DraftReset, DraftTold, FeaturesTold
+from verify_service.frames.engine import PeerPart, RoundReport, Snapshot, Told
+from verify_service.frames.messages import FromDoor
+from verify_service.frames.requests import UpdatePart
+from verify_service.frames.submission import Update
+
+SNAPSHOT_SECONDS = 0.25
+"""Least time between two snapshots of a busy engine."""
+
+
+class VerifyReporter:
+    """The engine's observer and the end of every request's updates. Nothing leaves before `flush`."""
+
+    def __init__(self, pipe: Pipe[FromDoor], clock: Callable[[], float] = time.monotonic) -> None:
+        self._pipe = pipe
+        self._clock = clock
+        self._engine: VerifyEngine | None = None
+        self._updates: list[UpdatePart] = []
+        self._ended: list[int] = []
+        self._rounds: list[RoundReport] = []
+        self._read: Counter[int] = Counter()
+        self._snapshot: Snapshot | None = None
+        self._snapshot_at = float("-inf")
+
+    def watch(self, engine: VerifyEngine) -> None:
+        """Report this engine's state, too."""
+        self._engine = engine
+
+    def update(self, number: int, update: Update) -> None:
+        """What became of request `number`."""
+        self._updates.append(pack_update(number, update))
+
+    def ended(self, number: int) -> None:
+        """The cancelled request `number` has left the engine."""
+        self._ended.append(number)
+
+    def read(self, session: int, weight: int) -> None:
+        """Messages of a draft were taken."""
+        self._read[session] += weight
+
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+        """See Observer."""
+        self._rounds.append(report_round(entries, updates, figures))
+
+    def flush(self) -> None:
+        """Send what has gathered, and now and then the engine's state."""
+        snapshot = self._new_snapshot()
+        if self._updates or self._ended or self._rounds or self._read or snapshot is not None:
+            self._pipe.send(Told(self._updates, self._ended, self._rounds, self._read, snapshot))
+            self._updates, self._ended, self._rounds = [], [], []
+            self._read.clear()
+
+    def _new_snapshot(self) -> Snapshot | None:
+        """The engine's state, if it is time for it and has changed."""
+        engine, last = self._engine, self._snapshot
+        if engine is None:
+            return None
+        now = self._clock()
+        idle = not engine.scheduler.running and not engine.scheduler.waiting
+        was_idle = last is not None and not last.num_running and not last.num_waiting
+        if now - self._snapshot_at < SNAPSHOT_SECONDS and idle == was_idle:
+            return None
+        self._snapshot, self._snapshot_at = take_snapshot(engine), now
+        return self._snapshot if self._snapshot != last else None
+
+
+def report_round(entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> RoundReport:
+    """A round as it travels."""
+    return RoundReport(
+        num_nodes=sum(len(entry.nodes) for entry in entries),
+        num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
+        committed=[len(update.token_ids) for update in updates if update.token_ids],
+        accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
+        num_failed=sum(update.error is not None for update in updates),
+        figures=figures,
+    )
+
+
+class ReporterPort:
+    """A draft's session, whose other half is in the door."""
+
+    def __init__(self, session: int, address: str, pipe: Pipe[FromDoor]) -> None:
+        self.address = address
+        self._session = session
+        self._pipe = pipe
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Send messages at once, in order: a round may be held for their answer."""
+        self._pipe.send(DraftTold(self._session, pack_verify(messages)))
+
+    @property
+    def has_room(self) -> bool:
+        """See FeaturePort."""
+        # What is told of rounds should find little before it.
+        self._pipe.flush()
+        return not self._pipe.backlog
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """See FeaturePort."""
+        self._pipe.send(pack_begin(self._session, begin))
+
+    def send_features(self, messages: list[Features]) -> None:
+        """See FeaturePort."""
+        self._pipe.send(FeaturesTold(self._session, pack_features(messages)))
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+        self._pipe.send(DraftReset(self._session))
+
+
+def take_snapshot(engine: VerifyEngine) -> Snapshot:
+    """The engine's state now; call it on the engine's thread."""
+    drafts = engine.drafts
+    return Snapshot(
+        num_running=len(engine.scheduler.running),
+        num_waiting=len(engine.scheduler.waiting),
+        num_pages=engine.memory.num_pages,
+        num_pages_used=engine.memory.num_used,
+        num_preemptions=engine.scheduler.num_preemptions,
+        dropped=dict(drafts.dropped),
+        declined=dict(drafts.declined),
+        peers=[PeerPart(peer.port.address, peer.health.good, peer.health.typical) for peer in drafts.peers.values()],
+        cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
+        graphs_pending=engine.features.num_pending,
+        drafts_waiting=engine.features.num_waiting,
+    )

@@ -1,0 +1,94 @@
+"""One answer in the making, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.grammar.state import GrammarState
+from outrider.protocol.tokens import FinishReason
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import RequestSampler
+from verify_service.frames.submission import Update
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """State of a request; the engine thread alone touches it after `submit`.
+
+    Between rounds `cached_len < committed_len`: the last committed token is the root, whose KV the next round
+    computes. Until prefill is done, or after a preemption, more tokens than the root wait.
+    """
+
+    request_id: str
+    tokens: list[int]
+    """All committed tokens, prompt first."""
+    prompt_len: int
+    sampling: SamplingParams
+    sampler: RequestSampler
+    max_tokens: int
+    stop_ids: frozenset[int]
+    speculate: bool
+    sink: Callable[[Update], None]
+    """Called on the engine thread with every update; must not block."""
+    num_prompt_logprobs: int | None = None
+    """See Submission."""
+    trace: bool = False
+    """See Submission."""
+    num_scored: int = 0
+    """First positions of the prompt that log-probabilities of the token after them were told for, if asked for."""
+    priority: int = 0
+    """Lower is earlier, and is preempted later."""
+    client: str = ""
+    """On whose behalf; see Submission."""
+    tenant: str = ""
+    """Whose text this is; see Submission."""
+    arrival: int = 0
+    """Order of admission; of equal priority the youngest is preempted first."""
+    arrived_at: float = 0.0
+    """Seconds on the monotonic clock."""
+    cached_len: int = 0
+    num_cached_prompt_tokens: int | None = None
+    """Prompt tokens that the radix cache had when the request was first admitted; None before that."""
+    pages: list[int] = field(default_factory=list)
+    """Page table: position p lies in page `pages[p // page_size]`."""
+    feature_epoch: int = 0
+    """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
+    grammar: GrammarState | None = None
+    """What its grammar allows next, if it has one; there before it is scheduled."""
+    finished: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among running requests: the last one gives way first."""
+        return self.priority, self.arrival
+
+    @property
+    def committed_len(self) -> int:
+        """Tokens agreed."""
+        return len(self.tokens)
+
+    @property
+    def past_prompt(self) -> bool:
+        """Whether decoding is what first computes the next token: it is the prompt's last one or lies behind it."""
+        return self.cached_len >= self.prompt_len - 1
+
+    @property
+    def most_shared(self) -> int:
+        """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
+        most = len(self.tokens) - 1
+        return most if self.num_prompt_logprobs is None else min(most, self.num_scored)
+
+    @property
+    def draft_room(self) -> int:
+        """Draft tokens that a round may accept; the last place is the bonus token's."""
+        return self.max_tokens + self.prompt_len - len(self.tokens) - 1
+
+    def cut(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
+        """The tokens of a round that may be committed, and why the answer ends with them if it does."""
+        room = self.draft_room + 1
+        if not self.stop_ids.isdisjoint(token_ids):
+            stop = next(index for index, token in enumerate(token_ids) if token in self.stop_ids)
+            if stop < room:
+                return token_ids[: stop + 1], FinishReason.STOP
+        return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None

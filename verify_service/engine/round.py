@@ -1,0 +1,149 @@
+"""A round: what goes into one forward, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.grammar.state import Mask
+from outrider.protocol.tokens import PromptLogprobs, TokenLogprobs
+from verify_service.engine.request import Request
+from verify_service.engine.tracing import Marks
+
+
+@dataclass(eq=False, slots=True)
+class Nodes:
+    """Tree nodes of one request in a round, parents first.
+
+    Entry i hangs below entry `parents[i]`, or below the root where that is -1. Depths count from the root, so a
+    child of the root has depth 1.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    depths: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    """Where the tree's mirror has them, until it takes another message."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def only(self, keep: Sequence[bool]) -> Nodes:
+        """Those that are to be kept; a node whose parent is not must not be, either."""
+        kept = [index for index, is_kept in enumerate(keep) if is_kept]
+        if len(kept) == len(self):
+            return self
+        places = {old: new for new, old in enumerate(kept)}
+        parents = [places[parent] if (parent := self.parents[old]) >= 0 else -1 for old in kept]
+        token_ids, depths = [self.token_ids[old] for old in kept], [self.depths[old] for old in kept]
+        return Nodes(token_ids, parents, depths, [self.slots[old] for old in kept])
+
+
+_NO_NODES = Nodes()
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One request's part of a round.
+
+    `num_extend` committed tokens from `cached_len` on are computed. When they reach the root (`samples`), the nodes
+    below it are verified and tokens are sampled.
+    """
+
+    request: Request
+    num_extend: int
+    nodes: Nodes = _NO_NODES
+    samples: bool = field(init=False)
+    """Whether the chunk reaches the root."""
+    marks: Marks | None = None
+    """Where the nodes come from, for a request that is traced."""
+    masks: Sequence[Mask] = ()
+    """Tokens that a grammar allows at the root and at each node, in their order; empty without a grammar."""
+    error: OutriderError | None = None
+    """Why what is sampled does not count, and the request fails."""
+
+    def __post_init__(self) -> None:
+        self.samples = self.request.cached_len + self.num_extend == len(self.request.tokens)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether more is computed than a root and its nodes."""
+        return self.num_extend > 1 or not self.samples
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions of the chunk whose logits are asked for; each tells of the token after it."""
+        request = self.request
+        if request.num_prompt_logprobs is None:
+            return range(0)
+        first, end = request.cached_len, request.cached_len + self.num_extend
+        return range(max(first, request.num_scored), min(end, request.prompt_len - 1))
+
+    @property
+    def num_tokens(self) -> int:
+        """Token slots that the entry takes in the forward."""
+        return self.num_extend + len(self.nodes.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the target says to an entry: the accepted draft tokens and the bonus token, or nothing after a chunk."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    error: OutriderError | None = None
+    """This request alone failed."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt tokens behind the positions of `Entry.scored`."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens."""
+        return max(len(self.token_ids) - 1, 0)
+
+
+class Pending(Protocol):
+    """A round that was launched."""
+
+    @property
+    def gap_seconds(self) -> float | None:
+        """Time that the device had nothing to do before this round, once `wait` has returned.
+
+        None where nobody measures, or where other work lay between.
+        """
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """Time that the device worked on the round, once `wait` has returned; None where nobody measures."""
+
+    def done(self) -> bool:
+        """Whether `wait` has nothing left to wait for. Never blocks."""
+
+    def wait(self) -> list[Result]:
+        """Results in the order of the entries. An exception ends the engine."""
+
+
+class Executor(Protocol):
+    """Runs a round's forward, sampling walk and KV compaction. The engine has one round under way at a time."""
+
+    def launch(self, entries: Sequence[Entry]) -> Pending:
+        """Queue a round; returns before it has run.
+
+        Page tables cover every token of it. What entries and requests say is read here: between `launch` and `wait`
+        the engine takes messages in, which may end requests of the round.
+        """
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """Go through what `launch` does on the host, without effect, also while a round runs; or do nothing.
+
+        Where the engine never sleeps: code that has lain idle for a round is slow at first.
+        """
+
+    def forget(self, request: Request) -> None:
+        """The request ended or gave up its pages, perhaps while a round with it is under way.
+
+        Whatever is kept for it may be reused by the next launch. A preempted request comes back with `cached_len` at
+        what the radix cache had.
+        """

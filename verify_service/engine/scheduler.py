@@ -1,0 +1,294 @@
+"""Which requests take part in a round, and with how many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from outrider.tree.mirror import TreeMirror
+from verify_service.engine.grammars import Grammars
+from verify_service.engine.limits import EngineLimits
+from verify_service.engine.memory import Memory
+from verify_service.engine.queue import FairQueue
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Nodes
+from verify_service.engine.tracing import mark
+from verify_service.speculation.budget import Budget, Choice
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.forest import Forest
+from verify_service.speculation.link import SpeculativeRequest
+
+_FAR = 1 << 62
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+class Offer(NamedTuple):
+    """The trees of a round, and which of their nodes pay."""
+
+    entries: Sequence[Entry]
+    """Those that have a tree, in the forest's order."""
+    forest: Forest
+    choice: Choice
+    awaited: Sequence[SpeculativeRequest]
+    """Trees that a draft's answer, or more of one, may bring nodes for."""
+    num_tokens: int
+    """Tokens computed anyway, beside nodes."""
+    beside: float
+    """Seconds for prefill that is computed apart."""
+
+    def look_for_ends(self, most_nodes: int) -> None:
+        """See where the nodes end that the round takes of trees which grow on.
+
+        A round of `most_nodes` nodes has no room for deeper ones, less likely as they are.
+        """
+        if any(link.num_parts or link.grows for link in self.awaited):
+            roomy = self.choice.num_nodes < most_nodes
+            trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if roomy else {}
+            for link in self.awaited:
+                tree = trees.get(link.request)
+                link.ends = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
+
+
+class Scheduler:
+    """Continuous batching at round granularity, in the order of a FairQueue; the last in rank gives way.
+
+    Requests move waiting -> running -> (preempted -> waiting ->) ended. A running request holds pages; a waiting one
+    holds none. `plan`, `choose` and `take` lie between two rounds and are short; `release_ended` and `admit` can be
+    called while one runs.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        drafts: Drafts,
+        budget: Budget,
+        limits: EngineLimits,
+        forget: Callable[[Request], None],
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`forget` is told of every request that gives up its pages."""
+        self.waiting = FairQueue()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._memory = memory
+        self._drafts = drafts
+        self._budget = budget
+        self._limits = limits
+        self._forget = forget
+        self._grammars = grammars
+        self._ended: list[Request] = []
+        self._turn = (-_FAR, 0)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether all requests that run wait for their grammars."""
+        return bool(self.running) and all(one.grammar is not None and one.grammar.waits for one in self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self.waiting.add(request)
+
+    def end(self, request: Request) -> None:
+        """Take out a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
+        if request in self.running:
+            self.running.remove(request)
+            self._ended.append(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self._ended.append(request)
+
+    def release_ended(self) -> None:
+        """Free what ended requests hold."""
+        while self._ended:
+            request = self._ended.pop()
+            self._release(request)
+            self._drafts.close(request)
+
+    def admit(self) -> None:
+        """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
+        self._refill()
+        while self.waiting and len(self.running) < self._limits.max_running:
+            request = self.waiting.head
+            # One page more than it has tokens, lest it be preempted by its first round.
+            if self.running and not self._memory.fits(request.committed_len + self._memory.page_size):
+                return
+            self.waiting.pop()
+            self._memory.attach(request)
+            if request.num_cached_prompt_tokens is None:
+                request.num_cached_prompt_tokens = request.cached_len
+            self.running.append(request)
+            self.running.sort(key=_rank)
+            if self._drafts.link(request) is None:
+                self._drafts.admit(request)
+            else:
+                self._drafts.resume(request)
+
+    def plan(self) -> list[Entry]:
+        """Lay out the next round, without tree nodes. Pages cover every token of it."""
+        return self._plain_round() or self._any_round()
+
+    def _plain_round(self) -> list[Entry]:
+        """A root of each request that runs, as nearly all rounds are; nothing if this one is not. Changes nothing."""
+        entries: list[Entry] = []
+        page_size = self._memory.page_size
+        for request in self.running:
+            cached_len = request.cached_len
+            if len(request.tokens) != cached_len + 1 or cached_len >= len(request.pages) * page_size:
+                return []
+            if request.grammar is not None and request.grammar.waits:
+                return []
+            entries.append(Entry(request, 1))
+        return entries if len(entries) <= self._limits.max_round_tokens else []
+
+    def _any_round(self) -> list[Entry]:
+        entries: list[Entry] = []
+        chunk, num_tokens, index = self._limits.chunk_size, 0, 0
+        # Preemption shortens the list from its end.
+        while index < len(self.running):
+            request = self.running[index]
+            if request.grammar is not None and request.grammar.waits:
+                index += 1
+                continue
+            missing = len(request.tokens) - request.cached_len
+            extend = 1 if missing == 1 else self._extend(request, missing, chunk)
+            if extend and self._make_room(request, request.cached_len + extend):
+                entries.append(Entry(request, extend))
+                if missing == 1 or self._recomputes(request):
+                    num_tokens += extend
+                else:
+                    # Padded to a whole chunk, one entry is all that a round has time for.
+                    chunk -= chunk if self._limits.generated_in_decode else extend
+            index += 1
+        return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
+
+    def choose(self, entries: Sequence[Entry]) -> Offer:
+        """Which tree nodes pay, over all requests of a planned round."""
+        growing: list[Entry] = []
+        mirrors: list[TreeMirror] = []
+        depths: list[int] = []
+        awaited: list[SpeculativeRequest] = []
+        num_tokens = num_roots = num_apart = 0
+        link_of, max_depth, suspended = self._drafts.link, self._limits.max_depth, self._drafts.suspended
+        for entry in entries:
+            if not entry.samples:
+                if self.is_apart(entry):
+                    num_apart += entry.num_extend
+                else:
+                    num_tokens += entry.num_extend
+                continue
+            num_tokens += entry.num_extend
+            num_roots += 1
+            link = None if suspended else link_of(entry.request)
+            if link is None or (room := entry.request.draft_room) <= 0:
+                continue
+            if link.expects:
+                awaited.append(link)
+            if (mirror := link.mirror).has_nodes:
+                growing.append(entry)
+                mirrors.append(mirror)
+                depths.append(room if room < max_depth else max_depth)
+        forest = Forest(mirrors, depths)
+        most = self._limits.max_round_tokens - num_tokens
+        beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
+        choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
+        offer = Offer(growing, forest, choice, awaited, num_tokens, beside)
+        if awaited:
+            offer.look_for_ends(min(most, self._budget.max_nodes))
+        return offer
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """Plan and choose for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
+        self._plain_round()
+        offer = self.choose(entries)
+        offer.forest.take(offer.choice.num_nodes)
+
+    def take(self, offer: Offer) -> None:
+        """Give a round the nodes that were chosen, but for those that a grammar forbids."""
+        self._budget.took(offer.choice)
+        if not offer.choice.num_nodes:
+            return
+        taken: Sequence[Nodes] = offer.forest.take(offer.choice.num_nodes)
+        if self._grammars is not None:
+            taken = self._grammars.allowed(offer.entries, taken)
+        for entry, nodes in zip(offer.entries, taken, strict=True):
+            # Nodes are worth no preemption: without pages the round goes without them.
+            if nodes.token_ids and self._memory.reserve(
+                entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
+            ):
+                entry.nodes = nodes
+                if entry.request.trace:
+                    self._mark(entry)
+
+    def _mark(self, entry: Entry) -> None:
+        """Note where the nodes of a traced request come from, before its tree is re-rooted."""
+        link = self._drafts.link(entry.request)
+        if link is not None:
+            sources = link.peer.terms.sources if link.peer is not None else ()
+            entry.marks = mark(link.mirror, entry.nodes.slots, sources)
+
+    def _extend(self, request: Request, missing: int, chunk: int) -> int:
+        """Tokens of a request with more than its root to compute that the next round takes."""
+        if not self._limits.root_apart:
+            return min(missing, chunk)
+        if self._recomputes(request):
+            return min(missing, self._limits.max_extend)
+        end = request.prompt_len if self._limits.generated_in_decode else request.committed_len
+        return min(end - 1 - request.cached_len, chunk)
+
+    def _recomputes(self, request: Request) -> bool:
+        """Whether the request's next token is one that chunks of prefill must not compute."""
+        return self._limits.generated_in_decode and request.past_prompt
+
+    def is_apart(self, entry: Entry) -> bool:
+        """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
+        return self._limits.root_apart and not entry.samples and not self._recomputes(entry.request)
+
+    def _take_turns(self, entries: list[Entry]) -> list[Entry]:
+        """As many as fit a round; those left out come first in the next one."""
+        chunks = [entry for entry in entries if self.is_apart(entry)]
+        others = [entry for entry in entries if not self.is_apart(entry)]
+        others.sort(key=lambda entry: entry.request.rank < self._turn)
+        room, taken = self._limits.max_round_tokens, []
+        for entry in others:
+            room -= entry.num_extend
+            if room < 0:
+                self._turn = entry.request.rank
+                break
+            taken.append(entry)
+        return chunks + taken
+
+    def _refill(self) -> None:
+        """Pages for the roots and nodes of a round, and some more, lest every round evict a few."""
+        need = 2 * len(self.running) + self._limits.max_nodes // self._memory.page_size
+        need = min(need, self._memory.num_pages // 16)
+        if self._memory.pool.num_free < need:
+            self._memory.refill(2 * need)
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Reserve pages, preempting the last in rank until they suffice; False when the request itself gave way.
+
+        Requests are planned in rank, so none that is in the round already is preempted.
+        """
+        if self._memory.reserve(request, length):
+            return True
+        self.release_ended()
+        while not self._memory.reserve(request, length):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        self._drafts.pause(request)
+        self.waiting.put_back(request)
+
+    def _release(self, request: Request) -> None:
+        self._memory.release(request)
+        self._forget(request)

@@ -1,0 +1,1 @@
+"""Rounds on a device: CUDA graphs, and the torch reference for CPUs."""

@@ -1,0 +1,387 @@
+"""Runs rounds on a GPU: decoding as one CUDA graph, chunks of prefill behind it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.attention.prompts import PromptShape
+from outrider.attention.triton_backend import TritonAttention
+from outrider.cache.features import FeatureStore
+from outrider.device import num_processors
+from outrider.grammar.state import Mask
+from outrider.graphs import GraphPool
+from outrider.logs import get_logger
+from outrider.models.base import CausalLM
+from outrider.sampling.device import DeviceSampler, failure
+from outrider.sampling.lossy import EXACT, AcceptRule
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Pending, Result
+from verify_service.executors.buckets import Buckets
+from verify_service.executors.cuda_prefill import Prefill
+from verify_service.executors.device import out_of_memory
+from verify_service.executors.prefill_graphs import PrefillShapes
+from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
+from verify_service.executors.request_rows import NoRows, RequestRows
+from verify_service.executors.round_buffers import NUM_COMMITTED, Bucket, RoundInput, RoundOutput
+from verify_service.features.plan import FeaturePlan
+from verify_service.features.ports import require
+from verify_service.features.ring import Ring
+from verify_service.features.staging import FeatureStaging, StagedRows
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class CudaLimits:
+    """What an executor is built for."""
+
+    vocab_size: int
+    """Legal token ids; the model's logits may be wider."""
+    context_length: int
+    max_running: int = 64
+    max_round_tokens: int = 128
+    """Tokens of a decode round at most."""
+    chunk_size: int = 2048
+    """Prompt tokens of one round at most."""
+    max_graph_rows: int = 64
+    """Rounds with more requests than this run kernel by kernel."""
+    use_graphs: bool = True
+    deterministic: bool = False
+    """One shape for all rounds and one for all prefill, so that results depend on neither."""
+    accept_rule: AcceptRule = EXACT
+
+
+@dataclass(slots=True)
+class _Renewal:
+    """Features that rounds will store when all graphs have been captured anew."""
+
+    store: FeatureStore
+    stale: list[Bucket | PromptShape]
+    """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
+
+
+class CudaExecutor:
+    """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
+
+    def __init__(
+        self, model: CausalLM, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
+    ) -> None:
+        device = model.device
+        self.limits = limits
+        self.page_size = page_size
+        self._model = model
+        self._attention = attention
+        self._on_gpu = device.type == "cuda"
+        self._kv = model.new_kv(num_pages * page_size)
+        tokens, rows = limits.max_round_tokens, limits.max_running
+        self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
+        self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
+        self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device)
+        self._input = RoundInput(tokens, rows, self.rows.spare, device)
+        self._rehearsal = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
+        self._no_rows = NoRows(self.rows.spare)
+        self._output = RoundOutput(rows, device)
+        self._trees = TreeBuffers(tokens, MAX_PATH, device)
+        # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
+        padded = isinstance(attention, TritonAttention)
+        shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
+        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes)
+        self._num_processors = num_processors(device)
+        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare)
+        self._last_end: int | None = None
+        self._features: FeatureStore | None = None
+        self._staging: FeatureStaging | None = None
+        self._renewal: _Renewal | None = None
+        self._uses: Counter[Bucket] = Counter()
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture a graph for every bucket and for small chunks of prompts, and warm up what has none; on a CPU there
+        is nothing to do. Trashes the cache.
+        """
+        if not self._on_gpu:
+            return
+        self.capture_prefill()
+        if self.limits.use_graphs:
+            buckets = [
+                bucket for bucket in self.buckets.all() if bucket.only or bucket.rows <= self.limits.max_graph_rows
+            ]
+            self._input.clear()
+            self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
+
+    @torch.inference_mode()
+    def capture_prefill(self) -> None:
+        """The part of `capture` that is about chunks of prompts."""
+        self._prefill.capture(self.limits.use_graphs, min(self._kv.num_slots, self.limits.context_length))
+
+    @torch.inference_mode()
+    def launch(self, entries: Sequence[Entry]) -> CudaRound:
+        """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
+        decode = [entry for entry in entries if self._decodes(entry)]
+        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
+        done: torch.cuda.Event | None = None
+        if self._staging is not None:
+            self._staging.join()
+        if decode:
+            bucket = self._bucket(decode)
+            self._uses[bucket] += 1
+            self._input.fill(decode, self.rows, bucket)
+            self._sampler.set_masks(mask_runs(decode))
+            self.graphs.run(bucket)
+            done = self._mark()
+        scores: dict[Entry, PromptScores] = {}
+        if prefill:
+            scores = self._prefill.run(prefill)
+            if not decode:
+                self._last_end = None
+            # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
+            done = self._mark() if scores or done is None else done
+        complete = self._mark() if self._features is not None and decode and prefill else done
+        return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor: all but the copies and the graph."""
+        decode = [entry for entry in entries if self._decodes(entry)]
+        if decode:
+            self._output.read(len(decode))
+            self._rehearsal.fill(decode, self._no_rows, self._bucket(decode))
+
+    def forget(self, request: Request) -> None:
+        """The request ended or gave up its pages: its row is free, for work queued from now on."""
+        self.rows.forget(request)
+
+    @property
+    def feature_format(self) -> tuple[int, str]:
+        """See FeatureExecutor."""
+        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def begin_features(self, plan: FeaturePlan) -> None:
+        """See FeatureExecutor."""
+        model = self._model
+        hidden = model.config.hidden_size
+        with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
+            self._stage()
+            store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
+        self.graphs.discard_next()
+        self._prefill.graphs.discard_next()
+        # Chunks behind rounds, the large ones first: what they need serves the others, too.
+        chunks = self._prefill.graphs.captured()[::-1]
+        rounds = sorted(self.graphs.captured(), key=self._is_late, reverse=True)
+        self._renewal = _Renewal(store, [*chunks, *rounds])
+
+    def refresh_features(self) -> int:
+        """See FeatureExecutor. One graph at a time, the most used first."""
+        if self._renewal is None:
+            return 0
+        if self._renewal.stale:
+            self._renew(self._renewal.stale.pop(), self._renewal.store)
+        if not self._renewal.stale:
+            self._adopt(self._renewal.store)
+            self._renewal = None
+            return 0
+        return len(self._renewal.stale)
+
+    def _is_late(self, bucket: Bucket) -> tuple[int, Bucket]:
+        """Orders buckets by when they are captured anew: those first that rounds had most, then the small ones."""
+        return -self._uses[bucket], bucket
+
+    @torch.inference_mode()
+    def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:
+        """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph."""
+        self._last_end = None
+        used = self._features
+        try:
+            if isinstance(shape, PromptShape):
+                self._prefill.capture_next(shape, store)
+                return
+            # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
+            self._input.clear()
+            self._features = store
+            self.graphs.capture_next(shape)
+        except torch.OutOfMemoryError:
+            log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
+        finally:
+            self._features = used
+
+    @torch.inference_mode()
+    def _adopt(self, store: FeatureStore) -> None:
+        """From now on rounds store features."""
+        self._stage().join()
+        self.graphs.adopt()
+        self._prefill.adopt(store)
+        self._features = store
+
+    def lend_ring(self) -> Ring | None:
+        """See FeatureExecutor."""
+        try:
+            return self._stage().rings.lend()
+        except torch.OutOfMemoryError:
+            return None
+
+    def take_back_ring(self, ring: Ring) -> None:
+        """See FeatureExecutor."""
+        self._stage().rings.take_back(ring)
+
+    def read_features(
+        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
+    ) -> StagedRows | None:
+        """See FeatureExecutor."""
+        complete = after.complete if isinstance(after, CudaRound) else None
+        return self._stage().read(require(self._features), slots, parts, complete, ring)
+
+    def _stage(self) -> FeatureStaging:
+        """Raises torch.OutOfMemoryError where there is no memory for it."""
+        if self._staging is None:
+            self._staging = FeatureStaging(self._model.device)
+        return self._staging
+
+    def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
+        """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
+        begin, end = self._output.clock
+        gap = None if self._last_end is None else (begin - self._last_end) * 1e-9
+        self._last_end = end if clean else None
+        results = []
+        for row, (entry, answer) in enumerate(zip(decode, self._output.read(len(decode)), strict=True)):
+            num_tokens, error = answer[:2]
+            if error:
+                results.append(Result(error=failure(error)))
+                continue
+            token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.sampling.num_logprobs
+            listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
+            results.append(Result(token_ids, listed))
+        return results, gap, (end - begin) * 1e-9
+
+    def _decodes(self, entry: Entry) -> bool:
+        """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
+        if entry.samples:
+            return True
+        return self.limits.deterministic and entry.request.past_prompt
+
+    def _bucket(self, decode: Sequence[Entry]) -> Bucket:
+        return self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _prepare(self, bucket: Bucket) -> None:
+        self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
+
+    def _body(self, bucket: Bucket) -> None:
+        """The whole of a round on the device, copies included."""
+        self._input.to_device()
+        self._output.stamp(0)
+        tokens = self._input.tokens(bucket)
+        tables = self.rows.page_tables
+        self.rows.update(self._input.updates)
+        splits = self._num_splits(bucket)
+        fixed = self.limits.deterministic
+        batch = self._trees.batch(tokens, tables, self.page_size, bucket.max_row_tokens, splits, by_path=fixed)
+        store = self._features
+        layers = store.inputs if store is not None else ()
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+        if store is not None:
+            store.write(batch.slots, features)
+        logits = self._model.logits(hidden)
+        num_tokens, error, committed, accepted = self._output.fields(bucket)
+        self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
+        self._kv.compact(tokens, accepted, num_tokens, tables, self.page_size)
+        if store is not None:
+            store.compact(tokens, accepted, num_tokens, tables, self.page_size)
+        self._output.stamp(1)
+        self._output.to_host(bucket)
+
+    def _num_splits(self, bucket: Bucket) -> int:
+        if self.limits.deterministic:
+            return PATH_SPLITS
+        config = self._model.config
+        heads = (config.num_heads, config.num_kv_heads)
+        return choose_splits(bucket.tokens, bucket.rows, bucket.max_row_tokens, *heads, self._num_processors)
+
+    @torch.inference_mode()
+    def measure(self, width: int, context: int = 1024, repeats: int = 5) -> float:
+        """Seconds of the fastest round of `width` tokens in one row over `context` cached ones. Trashes the cache."""
+        context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
+        num_pages = -(-(context + width) // self.page_size)
+        self.rows.page_tables[self.rows.spare, :num_pages] = torch.arange(num_pages, dtype=torch.int32)
+        width = min(width, self.buckets.tokens[-1])
+        bucket = self.buckets.fit(width, 1)
+        self._input.fill_chain(width, context, bucket)
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self.graphs.run(bucket)
+            if self._on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+
+def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
+    """Grammar masks of a round of these entries, with the places of their roots among its tokens."""
+    runs: list[tuple[int, Sequence[Mask]]] = []
+    if not any(entry.masks for entry in entries):
+        return runs
+    start = 0
+    for entry in entries:
+        if entry.masks:
+            runs.append((start + entry.num_extend - 1, entry.masks))
+        start += entry.num_tokens
+    return runs
+
+
+class CudaRound:
+    """A round that the device works on."""
+
+    def __init__(
+        self,
+        executor: CudaExecutor,
+        entries: Sequence[Entry],
+        decode: Sequence[Entry],
+        event: torch.cuda.Event | None,
+        complete: torch.cuda.Event | None,
+        scores: Mapping[Entry, PromptScores],
+        clean: bool,
+    ) -> None:
+        self._executor = executor
+        self._entries = entries
+        self._decode = decode
+        self._event = event
+        self.complete = complete
+        """When prefill is done, too; known where features are stored."""
+        self._scores = scores
+        self._clean = clean
+        self.gpu_seconds: float | None = None
+        """Time that the device worked on the decode round; known after `wait`."""
+        self.gap_seconds: float | None = None
+        """Idle time of the device between the decode round before and this one; None where prefill lay between."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[Result]:
+        """Results in the order of the entries."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: dict[Entry, Result] = {}
+        if self._decode:
+            results, self.gap_seconds, self.gpu_seconds = self._executor.read(self._decode, self._clean)
+            if len(results) == len(self._entries):
+                return results
+            found = dict(zip(self._decode, results, strict=True))
+        found |= {entry: with_prompt(Result(), scores) for entry, scores in self._scores.items()}
+        return [found.get(entry, Result()) for entry in self._entries]

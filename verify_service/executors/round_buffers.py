@@ -1,0 +1,228 @@
+"""What a decode round on a GPU is told, and what it answers: one small copy each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.attention.lengths import HostLengths
+from outrider.attention.paged import TreeTokens
+from outrider.device import stamp
+from verify_service.engine.round import Entry
+from verify_service.executors.request_rows import Rows
+
+MAX_DEPTH = 31
+"""Draft tokens of one path that a round may accept."""
+MAX_EXTEND = 32
+"""Committed tokens of one request that a decode round may compute."""
+NUM_COMMITTED = MAX_DEPTH + 1
+"""Tokens that a round may commit for one request."""
+_FEW = 4
+"""Tokens that it seldom commits more of."""
+
+
+class Bucket(NamedTuple):
+    """Shape of a captured round."""
+
+    tokens: int
+    rows: int
+    only: bool = False
+    """There is no other bucket, so rows may be empty."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens that one row may have. With half of the rows empty, a smaller bucket would have been taken."""
+        return self.tokens if self.only else self.tokens - self.rows // 2
+
+
+@cache
+def _int32s(count: int) -> Struct:
+    return Struct(f"{count}i")
+
+
+@dataclass(eq=False, slots=True)
+class _Lists:
+    """The fields of a round in the making."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=lambda: [0])
+    cached_lens: list[int] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+
+
+class RoundInput:
+    """The int32 fields of `TreeTokens`, and entries of page tables that the round adds, in one piece of memory.
+
+    Laid out for the largest bucket, in pinned memory for the host to write and on the device.
+    """
+
+    _NAMES = ("token_ids", "positions", "parents", "rows", "first", "cached_len", "root", "table_rows", "updates")
+
+    def __init__(self, max_tokens: int, max_rows: int, spare_row: int, device: torch.device) -> None:
+        self._spare_row = spare_row
+        sizes = (max_tokens,) * 4 + (max_rows + 1,) + (max_rows,) * 3 + (3 * (max_rows + max_tokens),)
+        bounds = np.cumsum([0, *sizes]).tolist()
+        self._pinned = torch.zeros(bounds[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(bounds[-1], dtype=torch.int32, device=device)
+        flat = self._pinned.numpy()
+        self._bytes = flat.data
+        self._starts = dict(zip(self._NAMES, bounds, strict=False))
+        spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
+        self._host: dict[str, NDArray[np.int32]] = {name: flat[span] for name, span in spans.items()}
+        self._fields = {name: self._device[span] for name, span in spans.items()}
+        self._updates = self._host["updates"].reshape(-1, 3)
+        self._num_updates = max_rows + max_tokens
+        self._largest = Bucket(max_tokens, max_rows)
+        self.clear()
+
+    def clear(self) -> None:
+        """Describe a round without tokens, whatever bucket it is run in."""
+        self._write(_Lists(), self._largest)
+        self._write_updates([])
+
+    def fill(self, entries: Sequence[Entry], rows: Rows, bucket: Bucket) -> None:
+        """Describe a round of these entries; fields are written as far as the bucket reads them."""
+        lists = _Lists()
+        token_ids, positions, parents, first = lists.token_ids, lists.positions, lists.parents, lists.first
+        updates: list[tuple[int, int, int]] = []
+        for row, entry in enumerate(entries):
+            request, extend, nodes = entry.request, entry.num_extend, entry.nodes
+            cached = request.cached_len
+            last = len(token_ids) + extend - 1
+            table_row = rows.row(request)
+            if pages := rows.new_pages(request):
+                updates += pages
+            # What nearly all entries are; the other way takes a third longer for it.
+            if extend == 1:
+                token_ids.append(request.tokens[cached])
+                positions.append(cached)
+                parents.append(-1)
+            else:
+                token_ids += request.tokens[cached : cached + extend]
+                positions += range(cached, cached + extend)
+                parents += (-1, *range(last + 1 - extend, last))
+            if nodes.token_ids:
+                base = cached + extend - 1
+                token_ids += nodes.token_ids
+                positions += [base + depth for depth in nodes.depths]
+                # A parent of -1 is the root.
+                parents += [last + 1 + parent for parent in nodes.parents]
+            lists.rows += [row] * (len(token_ids) - first[-1])
+            first.append(len(token_ids))
+            lists.cached_lens.append(cached)
+            lists.roots.append(last if entry.samples else -1)
+            lists.table_rows.append(table_row)
+        self._write(lists, bucket)
+        self._write_updates(updates)
+
+    def fill_chain(self, num_tokens: int, cached_len: int, bucket: Bucket) -> None:
+        """Describe a round of one request, in the row that belongs to nobody, for measurements."""
+        count = range(num_tokens)
+        positions, parents = [cached_len + i for i in count], [i - 1 for i in count]
+        chain = ([1] * num_tokens, positions, parents, [0] * num_tokens)
+        self._write(_Lists(*chain, [0, num_tokens], [cached_len], [0], [self._spare_row]), bucket)
+        self._write_updates([])
+
+    def _write(self, lists: _Lists, bucket: Bucket) -> None:
+        """Padded to the bucket: few calls, for each takes as long as a request."""
+        num_tokens, num_rows = bucket.tokens, bucket.rows
+        self._put("token_ids", num_tokens, lists.token_ids, 0)
+        self._put("positions", num_tokens, lists.positions, 0)
+        self._put("parents", num_tokens, lists.parents, -1)
+        self._put("rows", num_tokens, lists.rows, -1)
+        self._put("first", num_rows + 1, lists.first, lists.first[-1])
+        self._put("cached_len", num_rows, lists.cached_lens, 0)
+        self._put("root", num_rows, lists.roots, -1)
+        self._put("table_rows", num_rows, lists.table_rows, self._spare_row)
+
+    def _put(self, name: str, size: int, values: list[int], rest: int) -> None:
+        """Begin a field with these, and `rest` up to `size`; numpy takes twice as long for a list."""
+        put = _int32s(size).pack_into
+        put(self._bytes, 4 * self._starts[name], *values, *[rest] * (size - len(values)))
+
+    def _write_updates(self, updates: Sequence[tuple[int, int, int]]) -> None:
+        if updates:
+            self._updates[: len(updates)] = updates
+        if len(updates) < self._num_updates:
+            self._updates[len(updates) : self._num_updates, 0] = -1
+        self._num_updates = len(updates)
+
+    def to_device(self) -> None:
+        """Copy everything; may be captured."""
+        self._device.copy_(self._pinned, non_blocking=True)
+
+    def tokens(self, bucket: Bucket) -> TreeTokens:
+        """The fields on the device, cut to the bucket."""
+        num_tokens, num_rows = bucket.tokens, bucket.rows
+        fields = self._fields
+        sizes = {"first": num_rows + 1, "cached_len": num_rows, "root": num_rows, "table_rows": num_rows}
+        names = self._NAMES[:-1]
+        return TreeTokens(**{name: fields[name][: sizes.get(name, num_tokens)] for name in names})
+
+    def lengths(self, bucket: Bucket) -> HostLengths:
+        """The bucket's lengths in host memory; the next round overwrites them."""
+        return HostLengths(self._host["first"][: bucket.rows + 1], self._host["cached_len"][: bucket.rows])
+
+    @property
+    def updates(self) -> Tensor:
+        """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
+        return self._fields["updates"].view(-1, 3)
+
+
+class RoundOutput:
+    """What a round brought each row: int32 [B, 2 + 2 * NUM_COMMITTED] of number of tokens, error, tokens, nodes.
+
+    Before it lie two int64 clock readings in nanoseconds: when the round began and ended on the device.
+    """
+
+    _CLOCK = 4
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._width = 2 + 2 * NUM_COMMITTED
+        size = self._CLOCK + max_rows * self._width
+        self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._times = self._device[: self._CLOCK].view(torch.int64)
+        self._rows = self._device[self._CLOCK :].view(max_rows, self._width)
+        self._host = self._pinned.numpy()
+
+    def fields(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """num_tokens [B], error [B], tokens [B, NUM_COMMITTED], accepted [B, NUM_COMMITTED]."""
+        rows = self._rows[: bucket.rows]
+        return rows[:, 0], rows[:, 1], rows[:, 2 : 2 + NUM_COMMITTED], rows[:, 2 + NUM_COMMITTED :]
+
+    def stamp(self, index: int) -> None:
+        """Note the device's time: 0 for the begin, 1 for the end."""
+        stamp(self._times, index)
+
+    def to_host(self, bucket: Bucket) -> None:
+        """Copy the bucket's rows; may be captured."""
+        end = self._CLOCK + bucket.rows * self._width
+        self._pinned[:end].copy_(self._device[:end], non_blocking=True)
+
+    def read(self, num_rows: int) -> list[list[int]]:
+        """Rows [number of tokens, error, tokens ...], once the copy is done; longer than they need be."""
+        rows = self._host[self._CLOCK : self._CLOCK + num_rows * self._width].reshape(num_rows, self._width)
+        read: list[list[int]] = rows[:, : 2 + _FEW].tolist()
+        for row, answer in enumerate(read):
+            if answer[0] > _FEW:
+                read[row] = rows[row, : 2 + NUM_COMMITTED].tolist()
+        return read
+
+    @property
+    def clock(self) -> tuple[int, int]:
+        """Nanoseconds at the round's begin and end."""
+        begin, end = self._host[: self._CLOCK].view(np.int64).tolist()
+        return begin, end

@@ -1,0 +1,270 @@
+"""Runs rounds on torch: the CPU reference for every executor to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.cache.features import FeatureStore
+from outrider.errors import ConfigError, OutriderError
+from outrider.grammar.state import unpack
+from outrider.models.base import CausalLM
+from outrider.protocol.tokens import TokenLogprobs
+from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Pending, Result
+from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
+from verify_service.features.plan import FeaturePlan
+from verify_service.features.ports import require
+from verify_service.features.ring import Ring
+from verify_service.features.staging import FeatureStaging, StagedRows
+
+# A width is measured anew until this much time has gone by.
+_MEASURE_SECONDS = 0.1
+
+
+def entry_mask(entry: Entry) -> torch.Tensor | None:
+    """Who attends to whom among an entry's own tokens: bool [num_tokens, num_tokens]; None where causal."""
+    extend, nodes = entry.num_extend, entry.nodes
+    if not len(nodes):
+        return None
+    mask = torch.zeros(entry.num_tokens, entry.num_tokens, dtype=torch.bool)
+    mask[:extend, :extend] = torch.ones(extend, extend, dtype=torch.bool).tril()
+    mask[extend:, :extend] = True
+    for index, parent in enumerate(nodes.parents):
+        row = mask[extend + index]
+        if parent >= 0:
+            row.copy_(mask[extend + parent])
+        row[extend + index] = True
+    return mask
+
+
+class TorchRound:
+    """A round that runs when it is waited for."""
+
+    gap_seconds = None
+    gpu_seconds = None
+
+    def __init__(self, run: Callable[[], list[Result]]) -> None:
+        self._run = run
+
+    def done(self) -> bool:
+        """See Pending."""
+        return True
+
+    def wait(self) -> list[Result]:
+        """See Pending."""
+        return self._run()
+
+
+class _Part:
+    """An entry as it was when it was launched: its request may end and lose its pages before it is run."""
+
+    def __init__(self, entry: Entry, slots: torch.Tensor) -> None:
+        self.entry = entry
+        self.samples = entry.samples
+        self.num_extend = entry.num_extend
+        self.num_tokens = entry.num_tokens
+        self.end = entry.request.cached_len + entry.num_extend
+        """Position behind the committed tokens; nodes lie from here on."""
+        self.slots = slots
+        self.scored = entry.scored
+
+    @property
+    def own_slots(self) -> torch.Tensor:
+        """Slots that its tokens are written to."""
+        start = self.end - self.num_extend
+        return self.slots[start : start + self.num_tokens]
+
+    def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots of accepted nodes, and where the committed order wants them."""
+        moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
+        return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
+
+
+class TorchExecutor:
+    """Forward, sampling walk and KV compaction with plain torch operations.
+
+    Rows of a forward may round differently with its width, so tokens of two runs are equal bitwise in fp32 up to
+    ties in the logits, which real text does not have.
+    """
+
+    def __init__(self, model: CausalLM, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
+        self._model = model
+        self._rule = rule
+        self._page_size = page_size
+        self._kv = model.new_kv(num_pages * page_size)
+        self._attention = TorchAttention()
+        self._features: FeatureStore | None = None
+        self._staging = FeatureStaging(model.device)
+        self._slots: dict[Request, torch.Tensor] = {}
+
+    def launch(self, entries: Sequence[Entry]) -> TorchRound:
+        """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
+        parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]
+        batch = self._batch(parts)
+        return TorchRound(lambda: self._run(parts, batch))
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor; a forward on the CPU leaves no code in its caches anyway."""
+
+    def forget(self, request: Request) -> None:
+        """See Executor."""
+        self._slots.pop(request, None)
+
+    @property
+    def feature_format(self) -> tuple[int, str]:
+        """See FeatureExecutor."""
+        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
+
+    def begin_features(self, plan: FeaturePlan) -> None:
+        """See FeatureExecutor."""
+        model = self._model
+        hidden = model.config.hidden_size
+        try:
+            self._features = FeatureStore(
+                plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection
+            )
+        except MemoryError as error:
+            raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
+
+    def refresh_features(self) -> int:
+        """See FeatureExecutor."""
+        return 0
+
+    def lend_ring(self) -> Ring | None:
+        """See FeatureExecutor."""
+        return self._staging.rings.lend()
+
+    def take_back_ring(self, ring: Ring) -> None:
+        """See FeatureExecutor."""
+        self._staging.rings.take_back(ring)
+
+    def read_features(
+        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
+    ) -> StagedRows | None:
+        """See FeatureExecutor."""
+        return self._staging.read(require(self._features), slots, parts, None, ring)
+
+    @torch.inference_mode()
+    def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:
+        """One forward over all entries; accepted KV is compacted in place."""
+        hidden = self._forward(parts, batch)
+        rows: list[int] = []
+        first = 0
+        for part in parts:
+            if part.samples:
+                rows.extend(range(first + part.num_extend - 1, first + part.num_tokens))
+            first += part.num_tokens
+        logits = self._model.logits(hidden if len(rows) == first else hidden[rows]) if rows else hidden
+        results: list[Result] = []
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        row = 0
+        for part in parts:
+            if not part.samples:
+                results.append(Result())
+                continue
+            num_rows = part.num_tokens - part.num_extend + 1
+            result, accepted = self._walk(part.entry, logits[row : row + num_rows])
+            results.append(result)
+            moves.append(part.moves(accepted))
+            row += num_rows
+        self._compact(moves)
+        return self._score_prompts(parts, hidden, results)
+
+    def _score_prompts(self, parts: Sequence[_Part], hidden: torch.Tensor, results: list[Result]) -> list[Result]:
+        """Add what requests want to know of their prompts to the results."""
+        first = 0
+        for index, part in enumerate(parts):
+            if part.scored:
+                start = first + part.scored.start - (part.end - part.num_extend)
+                scores = PromptScores(part.entry, part.scored)
+                scores.compute(self._model, hidden[start : start + len(part.scored)])
+                results[index] = with_prompt(results[index], scores)
+            first += part.num_tokens
+        return results
+
+    def _forward(self, parts: Sequence[_Part], batch: ForwardBatch) -> torch.Tensor:
+        if (store := self._features) is None:
+            return self._model.forward(batch, self._kv, self._attention)
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, store.inputs)
+        store.write(torch.cat([part.own_slots for part in parts]), features)
+        return hidden
+
+    @torch.inference_mode()
+    def measure(self, width: int, context: int = 192, repeats: int = 3) -> float:
+        """Seconds of the fastest forward of `width` tokens over `context` cached ones. Trashes the KV cache.
+
+        Forwards that take long are not repeated: a moment's noise is little of them, and who starts a service waits.
+        """
+        slots = torch.arange(context + width)
+        batch = ForwardBatch(
+            token_ids=torch.arange(width) % self._model.config.vocab_size,
+            positions=context + torch.arange(width),
+            segments=[Segment(width, slots, torch.ones(width, width, dtype=torch.bool).tril())],
+        )
+        times: list[float] = []
+        while len(times) < repeats and sum(times) < _MEASURE_SECONDS:
+            start = time.perf_counter()
+            self._model.logits(self._model.forward(batch, self._kv, self._attention)).argmax(-1)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def _slots_of(self, request: Request) -> torch.Tensor:
+        """KV slot of each position that the request's pages cover."""
+        known = self._slots.get(request)
+        if known is None or len(known) < len(request.pages) * self._page_size:
+            first = torch.tensor(request.pages) * self._page_size
+            known = (first[:, None] + torch.arange(self._page_size)).reshape(-1)
+            self._slots[request] = known
+        return known
+
+    def _batch(self, parts: Sequence[_Part]) -> ForwardBatch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        segments = []
+        for part in parts:
+            request, nodes = part.entry.request, part.entry.nodes
+            start, end = part.end - part.num_extend, part.end
+            token_ids += request.tokens[start:end]
+            token_ids += nodes.token_ids
+            positions += range(start, end)
+            positions += [end - 1 + depth for depth in nodes.depths]
+            segments.append(Segment(part.num_tokens, part.slots[: end + len(nodes)], entry_mask(part.entry)))
+        return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
+
+    def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
+        """Sample along a path from the root; the committed tokens and the accepted nodes."""
+        request, nodes = entry.request, entry.nodes
+        sampler, num_logprobs = request.sampler, request.sampling.num_logprobs
+        logprobs: list[TokenLogprobs] = []
+
+        def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int:
+            row, position = logits[node + 1], request.committed_len + len(path)
+            mask = unpack(entry.masks[node + 1], sampler.vocab_size) if entry.masks else None
+            token = sampler.sample(row, path, position, mask, children, self._rule)
+            if num_logprobs is not None:
+                logprobs.append(TokenLogprobs(*sampler.logprobs(row, token, num_logprobs)))
+            return token
+
+        try:
+            tokens, accepted = walk_tree(nodes.parents, nodes.token_ids, sample)
+        except OutriderError as error:
+            return Result(error=error), []
+        # Unless the engine cuts some off, and then the request ends with them.
+        request.sampler.commit(tokens)
+        return Result(tokens, logprobs), accepted
+
+    def _compact(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        sources = torch.cat([source for source, _ in moves]) if moves else torch.empty(0)
+        if len(sources):
+            targets = torch.cat([target for _, target in moves])
+            self._kv.move(sources, targets)
+            if self._features is not None:
+                self._features.move(sources, targets)

@@ -1,0 +1,365 @@
+"""The target's features for drafts that take them: when they are stored, and what of them is sent to whom."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import OutriderError
+from outrider.logs import get_logger
+from outrider.protocol.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.tree.projection import PROJECTED, Projection
+from verify_service.engine.memory import Memory
+from verify_service.engine.round import Executor, Pending
+from verify_service.features.plan import FeaturePlan
+from verify_service.features.ports import STAGE_BYTES, FeatureExecutor, FeaturePort
+from verify_service.speculation.drafts import Drafts
+from verify_service.speculation.link import DraftPort, DraftReplica, FeatureLine, SpeculativeRequest, Staged
+
+log = get_logger(__name__)
+
+MAX_STORED_LAYERS = 16
+"""Layers of all drafts together."""
+
+WINDOW_BYTES = 2 << 20
+"""Features that a draft may have been sent without having released them."""
+
+_REST = 4
+"""While requests run, what must be done before features are stored rests that many times as long as it takes."""
+
+
+class _Piece(NamedTuple):
+    """Consecutive positions of a request."""
+
+    link: SpeculativeRequest
+    start: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Sending:
+    """Pieces for one draft whose rows are on their way from the store."""
+
+    peer: DraftReplica
+    rows: Staged
+    messages: list[Features] = field(default_factory=list)
+    """Without their bytes, which lie in `rows` one after the other."""
+
+
+class FeatureSender:
+    """Has features stored when a draft asks for them, and sends those of committed positions while rounds run.
+
+    A request is opened with such a draft only if the features of all its positions are stored: its KV must have been
+    computed since the store is filled (`Memory.feature_epoch`). The engine thread alone uses it.
+    """
+
+    def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool = False) -> None:
+        """`piecewise`: `work` is called again and again while a round runs, and each time does little."""
+        self._piecewise = piecewise
+        self._drafts = drafts
+        self._memory = memory
+        self._executor = executor if isinstance(executor, FeatureExecutor) else None
+        self._plan = FeaturePlan()
+        self._wanted = FeaturePlan()
+        self._begun: FeaturePlan | None = None
+        """What the executor prepares for."""
+        self._began_at = self._next_at = 0.0
+        self._num_left = 0
+        self._after: Pending | None = None
+        self._sending: deque[_Sending] = deque()
+        self._has_room = False
+        """Some draft has released features since the last look at what it misses."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `work` may have something to do."""
+        return bool(self._sending) or self._has_room
+
+    @property
+    def preparing(self) -> bool:
+        """Whether drafts want what rounds do not store yet."""
+        return self._wanted != self._plan
+
+    @property
+    def num_pending(self) -> int:
+        """Pieces of work that are left before it does, graphs of rounds as a rule; as far as that is known."""
+        return self._num_left if self.preparing else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Connected drafts that will get features and cannot yet."""
+        peers = self._drafts.peers.values()
+        return sum(bool(peer.takes) and (peer.line is None or not peer.line.open) for peer in peers)
+
+    def connected(self, port: DraftPort) -> None:
+        """A session began that `Drafts.connected` knows of."""
+        peer = self._drafts.peers.get(port)
+        layers = peer.terms.feature_layers if peer is not None else ()
+        if peer is None or not layers:
+            return
+        if self._executor is None or not isinstance(port, FeaturePort):
+            log.warning(
+                "draft %s takes features, which nothing here can store or send; %s", port.address, _without(peer)
+            )
+            return
+        projected = self._may_project(peer)
+        takes = (PROJECTED,) if projected else layers
+        is_wanted = self._wanted.holds(takes, peer.terms.projection_hash)
+        # What is stored begins anew for more, so that what nobody takes any more can go.
+        wanted = self._wanted if is_wanted else self._needed()
+        if not projected:
+            wanted = wanted.with_layers(layers)
+        hidden_size, dtype = self._executor.feature_format
+        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        row_bytes = width * FEATURE_ITEM_BYTES[dtype]
+        if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
+            log.error(
+                "draft %s takes layers %s, %d bytes a token, which with those of other drafts is more than %d layers, "
+                "or more than %d bytes; %s",
+                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(peer)),
+            )
+            return
+        peer.takes = takes
+        if projected and not is_wanted:
+            # The draft gives its projection first.
+            self._dial(peer, wants_projection=True)
+            return
+        self._wanted = wanted
+        if not self.preparing:
+            self._begin(peer)
+
+    def disconnected(self, port: DraftPort) -> None:
+        """A session ended that `Drafts` still knows of."""
+        peer = self._drafts.peers.get(port)
+        if peer is not None and peer.line is not None and peer.line.ring is not None and self._executor is not None:
+            self._executor.take_back_ring(peer.line.ring)
+            peer.line.ring = None
+
+    def opened(
+        self, port: DraftPort, window: int, uses_ring: bool = False, projection: Projection | None = None
+    ) -> None:
+        """The features stream of a session is open; `window` bytes may be under way on it, 0 for any number.
+
+        `projection` is the draft's, where it was wanted.
+        """
+        peer = self._drafts.peers.get(port)
+        if peer is None or peer.line is None:
+            return
+        line = peer.line
+        line.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
+        line.accepted = True
+        if line.ring is not None and not uses_ring and self._executor is not None:
+            self._executor.take_back_ring(line.ring)
+            line.ring = None
+        if projection is not None:
+            self._wanted = replace(self._needed(), projection=projection)
+        if not self.preparing:
+            self._begin(peer)
+
+    def released(self, port: DraftPort, through: int) -> None:
+        """A draft is done with message `through` and all before it."""
+        peer = self._drafts.peers.get(port)
+        if peer is not None and peer.line is not None:
+            peer.line.release(through)
+            self._has_room = True
+
+    def advance(self) -> None:
+        """Between two rounds: see to it that what drafts want will be stored, in a small part of the time."""
+        if not self.preparing or self._executor is None:
+            return
+        if self._begun != self._wanted and not self._prepare(self._executor):
+            return
+        if time.monotonic() >= self._next_at:
+            self._work_ahead(self._executor)
+
+    def refresh(self) -> bool:
+        """While no round is wanted: do a piece of what must precede; whether there is more of it."""
+        if self.preparing and self._executor is not None and self._begun == self._wanted:
+            self._work_ahead(self._executor)
+        return self.preparing
+
+    def collect(self, after: Pending | None) -> None:
+        """Have features copied that drafts do not have yet; `after` is the round that computed the last of them."""
+        if self._drafts.feature_epoch:
+            self._after = after
+            self._collect()
+            if not self._piecewise:
+                self.work()
+
+    def work(self) -> None:
+        """Send what has been copied, and have more copied. `collect` was told of the last round that has ended."""
+        if self._has_room:
+            self._has_room = False
+            if self._drafts.feature_epoch:
+                self._collect()
+        while self._sending and self._ship() and not self._piecewise:
+            pass
+
+    def _prepare(self, executor: FeatureExecutor) -> bool:
+        """Begin to prepare for what is wanted; whether that is possible."""
+        try:
+            executor.begin_features(self._wanted)
+        except OutriderError as error:
+            log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
+            self._give_up(self._begun or self._plan)
+            for peer in self._drafts.peers.values():
+                self._begin(peer)
+            return False
+        self._begun = self._wanted
+        self._began_at = self._next_at = time.monotonic()
+        return True
+
+    def _work_ahead(self, executor: FeatureExecutor) -> None:
+        """Do a piece of what must be done before features are stored; after the last one they are."""
+        start = time.monotonic()
+        self._num_left = executor.refresh_features()
+        end = time.monotonic()
+        self._next_at = end + _REST * (end - start)
+        if self._num_left:
+            return
+        log.info("the target's features are stored %.1f s after they were asked for", end - self._began_at)
+        self._plan, self._begun = self._wanted, None
+        # What was stored until now is of no use for layers that are missing in it.
+        self._drafts.suspend_features()
+        self._memory.new_feature_epoch()
+        self._drafts.feature_epoch = self._memory.feature_epoch
+        for peer in self._drafts.peers.values():
+            self._begin(peer)
+
+    def _needed(self) -> FeaturePlan:
+        """What of all that is wanted the connected drafts take."""
+        parts = {part for peer in self._drafts.peers.values() for part in peer.takes}
+        projection = self._wanted.projection if PROJECTED in parts else None
+        return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
+
+    def _give_up(self, kept: FeaturePlan) -> None:
+        """What is stored, or prepared, stays as it is; drafts that it does not serve get nothing, and claim nothing."""
+        self._wanted = kept
+        for peer in self._drafts.peers.values():
+            # One that has yet to give its projection had no part in it.
+            is_asked = peer.line is not None and not peer.line.accepted
+            if not is_asked and not kept.holds(peer.takes, peer.terms.projection_hash):
+                peer.takes = ()
+
+    def _may_project(self, peer: DraftReplica) -> bool:
+        """Whether a draft gets products. There is one projection at a time; drafts with others get raw features."""
+        users = [other for other in self._drafts.peers.values() if PROJECTED in other.takes and other is not peer]
+        name = peer.terms.projection_hash
+        return bool(name) and all(other.terms.projection_hash == name for other in users)
+
+    def _begin(self, peer: DraftReplica) -> None:
+        """Ask for a draft's stream, or use it if it is there, once what the draft takes is stored."""
+        if not peer.takes or not self._plan.holds(peer.takes, peer.terms.projection_hash):
+            return
+        if peer.line is None:
+            self._dial(peer, wants_projection=False)
+        elif peer.line.accepted:
+            peer.line.open = True
+
+    def _dial(self, peer: DraftReplica, wants_projection: bool) -> None:
+        if peer.line is not None or self._executor is None or not isinstance(peer.port, FeaturePort):
+            return
+        hidden_size, dtype = self._executor.feature_format
+        layers, projected = peer.terms.feature_layers, PROJECTED in peer.takes
+        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        ring = self._executor.lend_ring()
+        peer.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
+        told = ring.told if ring is not None else None
+        peer.port.begin_features(FeaturesBegin("", layers, width, dtype, told, projected, wants_projection))
+
+    def _collect(self) -> None:
+        if self._executor is None:
+            return
+        for peer in self._drafts.peers.values():
+            while peer.line is not None and peer.line.open and (pieces := self._pieces(peer, peer.line)):
+                slots = np.concatenate([self._slots(piece) for piece in pieces])
+                rows = self._executor.read_features(slots, peer.takes, self._after, peer.line.ring)
+                if rows is None:
+                    break
+                self._sending.append(_Sending(peer, rows, [self._message(peer.line, piece) for piece in pieces]))
+
+    def _pieces(self, peer: DraftReplica, line: FeatureLine) -> list[_Piece]:
+        """What to copy next for a draft: those that miss least come first, so that no prompt holds up a decoder.
+
+        A draft that has answered nothing yet may not have read of the request: its opening takes another way.
+        """
+        room = min(line.room, STAGE_BYTES) // line.row_bytes
+        if room <= 0:
+            return []
+        behind = [
+            (link.feature_end - link.features_sent, number, link)
+            for number, link in peer.links.items()
+            if link.feature_end > link.features_sent
+            and not link.request.finished
+            and link.mirror.epoch
+            and self._drafts.has_features(link.request)
+        ]
+        pieces: list[_Piece] = []
+        for missing, _, link in sorted(behind, key=lambda one: one[:2]):
+            start, end = link.features_sent, link.features_sent + min(missing, room)
+            room -= end - start
+            most = max(MAX_FEATURE_BYTES // line.row_bytes, 1)
+            pieces += [_Piece(link, at, min(most, end - at)) for at in range(start, end, most)]
+            if not room:
+                break
+        return pieces
+
+    def _message(self, line: FeatureLine, piece: _Piece) -> Features:
+        """Number a piece and count it as sent."""
+        link, end = piece.link, piece.start + piece.size
+        link.features_sent = end
+        final = end == link.feature_end
+        sequence = line.take(piece.size * line.row_bytes)
+        return Features(link.number, piece.start, piece.size, final, b"", line.dtype, sequence)
+
+    def _slots(self, piece: _Piece) -> NDArray[np.int32]:
+        """KV slots of its positions."""
+        size = self._memory.page_size
+        first, last = piece.start // size, (piece.start + piece.size - 1) // size
+        pages = np.array(piece.link.request.pages[first : last + 1], np.int32)
+        slots: NDArray[np.int32] = np.add.outer(pages * size, np.arange(size, dtype=np.int32)).reshape(-1)
+        begin = piece.start - first * size
+        return slots[begin : begin + piece.size]
+
+    def _ship(self) -> bool:
+        """Send one batch of rows, if it is here and the port has room; whether it was."""
+        sending = self._sending[0]
+        port, line = sending.peer.port, sending.peer.line
+        if not sending.rows.done() or not isinstance(port, FeaturePort) or line is None:
+            return False
+        alive = self._drafts.peers.get(port) is sending.peer
+        if alive and not port.has_room:
+            return False
+        self._sending.popleft()
+        if alive:
+            port.send_features(_filled(sending.messages, sending.rows, line.row_bytes))
+        if alive and sending.rows.offset is not None:
+            # The draft reads them where they are.
+            line.lent.append((sending.messages[-1].sequence, sending.rows))
+        else:
+            sending.rows.free()
+        return True
+
+
+def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[Features]:
+    """The messages with their bytes, which stay where they are, or with their place in the ring."""
+    filled, start, data = [], 0, rows.data()
+    for message in messages:
+        end = start + message.count * row_bytes
+        if rows.offset is None:
+            filled.append(replace(message, data=data[start:end]))
+        else:
+            filled.append(replace(message, ring_offset=rows.offset + start))
+        start = end
+    return filled
+
+
+def _without(peer: DraftReplica) -> str:
+    """What becomes of a draft that gets no features."""
+    return "it drafts with what needs none" if peer.terms.features_optional else "it is not used"

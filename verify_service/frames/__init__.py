@@ -1,0 +1,1 @@
+"""What door and engine tell each other. Torch-free."""

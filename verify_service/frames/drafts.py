@@ -1,0 +1,100 @@
+"""Frames between door and engine: sessions with drafts, and what their streams carry. Torch-free."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outrider.protocol.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
+
+
+class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """door -> engine: a session with a draft service began, under a number that is never used again."""
+
+    session: int
+    address: str
+    max_positions: int = 0
+    """Longest sequence that the draft serves; 0 for any."""
+    feature_layers: list[int] = []
+    """Layers of the target whose hidden states it takes."""
+    projection_columns: int = 0
+    """Of the matrix that it offers; 0 for none."""
+    projection_hash: str = ""
+    """Names this matrix."""
+    sources: list[str] = []
+    """Names of its drafters; a node's source is an index into them."""
+    features_optional: bool = False
+    """Whether it serves requests without their features, too."""
+    line: LineFrame | None = None
+    """Where its engine may be spoken to."""
+
+
+class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """door -> engine: the session is over."""
+
+    session: int
+
+
+class DraftSaid(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
+
+    session: int
+    arrived_at: float
+    weight: int
+    """Comes back in `Told.read` when the engine has taken it."""
+    messages: list[DraftPart]
+
+
+class DraftTold(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """engine -> door: messages for a draft, in order."""
+
+    session: int
+    messages: list[VerifyPart]
+
+
+class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """engine -> door: end this session; it is dialled again."""
+
+    session: int
+
+
+class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """door -> engine: the features stream of a session is open."""
+
+    session: int
+    window: int
+    """Bytes that the draft allows to be under way; 0 for any number."""
+    uses_ring: bool = False
+
+
+class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """door -> engine: a draft has released features."""
+
+    session: int
+    through: int
+
+
+class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """door -> engine: the next bytes of the projection that a session has offered; `FeaturesUp` follows the last."""
+
+    session: int
+    dtype: str
+    data: bytes
+
+
+class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
+
+    session: int
+    layers: list[int]
+    width: int
+    dtype: str
+    ring: RingFrame | None = None
+    projected: bool = False
+    wants_projection: bool = False
+
+
+class FeaturesTold(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """engine -> door: features for a draft, in order."""
+
+    session: int
+    features: list[FeaturesPart]
