@@ -208,9 +208,9 @@ class DraftService:
         at = self._actor.other.now + 1e-3 * self._costs.line
         self._actor.post(at, HeardOnLine(_SESSION, pack_verify(messages)))
 
-    def _make_engine(self) -> draft_engine.Engine:
+    def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""
-        engine: Any = draft_engine.Engine.__new__(draft_engine.Engine)
+        engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
         engine.requests, engine.drafter, engine.inbox = self.requests, None, DraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
             say=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
@@ -219,7 +219,7 @@ class DraftService:
         engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
         engine._peers = {_SESSION: SessionPeer(_SESSION, VOCAB, None, reporter)}
         engine._garbage, engine._stopping, engine._turns, engine._drains = Garbage(), False, 0, 0
-        made: draft_engine.Engine = engine
+        made: draft_engine.DraftEngine = engine
         return made
 
     def _say(self, session: int, messages: Sequence[DraftMessage]) -> None:

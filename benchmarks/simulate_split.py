@@ -69,7 +69,6 @@ class Scene:
     seed: int = 0
     costs: Costs = field(default_factory=Costs)
     language: Language = field(default_factory=Language)
-    patience: float = 0.0
 
 
 class Round:
@@ -162,7 +161,7 @@ class Simulation:
         self._device = Device(self._actor, scene)
         self.draft = DraftService(self.world.draft, scene.costs, scene.language, self._deliver)
         self._port = Port(self.draft.send)
-        self.engine: verify_engine.Engine
+        self.engine: verify_engine.VerifyEngine
 
     def run(self) -> dict[str, float]:
         """The figures of all answers but a first batch, which warms up."""
@@ -233,7 +232,7 @@ class Simulation:
         self._actor.spend("take_grow", self.scene.costs.take_grow)
         self.engine.drafts.receive(self._port, [message], arrived_at)
 
-    def _make_engine(self) -> verify_engine.Engine:
+    def _make_engine(self) -> verify_engine.VerifyEngine:
         costs = self.scene.costs
         widths = [width for width in TOKEN_BUCKETS if width < MAX_RUNNING + MAX_NODES] + [MAX_RUNNING + MAX_NODES]
         cost = CostModel(
@@ -244,17 +243,16 @@ class Simulation:
         limits = EngineLimits(
             VOCAB, 1 << 20, max_running=MAX_RUNNING, chunk_size=2048, max_nodes=MAX_NODES, max_hold_seconds=0.05,
             root_apart=True, max_depth=MAX_DEPTH, max_round_tokens=MAX_RUNNING + MAX_NODES, spin=True,
-            hold_patience=self.scene.patience,
         )  # fmt: skip
         memory = Memory(MAX_RUNNING * 64, 16, keep_prefixes=False)
-        engine = verify_engine.Engine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
+        engine = verify_engine.VerifyEngine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
         engine.drafts._clock = self._actor.clock
         rehearsal: Any = SimpleNamespace(begin=lambda at: None, rehearse=self._device.idle)
         engine._rehearsal = rehearsal
         self._charge(engine)
         return engine
 
-    def _charge(self, engine: verify_engine.Engine) -> None:
+    def _charge(self, engine: verify_engine.VerifyEngine) -> None:
         """Have verify's host work take its time."""
         costs, running = self.scene.costs, engine.scheduler.running
         trees = self.scene.speculate
@@ -363,7 +361,6 @@ def main() -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
-    parser.add_argument("--patience", type=float, default=0.0, help="verify's --hold-patience")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     told = parser.parse_args()
     for change in told.set:
@@ -374,7 +371,7 @@ def main() -> None:
     for batch in told.batch:
         answers = told.answers or (6 if batch == 1 else 2 * batch)
         language = Language(flatten=told.flatten)
-        scene = Scene(batch, answers, told.tokens, True, 0, parse_costs(told.cost), language, told.patience)
+        scene = Scene(batch, answers, told.tokens, True, 0, parse_costs(told.cost), language)
         scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
         runs = [Simulation(one).run() for one in scenes]
         plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]

@@ -69,11 +69,15 @@ def test_rounds_without_a_right_guess_are_told_too(engine: VerifyEngine, kind: s
     guess: Guess = wrong(text, VOCAB) if kind == "wrong" else oracle(text, VOCAB)
     if kind != "none":
         engine.draft_connected(LocalDraft(engine, VOCAB, guess))
-    answer = ask(engine, speculate=kind != "off")
-    assert answer.token_ids == plain.token_ids
-    told = trees(answer)
-    assert [tree.num_tokens for tree in told] == [1] * len(answer.token_ids)
-    assert not any(tree.accepted for tree in told)
+    # By measured times it may not pay to look at a tree in every round, so that wrong guesses are asked for again.
+    for _ in range(50 if kind == "wrong" else 1):
+        answer = ask(engine, speculate=kind != "off")
+        assert answer.token_ids == plain.token_ids
+        told = trees(answer)
+        assert [tree.num_tokens for tree in told] == [1] * len(answer.token_ids)
+        assert not any(tree.accepted for tree in told)
+        if any(tree.token_ids for tree in told):
+            break
     assert any(tree.token_ids for tree in told) == (kind == "wrong")
 
 
