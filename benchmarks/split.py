@@ -7,13 +7,13 @@ python benchmarks/split.py --model /models/llama-8b --prompts mt_bench.jsonl --v
     --out benchmarks/results/split_h200.json
 
 A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
-that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `b=` requests at
-once, `t=` temperature, `patience=` verify's --hold-patience, and options of the draft service (`steps`, `topk`, `nodes`
-for the speculative ones). Verify stays up between cases; lockstep and each patience have a verify service of their own
-on the same GPU. Draft services are started anew for every case, several at a time, but nothing starts while a case is
-measured. The first `--limit` prompts are answered, in a batch at least two for each place; `--max-tokens` tokens each,
-past the end of sequence, through the gateway. Texts are compared with plain decoding's in the same batch: on a GPU
-without --deterministic rounding may part them.
+that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `b=` requests
+at once, `t=` temperature, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones).
+Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
+anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
+answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
+gateway. Texts are compared with plain decoding's in the same batch: on a GPU without --deterministic rounding may
+part them.
 """
 
 from __future__ import annotations

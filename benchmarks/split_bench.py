@@ -51,14 +51,14 @@ class Bench:
 
     def _start_targets(self, stack: ExitStack) -> None:
         """One verify service for each mode that the cases ask for, at the same time."""
-        modes = sorted({case.verify for case in self.cases})
+        modes = sorted({case.lockstep for case in self.cases})
         options = self._verify_options(len(modes))
-        for lockstep, patience in modes:
-            alike = [case for case in self.cases if case.drafts and case.verify == (lockstep, patience)]
-            told = replace(options, lockstep=lockstep, hold_patience=patience)
+        for lockstep in modes:
+            alike = [case for case in self.cases if case.drafts and case.lockstep == lockstep]
+            told = replace(options, lockstep=lockstep)
             name = "verify-lockstep" if lockstep else "verify"
             target = Target(told, sorted({_key(case) for case in alike}), self._printer(name))
-            self._targets[lockstep, patience] = stack.enter_context(target)
+            self._targets[lockstep] = stack.enter_context(target)
         with ThreadPoolExecutor(len(modes)) as pool:
             seconds = list(pool.map(Target.start, self._targets.values()))
         print("verify started in", ", ".join(f"{value:.1f} s" for value in seconds), flush=True)
@@ -100,7 +100,7 @@ class Bench:
         if time.monotonic() > self._end:
             self.failed.append(f"{self._title(case)}: no time left")
             return
-        target = self._targets[case.verify]
+        target = self._targets[case.lockstep]
         try:
             if draft is not None:
                 target.connect(_key(case), draft)

@@ -24,8 +24,6 @@ class Case:
     drafter: str
     """"plain", or the algorithms as in --speculative-algorithm, joined by "+", with "@LABEL" for another model."""
     lockstep: bool = False
-    patience: float = 0.0
-    """Of the verify service, which is another one for each."""
     batch: int = 1
     temperature: float = 0.0
     options: dict[str, str] = field(default_factory=dict)
@@ -42,8 +40,6 @@ class Case:
                 if name != "lockstep":
                     raise ConfigError(f"{text}: {name!r} is neither lockstep nor name=value")
                 case = replace(case, lockstep=True)
-            elif name == "patience":
-                case = replace(case, patience=float(value))
             elif name == "b":
                 case = replace(case, batch=int(value))
             elif name == "t":
@@ -75,11 +71,6 @@ class Case:
         return "" if not self.drafts else "lockstep" if self.lockstep else "split"
 
     @property
-    def verify(self) -> tuple[bool, float]:
-        """What its verify service is told apart from those of other cases: whether in lockstep, and its patience."""
-        return self.lockstep, self.patience
-
-    @property
     def decoding(self) -> str:
         """How tokens are chosen."""
         return f"t{self.temperature:g}" if self.temperature else "greedy"
@@ -88,7 +79,6 @@ class Case:
         """The case's name in results."""
         long_names = {full: name for name, full in SHORT_NAMES.items()}
         options = [f"{long_names.get(name, name)}={value}" for name, value in self.options.items()]
-        options += [f"patience={self.patience:g}"] if self.patience else []
         words = [model, self.drafter, self.mode, *options, f"b{self.batch}", dtype, self.decoding]
         return " ".join(word for word in words if word)
 

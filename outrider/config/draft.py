@@ -79,10 +79,6 @@ class DraftOptions(PeerServiceOptions):
         "cores to verify), or auto, which grows ahead on a GPU alone.",
         choices=("auto", "always", "never"),
     )
-    own_features: bool = option(
-        False,
-        "Let committed tokens keep what a drafter of features made of its own, rather than run them with the target's.",
-    )
     local_line: str = option(
         "auto",
         "A Unix socket by which verify engines of this host and user reach this engine past gRPC: auto takes one in no "

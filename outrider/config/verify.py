@@ -80,13 +80,6 @@ class VerifyOptions(PeerServiceOptions):
     max_hold_ms: float = option(
         50.0, "Longest that a round waits for a draft, in ms; it waits only when that pays.", minimum=0, maximum=1000
     )
-    hold_patience: float = option(
-        0.0,
-        "On a GPU also wait for deeper nodes while they bring tokens at 1/x of the usual speed or faster: fewer rounds "
-        "of more tokens each, for some speed. 1.5 waits in half of the rounds; 0 only where nodes are missing.",
-        minimum=0,
-        maximum=10,
-    )
     lockstep: bool = option(
         False,
         "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines do: "

@@ -56,12 +56,6 @@ def run(text: str, texts: list[list[int]], seconds: float, rounds: int, **counte
     return measured
 
 
-def test_a_case_may_have_patience() -> None:
-    case = Case.parse("standalone,patience=1.5,b=4")
-    assert case.verify == (False, 1.5) and case.title("m", "bf16") == "m standalone split patience=1.5 b4 bf16 greedy"
-    assert Case.parse("standalone,lockstep").verify == (True, 0.0)
-
-
 def test_cases_are_set_beside_plain_and_lockstep_of_the_same_load() -> None:
     texts = [[1, 2, 3, 4], [5, 6, 7, 8]]
     runs = [

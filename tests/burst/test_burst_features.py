@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outrider.config.draft import DraftOptions
 
 
-def rig_of(*, own: bool = False, **shape: int) -> Rig:
-    return Rig(DraftOptions(max_positions=300, own_features=own), feature_size=1, **shape)
+def rig_of(**shape: int) -> Rig:
+    return Rig(DraftOptions(max_positions=300), feature_size=1, **shape)
 
 
 def opened(rig: Rig, tokens: list[int]) -> None:
@@ -82,19 +82,6 @@ def test_what_a_hit_committed_is_run_again_with_true_features_but_for_the_root_a
     assert not {tuple(request.tokens) + path for path in below} & set(again) & set(rig.runner.ran[:ran])
 
 
-def test_own_features_may_do_for_the_context() -> None:
-    rig = rig_of(own=True)
-    opened(rig, [1, 2, 3, 4])
-    request = rig.open_requests[1]
-    rig.commit(1, continuation(request.tokens, 2))
-    rig.settle()
-    assert rig.runner.rows[0].context == request.tokens[1:-1]
-    ran = len(rig.runner.ran)
-    rig.features(1, 3, 2)
-    rig.settle()
-    assert tuple(request.tokens) not in rig.runner.ran[ran:]
-
-
 def test_features_that_never_come_do_not_fill_the_tree() -> None:
     rig = rig_of()
     opened(rig, [1, 2, 3, 4])
@@ -139,7 +126,7 @@ steps = st.one_of(
 
 def test_a_long_prompt_is_run_with_true_features_alone() -> None:
     """None of it takes the draft's own because it would not fit a step."""
-    rig = rig_of(own=False, **GOES_ON, num_pages=1024)
+    rig = rig_of(**GOES_ON, num_pages=1024)
     length = 10 * rig.runner.shape.max_width
     request = rig.open(1, [1 + place % 37 for place in range(length)])
     share = rig.growth._keeper.max_forced
@@ -157,7 +144,7 @@ def test_a_long_prompt_is_run_with_true_features_alone() -> None:
 
 @pytest.mark.parametrize("options", [{"lockstep": True}, {"draft_ahead": "never"}], ids=["lockstep", "in turns"])
 def test_committed_tokens_that_need_a_burst_of_their_own_take_no_steps_of_the_tree(options: dict[str, object]) -> None:
-    told = {"max_positions": 300, "own_features": True, "min_path_probability": 0.0, **options}
+    told = {"max_positions": 300, "min_path_probability": 0.0, **options}
     rig = Rig(DraftOptions(speculative_algorithm=("EAGLE3",), **told), feature_size=1)  # type: ignore[arg-type]
     request = rig.open(1, list(range(1, 31)), credit=40)
     rig.features(1, 0, 5)
@@ -173,7 +160,7 @@ def test_committed_tokens_that_need_a_burst_of_their_own_take_no_steps_of_the_tr
 
 
 def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> None:
-    rig = rig_of(own=True, **GOES_ON)
+    rig = rig_of(**GOES_ON)
     request = rig.open(1, [1, *range(2, 14)])
     rig.features(1, 0, 1)
     rig.turn(wait=False)
@@ -189,11 +176,9 @@ def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> Non
 
 @pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
 @settings(max_examples=100, deadline=None)
-@given(length=st.integers(1, 30), own=st.booleans(), trace=st.lists(steps, max_size=40))
-def test_features_may_come_in_any_order_or_not_at_all(
-    shape: dict[str, int], length: int, own: bool, trace: list[tuple]
-) -> None:
-    rig = rig_of(own=own, **shape)
+@given(length=st.integers(1, 30), trace=st.lists(steps, max_size=40))
+def test_features_may_come_in_any_order_or_not_at_all(shape: dict[str, int], length: int, trace: list[tuple]) -> None:
+    rig = rig_of(**shape)
     request = rig.open(1, [1, *range(2, length + 1)])
     sent = 0
     for step in trace:

@@ -75,14 +75,12 @@ class VerifyEngine:
             CREDIT_ROUNDS * max(limits.max_nodes, 16),
             lockstep=limits.lockstep,
             turns=limits.turns,
-            patient=limits.hold_patience > 0,
         )
         self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
         self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)
         self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget, self.grammars)
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
-        holds = (limits.max_hold_seconds, limits.lockstep, limits.turns, limits.hold_patience)
-        self._hold = DraftWaitPolicy(self.budget, *holds)
+        self._hold = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
         self._rehearsal = HotPathWarmer(self.scheduler, executor, self._commit)
         self._observer = observer

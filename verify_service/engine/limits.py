@@ -20,8 +20,6 @@ class EngineLimits:
     max_nodes: int = 64
     """Tree nodes in one round at most, over all requests."""
     max_hold_seconds: float = 0.02
-    hold_patience: float = 0.0
-    """See HoldPolicy."""
     lockstep: bool = False
     """Every round waits for the drafts' answers to the last commits and takes their best nodes, whatever they cost."""
     spin: bool = False

@@ -193,7 +193,6 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         chunk_size=options.chunked_prefill_size or _chunk_size(options, on_gpu),
         max_nodes=options.max_draft_tokens,
         max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
-        hold_patience=options.hold_patience,
         lockstep=options.lockstep,
         turns=not on_gpu,
     )

@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 
         A round of `most_nodes` nodes has no room for deeper ones, less likely as they are.
         """
-        if any(link.num_parts or link.grows for link in self.awaited):
+        if any(link.num_parts for link in self.awaited):
             roomy = self.choice.num_nodes < most_nodes
             trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if roomy else {}
             for link in self.awaited:

@@ -24,13 +24,12 @@ _LEARN = 0.2
 class AnswerTracker:
     """Keeps what links know of their drafts' answers: whether one is awaited, what it brings, how long it takes."""
 
-    def __init__(self, *, lockstep: bool, turns: bool, patient: bool = False) -> None:
+    def __init__(self, *, lockstep: bool, turns: bool) -> None:
         """See `Drafts`."""
         self._lockstep = lockstep
         self._turns = turns
         self._always = lockstep or turns
         """Whether the answer to every commit is awaited."""
-        self._patient = patient and not self._always
         self._launched_at = math.inf
 
     def opened(self, link: SpeculativeRequest, at: float) -> None:
@@ -38,7 +37,7 @@ class AnswerTracker:
         link.asked_at = at
         link.awaited = True
         _forget_answer(link)
-        link.after_hit = link.grows = False
+        link.after_hit = False
         link.promised = 0.0
         link.held = False
         # Where every answer is waited for, the first one is none of another kind.
@@ -48,7 +47,6 @@ class AnswerTracker:
     def given_up(self, link: SpeculativeRequest) -> None:
         """The link has no peer any more."""
         link.awaited, link.missed, link.answered_at = False, False, None
-        link.grows = False
 
     def committed(self, link: SpeculativeRequest) -> None:
         """The link's mirror was re-rooted. What followed the commit before is over; its draft is not told yet."""
@@ -67,21 +65,12 @@ class AnswerTracker:
         link.asked_at = None
         link.awaited = link.peer is not None and (self._always or not link.mirror.has_nodes)
         link.missed = link.awaited and link.caught_up and not self._always
-        link.grows = self._patient and self._deepens(link)
-        link.awaited |= link.grows
         link.after_hit = self._turns and link.mirror.has_nodes
         link.promised = sum(_best(link, PROMISE_NODES)[0]) if link.after_hit else 0.0
 
     def told(self, link: SpeculativeRequest, at: float) -> None:
         """The draft was told of the commit at this time."""
         link.asked_at = at if link.caught_up else link.opened_at
-
-    def weigh(self, links: Iterable[SpeculativeRequest]) -> None:
-        """See what trees promise before the draft adds to them; it may wait until there is time."""
-        for link in links:
-            if link.grows and link.awaited and not link.reach:
-                chances, link.reach_ends = _best(link, _LOOKED_AT)
-                link.reach = sum(chances)
 
     def waits_for(self, links: Iterable[SpeculativeRequest]) -> None:
         """The next round is held for these."""
@@ -124,14 +113,8 @@ class AnswerTracker:
     def _first_came(self, link: SpeculativeRequest, peer: DraftReplica, arrived_at: float) -> None:
         link.awaited = False
         link.num_vain = link.num_passed = 0
-        reach, ends = link.reach, link.reach_ends
         gain = self._look_at(link, peer)
-        if not link.grows:
-            _gained(link, max(gain, 0.0))
-        else:
-            link.num_parts = 1
-            if reach:
-                link.answers(peer).deepened(0, max(link.reach - reach, 0.0), ends)
+        _gained(link, max(gain, 0.0))
         if link.asked_at is not None:
             seconds = max(arrived_at - link.asked_at, 0.0)
             link.first_times(peer).note(seconds)
@@ -160,10 +143,6 @@ class AnswerTracker:
         link.answers(peer).promised(promise)
         before, link.promised, link.reach = link.promised, float(promise[-1]), sum(chances)
         return link.promised - before
-
-    def _deepens(self, link: SpeculativeRequest) -> bool:
-        """Whether there are nodes that a draft may soon have added to."""
-        return link.peer is not None and link.caught_up and link.mirror.has_nodes and self._goes_on(link.peer)
 
     def _goes_on(self, peer: DraftReplica) -> bool:
         """Whether a draft is looked at for more than one part: one that takes turns with rounds has no more to say."""

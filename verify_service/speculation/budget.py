@@ -148,8 +148,6 @@ class Budget:
         self.max_nodes = max_nodes
         self._fixed = fixed
         self._last_width = 0
-        self.usual_rate = 0.0
-        """Tokens that a round was expected to commit in a second, lately; 0 before the first."""
 
     def choose(
         self,
@@ -200,6 +198,3 @@ class Budget:
     def took(self, choice: Choice) -> None:
         """A round was run with this choice; the next one departs from its width only for more than noise."""
         self._last_width = choice.width
-        if choice.expected:  # of prompts alone a round commits nothing
-            rate = choice.expected / choice.seconds
-            self.usual_rate += _LEARN * (rate - self.usual_rate) if self.usual_rate else rate

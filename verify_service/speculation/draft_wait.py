@@ -15,9 +15,6 @@ MIN_GAIN = 1.02
 then is known no better than that. One with a device of its own is waited for where that costs nothing: as many tokens
 per second take fewer rounds."""
 
-_LEAST_SECONDS = 1e-4
-"""Even what is overdue takes so long."""
-
 _COUNTS = np.arange(1, PROMISE_NODES + 1)
 
 
@@ -27,9 +24,6 @@ class DraftWaitPolicy:
     After a miss a draft answers with what it has at once, and a model's burst may follow a little later. So there are
     two ends of a wait: the first answers, and what follows them. Times and gains of both are measured, per peer; no
     hold is needed for that, since answers come during rounds, too.
-
-    With patience, rounds that have nodes wait for deeper ones: a wait of w seconds costs w times the tokens that rounds
-    usually bring in a second, and the draft grows on meanwhile.
     """
 
     def __init__(
@@ -38,21 +32,16 @@ class DraftWaitPolicy:
         max_seconds: float,
         lockstep: bool = False,
         turns: bool = False,
-        patience: float = 0.0,
     ) -> None:
         """`lockstep`: wait for every answer that a healthy peer owes, whatever it brings.
 
         `turns`: a draft that is not waited for has no cores to answer on, so that a wait, once begun, lasts as long as
         it pays.
-
-        `patience`: how many times as slow as rounds usually bring them the tokens of a wait for deeper nodes may come;
-        0 waits for none.
         """
         self._budget = budget
         self._max_seconds = max_seconds
         self._lockstep = lockstep
         self._turns = turns
-        self._patience = patience
         self._min_gain = MIN_GAIN if turns else 1.0
 
     def seconds(
@@ -69,32 +58,14 @@ class DraftWaitPolicy:
         awaited = [link for link in awaited if link.peer in good]
         if self._lockstep:
             return self._max_seconds if any(link.awaited for link in awaited) else 0.0
-        deeper = self._for_deeper(awaited)
-        awaited = [link for link in awaited if not link.grows]
         if not awaited or self._is_hopeless(awaited, choice):
-            return deeper
+            return 0.0
         # A draft that computes a request's prompt must not keep the others from being waited for.
         caught_up = [link for link in awaited if link.caught_up]
         groups = [awaited] if len(caught_up) == len(awaited) else [awaited, caught_up]
         waits = [[link.first_wait() for link in group] for group in groups]
         waits += [[link.whole_wait() for link in group] for group in groups]
-        return max(deeper, *(self._pays(group, num_tokens, choice, beside) for group in waits))
-
-    def _for_deeper(self, awaited: Sequence[SpeculativeRequest]) -> float:
-        """How long to wait for what a draft adds to a tree that is there, of whichever request brings enough for all.
-
-        Looked at anew with everything that comes, so that it is always about the next part alone.
-        """
-        if not self._patience or self._turns:
-            return 0.0
-        least = self._budget.usual_rate / self._patience
-        longest = 0.0
-        for link in awaited:
-            if link.grows or link.answered_at is not None:
-                for wait in (link.first_wait(), link.whole_wait()):
-                    if wait is not None and wait.gain >= least * max(wait.typical, _LEAST_SECONDS):
-                        longest = max(longest, wait.late)
-        return min(longest, self._max_seconds)
+        return max(self._pays(group, num_tokens, choice, beside) for group in waits)
 
     def _is_hopeless(self, awaited: Sequence[SpeculativeRequest], choice: Choice) -> bool:
         """Whether no wait can pay, told at a glance: if all that is awaited came with the first of it, at no cost.

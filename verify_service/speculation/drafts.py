@@ -60,13 +60,11 @@ class Drafts:
         clock: Callable[[], float] = time.monotonic,
         lockstep: bool = False,
         turns: bool = False,
-        patient: bool = False,
     ) -> None:
         """`max_nodes`: that a draft may hold for a request.
 
         In `lockstep` the answer to every commit is awaited, whatever nodes are left. So it is with `turns`, where
         drafts share cores with rounds: they grow between rounds, and one that is not waited for grows slowly.
-        `patient`: elsewhere it is awaited of few requests, too, whose trees may become deeper by it.
         """
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
@@ -82,7 +80,7 @@ class Drafts:
         self._clock = clock
         self._turns = turns
         self._lockstep = lockstep
-        self._expectations = AnswerTracker(lockstep=lockstep, turns=turns, patient=patient)
+        self._expectations = AnswerTracker(lockstep=lockstep, turns=turns)
         self._next_number = 1
 
     def link(self, request: Request) -> SpeculativeRequest | None:
@@ -223,7 +221,6 @@ class Drafts:
         """Learn from what was committed and received; it may wait until there is time."""
         for peer in self.peers.values():
             self._learn(peer, peer.links.values())
-            self._expectations.weigh(peer.links.values())
 
     def serves(self, request: Request) -> bool:
         """Whether a draft grows the request's tree."""

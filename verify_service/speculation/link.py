@@ -134,8 +134,6 @@ class SpeculativeRequest:
     draft's answer to it is not here yet."""
     after_hit: bool = False
     """Whether the last commit left nodes."""
-    grows: bool = False
-    """Whether the last commit left nodes, and a round may be held for what the draft adds to them."""
     caught_up: bool = False
     """Whether the draft has ever answered to what was then the last commit: before, it computes the prompt."""
     num_answers: int = 0
@@ -193,8 +191,6 @@ class SpeculativeRequest:
     @property
     def first_gain(self) -> float:
         """Accepted tokens that the answer which is awaited first is likely to bring."""
-        if self.grows:
-            return 0.0 if self.peer is None else self.answers(self.peer).deepens[0] * self.ends
         return self.hit_gain if self.after_hit else self.gain
 
     @property
@@ -245,7 +241,7 @@ class SpeculativeRequest:
         """
         answers = self.answers(peer)
         if self.awaited or not self.num_parts:
-            return 0.0 if self.grows else answers.more_gain
+            return answers.more_gain
         return answers.deepens[self.num_parts] * self.ends
 
     @property
@@ -259,7 +255,7 @@ class SpeculativeRequest:
 
     def answers(self, peer: DraftReplica) -> Answers:
         """What the draft sent lately after commits like the last one."""
-        return peer.health.hits if self.after_hit or self.grows else peer.health.misses
+        return peer.health.hits if self.after_hit else peer.health.misses
 
 
 @dataclass(eq=False, slots=True)

@@ -57,7 +57,6 @@ class ContextKVManager:
         self._num_open = 0
         self._runner = runner
         self._slots = slots
-        self._own_features = options.own_features
         self._max_between = shape.region // 8
         # A move is a launch: where launches are what bursts wait for, several commits share one.
         self._worth_moving = self._max_between * 7 // 8 if options.most_steps else 1
@@ -83,7 +82,7 @@ class ContextKVManager:
 
     def is_untrue(self, context: DraftContext) -> bool:
         """Whether much KV of committed tokens is to be made anew of true features."""
-        if not context.lag or self._own_features or len(context.between) < _MOST_OWN:
+        if not context.lag or len(context.between) < _MOST_OWN:
             return False
         return sum(not one.settled for one in context.between) >= _MOST_OWN
 
@@ -95,8 +94,7 @@ class ContextKVManager:
         if len(context.between) < (min(self._worth_moving, _ALONG) if along else self._worth_moving):
             return
         # Those whose true features are here will be run with them.
-        is_full = len(context.between) > self._max_between and context.feature_end <= context.end
-        own = self._own_features or is_full
+        own = len(context.between) > self._max_between and context.feature_end <= context.end
         first = context.kv_len
         slots = context.take_settled(own=own)
         if not slots:
@@ -117,8 +115,8 @@ class ContextKVManager:
         if covered <= self.max_forced:
             return 0
         # Those behind the last one that lacks its KV are moved: one launch for dozens of them.
-        own, tokens = self._own_features, context.between[:covered]
-        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not (one.settled or own)]
+        tokens = context.between[:covered]
+        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.settled]
         return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
 
     def extend(self, contexts: Iterable[DraftContext], limit: int) -> Extended:

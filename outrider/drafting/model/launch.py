@@ -112,14 +112,14 @@ class Planner:
         bring is there already, and to find that out takes the place of a whole burst.
         """
         if context.root_run:
-            return not self._options.own_features and bool(context.to_run(root=False)[0])
+            return bool(context.to_run(root=False)[0])
         if not context.lag:
             return True
         if context.root < context.lag:
             return False
         if context.num_true > len(context.between):
             return True
-        if self._options.lockstep_steps and not self._options.own_features:
+        if self._options.lockstep_steps:
             return False
         # Without true features it takes its parent's own, which lie in the parent's tree slot.
         return max(context.num_true, context.first_unrun) > 0

@@ -45,8 +45,6 @@ class GrowthOptions:
     fresh_steps: int = _FRESH_STEPS
     prompt_chunk: int = 128
     """Prompt tokens of a request that are computed between two bursts."""
-    own_features: bool = False
-    """Whether the context takes tokens that were run with the draft's own features."""
     lockstep_steps: int = 0
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
     withholds: bool = False
@@ -86,7 +84,6 @@ class GrowthOptions:
             max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
             steady_steps=min(_STEADY_STEPS, shape.max_steps),
             fresh_steps=min(_TURN_STEPS if in_turns else _FIRST_STEPS if goes_on else _FRESH_STEPS, shape.max_steps),
-            own_features=options.own_features,
             prompt_chunk=512 if on_gpu else 128,
             lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
