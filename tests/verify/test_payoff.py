@@ -6,7 +6,7 @@ import random
 from typing import NamedTuple
 
 import pytest
-from fake_device import FakeDevice, fake_engine
+from fake_device import FakeDevice, fake_engine, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, follow, request, tree
@@ -160,3 +160,27 @@ def test_the_least_time_of_a_round_is_that_of_the_start() -> None:
         cost.observe(64, 2.0)
     assert cost.seconds(64) > 1.5
     assert cost.least_seconds(64) == 1.0
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_an_engine_tells_little_to_drafts_that_do_not_pay(lockstep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def observe(self: Payoff, num_requests: int, num_tokens: int, seconds: float) -> None:
+        assert seconds > 0
+        seen.append((num_requests, num_tokens))
+        self.speculates = False
+
+    monkeypatch.setattr(Payoff, "observe", observe)
+    engine, port = fake_engine(FakeDevice(), lockstep=lockstep), Recorder()
+    engine.draft_connected(port)
+    answers = [submit(engine, max_tokens=60) for _ in range(2)]
+    engine.start()
+    assert all(answer.done.wait(10) for answer in answers)
+    engine.stop()
+    num_told = sum(isinstance(message, Commit) for message in port.sent)
+    if lockstep:
+        assert not seen and num_told > 100
+    else:
+        assert len(seen) > 40 and all(num_tokens == num_requests for num_requests, num_tokens in seen)
+        assert num_told < 20
