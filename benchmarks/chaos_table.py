@@ -1,4 +1,4 @@
-"""The table of cases in docs/reliability.md, and that of what `chaos.py` measured, which plot_results.py puts into docs/results.md.
+"""Tables of what `chaos.py` does, in docs/reliability.md, and of what it measured, which plot_results.py writes.
 
 python benchmarks/chaos_table.py        # the cases into docs/reliability.md
 """
