@@ -151,8 +151,9 @@ def plot_engine() -> Figure:
 def plot_drafts() -> Figure:
     """How far trees get, by depth."""
     figure, (axes,) = _figure(6.4, 1)
-    for name, title in (("evaluate_eagle3_h200", "EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
-        for answers, style in zip(report(name).data["evaluation"], ("o-", "s--"), strict=True):
+    head, copy = report("evaluate_eagle3_h200"), report("evaluate_noisy_h200")
+    for one, title in ((head, "EAGLE-3 head"), (copy, "135M noisy copy")):
+        for answers, style in zip(one.data["evaluation"], ("o-", "s--"), strict=True):
             reached = answers["all"]["tree"]["reached"]
             label = f"{title}, temperature {answers['temperature']:g}"
             axes.plot(range(1, len(reached) + 1), reached, style, label=label)
@@ -161,7 +162,7 @@ def plot_drafts() -> Figure:
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    return _titled(figure, "trees of 32 nodes and depth 8, SmolLM2-135M-Instruct, 80 MT-bench questions", report(name))
+    return _titled(figure, "trees of 32 nodes and depth 8, SmolLM2-135M-Instruct, 80 MT-bench questions", head, copy)
 
 
 PLOTS: dict[str, Callable[[], Figure]] = {
@@ -191,8 +192,9 @@ def _bars(
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _titled(figure: Figure, title: str, source: Report) -> Figure:
-    figure.suptitle(f"{title}\n{source.device}, {source.date}, {source.name}.json", fontsize=9)
+def _titled(figure: Figure, title: str, *sources: Report) -> Figure:
+    files = ", ".join(f"{source.name}.json" for source in sources)
+    figure.suptitle(f"{title}\n{sources[0].device}, {sources[0].date}, {files}", fontsize=9)
     return figure
 
 
