@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
         "a drafter that says it has another tokenizer",
         "relayed",
         partial(disguised, tokenizer_hash="0" * 64),
-        f"{PLAIN_SPEED} Verify's log names both values; it asks again every 30 seconds.",
+        f"{PLAIN_SPEED} Verify's log names both values; it asks again every 2 seconds.",
     ),
     "vocabulary_wrong": Case(
         "a drafter of a vocabulary of 97 tokens",

@@ -70,11 +70,19 @@ def scrape(url: str) -> dict[str, Histogram]:
     return found
 
 
-async def client(stub: gateway_pb2_grpc.GatewayServiceStub, prompts: list[str], max_tokens: int, on: bool) -> list[int]:
+Arrivals = list[tuple[float, int]]
+"""When tokens came, and how many."""
+
+
+async def client(
+    stub: gateway_pb2_grpc.GatewayServiceStub, prompts: list[str], max_tokens: int, on: bool, arrivals: Arrivals
+) -> list[int]:
     """Answer after answer; returns tokens, rounds, draft tokens and accepted ones in all."""
     totals = [0, 0, 0, 0]
     for prompt in prompts:
         async for response in stub.Generate(request(prompt, max_tokens, on)):
+            if response.token_ids:
+                arrivals.append((time.perf_counter(), len(response.token_ids)))
             if response.HasField("usage"):
                 usage = response.usage
                 counts = (usage.completion_tokens, usage.num_rounds, usage.num_draft_tokens, usage.num_accepted_tokens)
@@ -82,20 +90,32 @@ async def client(stub: gateway_pb2_grpc.GatewayServiceStub, prompts: list[str], 
     return totals
 
 
+def steady_speed(arrivals: list[Arrivals]) -> float:
+    """Tokens per second from when every client has its first ones until the first client has its last.
+
+    Clients whose answers are easy to guess end early; what the others do after that is no full batch any more.
+    """
+    start, end = max(one[0][0] for one in arrivals), min(one[-1][0] for one in arrivals)
+    return sum(count for one in arrivals for at, count in one if start < at <= end) / (end - start)
+
+
 async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int, on: bool, label: str) -> list[Row]:
     """`batch` clients at once, each with its own order of the prompts."""
     channel = open_channel(cluster.gateway_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     shares = [[prompts[(place + i) % len(prompts)] for i in range(3 if batch > 1 else 6)] for place in range(batch)]
-    await client(stub, prompts[:1], 16, on)
+    await client(stub, prompts[:1], 16, on, [])
+    arrivals: list[Arrivals] = [[] for _ in shares]
     before, start = scrape(cluster.metrics_url("verify")), time.perf_counter()
-    totals = await asyncio.gather(*(client(stub, share, max_tokens, on) for share in shares))
+    clients = zip(shares, arrivals, strict=True)
+    totals = await asyncio.gather(*(client(stub, share, max_tokens, on, came) for share, came in clients))
     seconds, after = time.perf_counter() - start, scrape(cluster.metrics_url("verify"))
     await channel.close()
     tokens, rounds, drafted, accepted = (sum(column) for column in zip(*totals, strict=True))
     case = f"{label} {'ngram' if on else 'plain'} split b{batch} greedy"
     rows = [
         Row(case, "tokens_per_second", tokens / seconds, "tokens/s"),
+        Row(case, "steady_tokens_per_second", steady_speed(arrivals), "tokens/s"),
         Row(case, "accept_length", tokens / max(rounds, 1), "tokens"),
         Row(case, "draft_tokens_per_round", drafted / max(rounds, 1), "tokens"),
         Row(case, "accept_rate", accepted / max(drafted, 1), "ratio"),
@@ -120,12 +140,17 @@ async def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    verify = VerifyOptions(model=arguments.model, disable_radix_cache=True)
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    verify = VerifyOptions(
+        model=arguments.model,
+        disable_radix_cache=True,
+        max_running_requests=max(VerifyOptions().max_running_requests, *batches),
+    )
     rows: list[Row] = []
     start = time.perf_counter()
     with Cluster(verify=verify, on_line=lambda name, line: print(f"{name}: {line}", flush=True)) as cluster:
         rows.append(Row(f"{arguments.label} start", "seconds", time.perf_counter() - start, "s"))
-        for batch in map(int, arguments.batches.split(",")):
+        for batch in batches:
             for on in (False, True):
                 rows += await run(cluster, prompts, batch, arguments.max_tokens, on, arguments.label)
     for row in rows:

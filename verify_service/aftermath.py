@@ -9,6 +9,7 @@ from verify_service.figures import RoundFigures
 from verify_service.gaps import tell_long
 from verify_service.observer import Observer
 from verify_service.outcome import Commit, RoundDone
+from verify_service.payoff import Payoff
 from verify_service.scheduler import Scheduler
 from verify_service.submission import Update
 from verify_service.unfinished import Unfinished
@@ -29,8 +30,9 @@ class Aftermath:
         observer: Observer,
         cost: CostModel,
         max_nodes: int,
+        payoff: Payoff | None,
     ) -> None:
-        """`max_nodes`: of a round."""
+        """`max_nodes`: of a round. Without `payoff` drafts are used whether they pay or not."""
         self._scheduler = scheduler
         self._drafts = drafts
         self._features = features
@@ -38,6 +40,7 @@ class Aftermath:
         self._observer = observer
         self._cost = cost
         self._max_nodes = max_nodes
+        self._payoff = payoff
         self._done: RoundDone | None = None
         self._told = False
         """Whether drafts know of the round that was noted."""
@@ -86,6 +89,10 @@ class Aftermath:
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
             self._cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
+            if self._payoff is not None and drafted and done.host_gap is not None:
+                num_tokens = sum(len(commit.tokens) for commit in done.commits if commit is not None)
+                self._payoff.observe(len(done.entries), num_tokens, done.seconds + done.host_gap + done.held)
+                self._drafts.suspend(not self._payoff.speculates)
         self._prefilled = done.prefills
 
     def _tell_drafts(self, done: RoundDone) -> None:

@@ -73,6 +73,8 @@ class Drafts:
         self.peers: dict[DraftPort, Peer] = {}
         self.feature_epoch = 0
         """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
+        self.suspended = False
+        """Whether rounds do without drafts: these are told of commits as rarely as those in doubt, and nearly rest."""
         self._links: dict[Request, Link] = {}
         self._calibrators: dict[str, Calibrator] = {}
         self._vocab_size = vocab_size
@@ -101,7 +103,15 @@ class Drafts:
         link = self._links.get(request)
         if link is not None:
             link.mirror.commit()
-            self._expectations.committed(link)
+            if not self.suspended:
+                self._expectations.committed(link)
+
+    def suspend(self, suspended: bool) -> None:
+        """Let rounds do without drafts, or use them again: what these were not told of goes with the next commit."""
+        if suspended and not self.suspended:
+            for link in self._links.values():
+                self._expectations.given_up(link)
+        self.suspended = suspended
 
     def waits_for(self, links: Iterable[Link]) -> None:
         """The next round is held for what these may bring."""
@@ -136,7 +146,7 @@ class Drafts:
         if link.peer is None:
             self._assign(link)
             return
-        if link.merit.passes():
+        if link.merit.passes(rests=self.suspended):
             link.num_untold += num_tokens
             return
         num_tokens, link.num_untold = num_tokens + link.num_untold, 0
@@ -149,20 +159,23 @@ class Drafts:
         link.peer.outbox.append(Commit(link.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
-        """The request was preempted: nothing need grow."""
+        """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
         link = self._links.get(request)
-        if link is not None and link.peer is not None and not link.paused:
+        if link is None or link.paused:
+            return
+        link.paused = True
+        link.answered_at = None
+        if link.peer is not None:
             link.peer.outbox.append(Pause(link.number))
-            link.paused = True
-            link.answered_at = None
 
     def resume(self, request: Request) -> None:
         """The request runs again."""
         link = self._links.get(request)
-        if link is not None and link.peer is not None and link.paused:
+        if link is None or not link.paused:
+            return
+        link.paused = False
+        if link.peer is not None:
             link.peer.outbox.append(Resume(link.number, link.credit))
-        if link is not None:
-            link.paused = False
 
     def close(self, request: Request) -> None:
         """The request ended."""

@@ -27,6 +27,7 @@ from verify_service.link import DraftPort, Link
 from verify_service.memory import Memory
 from verify_service.observer import Observer
 from verify_service.outcome import Commit, RoundDone
+from verify_service.payoff import Payoff
 from verify_service.rehearsal import Rehearsal
 from verify_service.request import Request
 from verify_service.round import Entry, Executor, Pending, Result
@@ -92,8 +93,9 @@ class Engine:
         """Taken from the inbox and not done yet."""
         self._garbage = Garbage()
         self._gaps = GapWatch()
+        self._payoff = None if limits.lockstep else Payoff(cost.least_seconds)
         self._aftermath = Aftermath(
-            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
+            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes, self._payoff
         )
         self._ended_at: float | None = None
         self._alive, self._worked_at = False, float("-inf")
@@ -149,6 +151,9 @@ class Engine:
         """A session with a draft service began."""
 
         def connect() -> None:
+            if self._payoff is not None:
+                self._payoff.restart()
+            self.drafts.suspend(False)
             self.drafts.connected(port, terms)
             self.features.connected(port)
 

@@ -195,14 +195,21 @@ class BurstGrowth(Grower):
             self.ledger.withheld.add(tree.handle)
 
     def _release(self) -> None:
-        """Have complete trees told, and those that do not grow."""
-        for handle in list(self.ledger.withheld):
-            context = self._roster.find(handle)
-            if context is None:
-                continue
+        """Have complete trees told, and those that do not grow.
+
+        While prompts take more than a further chunk, their commits are acknowledged without a tree after each chunk:
+        verify takes a draft that answers nothing for two seconds for lost, and a session that is dialled anew would
+        begin with the same prompts.
+        """
+        withheld = [context for handle in self.ledger.withheld if (context := self._roster.find(handle)) is not None]
+        behind = {context for context in withheld if len(context.between) > self._shape.region // 8}
+        if sum(len(context.between) for context in behind) <= self._options.prompt_chunk:
+            behind.clear()
+        for context in withheld:
             follows = context.known == context.tree.author.committed_len
-            if (follows and not context.steps_left) or not self._forest.quotas[context.row]:
-                self.ledger.withheld.discard(handle)
+            is_complete = follows and not context.steps_left
+            if is_complete or context in behind or not self._forest.quotas[context.row]:
+                self.ledger.withheld.discard(context.tree.handle)
 
     def forget_target(self) -> None:
         """Nothing is kept of a target."""

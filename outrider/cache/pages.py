@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
 from outrider.errors import InternalError
+
+
+class SharingObserver(Protocol):
+    """Follows which pages have one owner alone."""
+
+    def shared(self, page: int) -> None:
+        """A page got a second owner."""
+
+    def unshared(self, page: int) -> None:
+        """A page has one owner left."""
 
 
 class PagePool:
@@ -27,6 +38,7 @@ class PagePool:
         # It starts in descending order, so a fresh pool gives 0, 1, 2, ... and page tables are contiguous.
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
+        self.observer: SharingObserver | None = None
 
     @property
     def num_free(self) -> int:
@@ -51,6 +63,8 @@ class PagePool:
             self._check_owned(page, 1)
         for page in pages:
             self._refs[page] += 1
+            if self.observer is not None and self._refs[page] == 2:
+                self.observer.shared(page)
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference of each page. Raises ValueError, and changes nothing, on a reference that is not held."""
@@ -61,6 +75,8 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 self._free.append(page)
+            elif self.observer is not None and self._refs[page] == 1:
+                self.observer.unshared(page)
 
     def num_refs(self, page: int) -> int:
         """Owners of a page; 0 means free."""

@@ -25,6 +25,64 @@ class _Node:
         self.last_used = 0
 
 
+class EvictableCount:
+    """Counts the pages of a tree that no request uses, nor any page below them; updated as pages get and lose owners.
+
+    A page is blocked by its own use and by each blocked page that follows it, so a change ends at the first page above
+    that stays as it was.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.value = 0
+        self._pool = pool
+        self._parents: dict[int, int | None] = {}
+        """The page before each page of the tree; None for the first of a sequence."""
+        self._blocks: dict[int, int] = {}
+        """What blocks each page of the tree: its own use counts 1, each blocked page behind it 1."""
+        pool.observer = self
+
+    def add(self, pages: Sequence[int], parent: int | None) -> None:
+        """The tree took a run of pages behind `parent`."""
+        for page in pages:
+            self._parents[page], self._blocks[page] = parent, 0
+            self.value += 1
+            if self._pool.num_refs(page) > 1:
+                self.shared(page)
+            parent = page
+
+    def remove(self, pages: Sequence[int]) -> None:
+        """The tree gives up pages that are not blocked."""
+        for page in pages:
+            del self._parents[page], self._blocks[page]
+        self.value -= len(pages)
+
+    def clear(self) -> None:
+        """The tree gave up all."""
+        self._parents.clear()
+        self._blocks.clear()
+        self.value = 0
+
+    def shared(self, page: int) -> None:
+        """See SharingObserver."""
+        above: int | None = page if page in self._blocks else None
+        while above is not None:
+            self._blocks[above] += 1
+            if self._blocks[above] > 1:
+                return
+            self.value -= 1
+            above = self._parents[above]
+
+    def unshared(self, page: int) -> None:
+        """See SharingObserver."""
+        above: int | None = page if page in self._blocks else None
+        while above is not None:
+            self._blocks[above] -= 1
+            if self._blocks[above]:
+                return
+            self.value += 1
+            above = self._parents[above]
+
+
 class RadixCache:
     """A radix tree over full pages of tokens; eviction takes unused leaf pages, least recently used first.
 
@@ -43,6 +101,7 @@ class RadixCache:
         self._page_size = pool.page_size
         self._root = _Node(None, [], [])
         self._clock = 0
+        self._evictable = EvictableCount(pool)
         self.num_pages = 0
 
     def match(self, token_ids: Sequence[int], max_length: int | None = None, *, tenant: str = "") -> list[int]:
@@ -82,6 +141,7 @@ class RadixCache:
             return 0
         new = list(pages[matched : len(chunks)])
         self._pool.share(new)
+        self._evictable.add(new, node.pages[-1] if node.pages else None)
         leaf = _Node(node, chunks[matched:], new)
         leaf.last_used = self._clock
         node.children[chunks[matched]] = leaf
@@ -105,6 +165,7 @@ class RadixCache:
 
     def clear(self) -> None:
         """Forget everything. Pages that requests use stay theirs."""
+        self._evictable.clear()
         for node in self._nodes():
             self._pool.release(node.pages)
         self._root.children.clear()
@@ -112,15 +173,7 @@ class RadixCache:
 
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
-        count = 0
-        blocked: set[int] = set()
-        # _nodes gives parents first, so reversed every node comes after all below it.
-        for node in reversed(list(self._nodes())):
-            unused = 0 if id(node) in blocked else self._num_unused_at_end(node)
-            count += unused
-            if unused < len(node.pages):
-                blocked.add(id(node.parent))
-        return count
+        return self._evictable.value
 
     def check_integrity(self) -> None:
         """Raise InternalError unless the tree is well formed and holds a reference on each of its pages."""
@@ -168,6 +221,7 @@ class RadixCache:
         key = leaf.chunks[0]
         keep = len(leaf.pages) - min(num_pages, self._num_unused_at_end(leaf))
         gone = leaf.pages[keep:]
+        self._evictable.remove(gone)
         self._pool.release(gone)
         del leaf.pages[keep:], leaf.chunks[keep:]
         self.num_pages -= len(gone)

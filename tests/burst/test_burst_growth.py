@@ -9,6 +9,7 @@ from growth_rig import Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
 from outrider.tree.messages import Grow
+from verify_service.health import PeerHealth
 
 
 def best_paths(tokens: list[int], count: int, floor: float) -> list[float]:
@@ -231,4 +232,31 @@ def test_lockstep_grows_one_tree_after_each_commit_and_sends_it_as_one() -> None
         sent.clear()
         rig.runner.bursts.clear()
         rig.commit(1, [*continuation(request.tokens, 2), 39], credit=40)
+        request.check()
+
+
+def test_lockstep_acknowledges_commits_while_it_computes_a_long_prompt() -> None:
+    options = DraftOptions(lockstep=True, speculative_algorithm=("STANDALONE",), max_positions=2000)
+    rig, seconds = Rig(options, max_context=2000, num_pages=600), 0.0
+    health = PeerHealth(lambda: seconds)
+    prompts = {1: [4] * 900, 2: [5] * 700}
+    for number, prompt in prompts.items():
+        rig.open(number, prompt)
+        health.sent(number, len(prompt))
+    while not all(request.held() for request in rig.open_requests.values()):
+        num_extended = rig.growth._keeper.num_extended
+        rig.requests.growth.grow(math.inf, lambda: False)
+        seconds += 0.8 if rig.growth._keeper.num_extended > num_extended else 0.02
+        rig.requests.tell()
+        for message in rig.peer.received:
+            assert isinstance(message, Grow)
+            health.answered(message.request, message.acked_len, seconds)
+        rig.deliver()
+        assert not health.lost, f"no answer for two seconds, after {seconds:.0f}"
+        for number, request in rig.open_requests.items():
+            if not health.waited(number) and not request.held():
+                rig.commit(number, continuation(request.tokens, 1))
+                health.sent(number, len(request.tokens))
+    assert seconds > 9
+    for request in rig.open_requests.values():
         request.check()

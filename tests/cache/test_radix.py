@@ -44,7 +44,7 @@ class RadixMachine(RuleBasedStateMachine):
         needed = -(-len(tokens) // PAGE_SIZE) - len(pages)
         own = self.pool.allocate(needed)
         if own is None:
-            self.check_eviction(needed - self.pool.num_free, set(pages))
+            self.check_eviction(needed - self.pool.num_free)
             own = self.pool.allocate(needed)
         if own is None:
             self.pool.release(pages)
@@ -56,24 +56,41 @@ class RadixMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, keep: bool) -> None:
         tokens, pages = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if keep:
-            full = len(tokens) // PAGE_SIZE
-            taken = 0
-            for index in range(full):
-                prefix = tuple(tokens[: (index + 1) * PAGE_SIZE])
-                if prefix not in self.model:
-                    self.model[prefix] = pages[index]
-                    taken += 1
-            assert self.cache.insert(tokens, pages) == taken
+            self.keep(tokens, pages)
         self.pool.release(pages)
+
+    def keep(self, tokens: list[int], pages: list[int]) -> None:
+        taken = 0
+        for index in range(len(tokens) // PAGE_SIZE):
+            prefix = tuple(tokens[: (index + 1) * PAGE_SIZE])
+            if prefix not in self.model:
+                self.model[prefix] = pages[index]
+                taken += 1
+        assert self.cache.insert(tokens, pages) == taken
+
+    def evictable(self) -> set[tuple[int, ...]]:
+        """Prefixes whose pages no request uses, nor any page of a longer one."""
+        used = [prefix for prefix, page in self.model.items() if self.pool.num_refs(page) > 1]
+        return {prefix for prefix in self.model if not any(longer[: len(prefix)] == prefix for longer in used)}
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def insert(self, data: st.DataObject) -> None:
+        """A request that goes on with its pages; below another's copy of its prefix some may hang."""
+        tokens, pages = data.draw(st.sampled_from(self.running))
+        self.keep(tokens, pages)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.model.clear()
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
-        self.check_eviction(count, set())
+        self.check_eviction(count)
 
-    def check_eviction(self, count: int, held: set[int]) -> None:
-        in_use = held | {page for _, pages in self.running for page in pages}
-        evictable = {prefix for prefix, page in self.model.items() if page not in in_use}
-        assert self.cache.num_evictable() == len(evictable)
+    def check_eviction(self, count: int) -> None:
+        evictable = self.evictable()
         freed = self.cache.evict(count)
         assert freed == min(count, len(evictable))
         gone = {prefix for prefix, page in self.model.items() if self.pool.num_refs(page) == 0}
@@ -88,6 +105,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         self.pool.check_integrity()
         assert self.cache.num_pages == len(self.model)
+        assert self.cache.num_evictable() == len(self.evictable())
         owned = {page for _, pages in self.running for page in pages} | set(self.model.values())
         assert self.pool.num_free == NUM_PAGES - len(owned)
 
@@ -154,6 +172,17 @@ def test_an_unused_prefix_of_a_used_page_stays() -> None:
     pool.release(own)
     assert cache.num_evictable() == 2
     assert cache.evict(NUM_PAGES) == 2
+
+
+def test_counting_evictable_pages_looks_at_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PagePool(NUM_PAGES, PAGE_SIZE)
+    cache = RadixCache(pool)
+    kept(cache, pool, list(range(16)))
+    in_use = cache.match(list(range(4)))
+    monkeypatch.delattr(PagePool, "num_refs")
+    assert cache.num_evictable() == 6
+    pool.release(in_use)
+    assert cache.num_evictable() == 8
 
 
 def test_the_whole_prompt_never_matches_below_its_last_token() -> None:

@@ -73,4 +73,4 @@ def start(model: CausalLM, engines: list[Engine]) -> Callable[..., Engine]:
 @pytest.fixture
 def dialled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(session, "REFUSED_SECONDS", 0.01)
+    monkeypatch.setattr(session, "MAX_RETRY_SECONDS", 0.01)

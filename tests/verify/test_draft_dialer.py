@@ -116,6 +116,33 @@ async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_pa
         assert events.num_ended == 0
 
 
+@pytest.mark.parametrize("fault", ["differs", "ends", "garbles"])
+async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_its_fault_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    monkeypatch.undo()  # pauses are as they are
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def behave(context: Context, number: int) -> None:
+        if number > 10:
+            await greet(context)
+            await stay(context)
+            return
+        await context.read()  # a stream that ends before is a lost connection to some dials
+        if fault == "differs":
+            await context.write(encode_draft([replace(THEIRS, tokenizer_hash="beef")]).SerializeToString())
+        elif fault == "garbles":
+            await context.write(b"\xff\xff\xff")
+
+    async with dialled(tmp_path, behave, sleep=sleep) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+    assert len(pauses) == 10 and max(pauses) < 2.5, "it is to be in use within 5 seconds"
+    assert sum("is refused" in record.getMessage() for record in caplog.records) == 1
+
+
 async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nothing = draft_pb2.DraftServiceSpeculateResponse(events=[draft_pb2.DraftEvent()])
 

@@ -46,6 +46,16 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     assert isinstance(pause, Pause) and isinstance(resume, Resume) and isinstance(close, Close)
 
 
+def test_a_request_that_was_preempted_without_a_draft_is_opened_paused(drafts: Drafts) -> None:
+    port, one = Recorder(), request([1, 2, 3])
+    drafts.admit(one)
+    drafts.pause(one)
+    drafts.connected(port)
+    assert [type(message) for message in port.take(drafts)] == [Open, Pause]
+    drafts.resume(one)
+    assert [type(message) for message in port.take(drafts)] == [Resume]
+
+
 def test_requests_spread_over_drafts_and_move_when_one_is_lost(drafts: Drafts) -> None:
     ports = [Recorder(), Recorder()]
     for port in ports:
