@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
-    parser.add_argument("--out", type=Path, help="write the report; chaos_table.py makes the documentation of it")
+    parser.add_argument("--out", type=Path, help="write the report; plot_results.py makes a table of it")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(f"{name:20} {case.title}" for name, case in CASES.items()))

@@ -1,11 +1,10 @@
-"""The tables of docs/reliability.md: the cases, and what `chaos.py` measured.
+"""Tables of what `chaos.py` does, in docs/reliability.md, and of what it measured, which plot_results.py writes.
 
-python benchmarks/chaos_table.py        # from benchmarks/results/chaos_cpu.json into docs/reliability.md
+python benchmarks/chaos_table.py        # the cases into docs/reliability.md
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 from chaos_list import CASES
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "chaos_cpu.json"
 PAGE = ROOT / "docs" / "reliability.md"
 MARKS = "<!-- {0}: made by benchmarks/chaos_table.py -->", "<!-- {0}: end -->"
 HEAD = (
@@ -52,12 +50,6 @@ def described() -> str:
     return "\n".join(lines)
 
 
-def measured(report: Mapping[str, object]) -> str:
-    """A report's table, and where it comes from."""
-    source = f"On {report['device']}, {str(report['date'])[:10]}: `{report['command']}`."
-    return f"{source}\n\n{table(read(report))}"
-
-
 def put(text: str, name: str, made: str) -> str:
     """A page's text with something else between its marks of this name."""
     begin, end = (mark.format(name) for mark in MARKS)
@@ -65,12 +57,9 @@ def put(text: str, name: str, made: str) -> str:
     return f"{head}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
 
 
-def write(results: Path = RESULTS, page: Path = PAGE) -> None:
-    """Put the tables into the page."""
-    text = put(page.read_text("utf-8"), "cases", described())
-    if results.exists():
-        text = put(text, "figures", measured(json.loads(results.read_text("utf-8"))))
-    page.write_text(text, encoding="utf-8")
+def write(page: Path = PAGE) -> None:
+    """Put the cases into the page."""
+    page.write_text(put(page.read_text("utf-8"), "cases", described()), encoding="utf-8")
 
 
 def _line(title: str, one: Figures) -> str:

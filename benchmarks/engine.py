@@ -5,7 +5,7 @@
 
 Drives CudaExecutor directly: no scheduler, no draft, no wire. Every round is repeated at the same place; contexts are
 prefilled, and trees hold what the model goes on with. The floor is measured in the same run: the device's copy rate,
-its dense matmul rate, and the bare products of the same number of tokens in one graph. benchmarks/plot.py draws it.
+its dense matmul rate, and the bare products of the same number of tokens in one graph. plot_results.py draws it.
 """
 
 from __future__ import annotations

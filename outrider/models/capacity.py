@@ -18,7 +18,7 @@ DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 768, 256 << 20
 """Requests and tree slots of each that a draft service on a GPU makes room for, and what it keeps for graphs and
 for what a forward needs beside its logits."""
 GRAPH_BYTES = 4 << 20
-"""A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/gpu.md)."""
+"""A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 

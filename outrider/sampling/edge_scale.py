@@ -45,5 +45,5 @@ class EdgeScale:
 
 PLAIN_SCALE = EdgeScale()
 # Fitted for the EAGLE-3 head of SmolLM2-135M-Instruct on text of prompts that nothing is measured on
-# (docs/training.md); little else comes of depths up to 8 and of temperatures from 0.5 to 1.
+# (benchmarks/notes/training.md); little else comes of depths up to 8 and of temperatures from 0.5 to 1.
 HEAD_SCALE = EdgeScale(log_q=1.26, noise=1.05)
