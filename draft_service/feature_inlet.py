@@ -20,6 +20,7 @@ from draft_service.wire import (
     StreamUp,
     Taken,
 )
+from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.process.part_codec import unpack_features, unpack_ring
 from outrider.process.pipe import Pipe
@@ -125,6 +126,7 @@ class FeatureInlet:
         try:
             self._apply(begin.session, with_rows(pieces, begin.row_bytes, ring.read if ring is not None else None))
         except Exception as error:
+            raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
             self._fail(begin.session, pieces)
         self._pipe.send(Taken(frame.stream, ring is not None and ring.broken))

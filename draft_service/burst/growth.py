@@ -17,6 +17,7 @@ from draft_service.burst.plan import BurstResult, BurstRunner, PendingBurst
 from draft_service.burst.roster import Roster
 from draft_service.tree import Grower, Ledger, Tree
 from draft_service.tree_growth import Limits
+from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.tree.messages import Features
 
@@ -244,6 +245,7 @@ class BurstGrowth(Grower):
         try:
             more = flight.pending.go_on(steps, planner.reroots(plan))
         except Exception as error:
+            raise_device_failure(error)
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
         for context in told:
@@ -328,5 +330,6 @@ class BurstGrowth(Grower):
             self._fail_burst(plan, error)
 
     def _fail_burst(self, plan: Plan, error: Exception) -> None:
+        raise_device_failure(error)
         _logger.error("a burst of %d requests failed", len(plan.rows), exc_info=error)
         self._roster.fail_rows(plan.rows)
