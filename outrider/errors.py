@@ -109,3 +109,29 @@ class ConfigError(OutriderError):
     """The options, the model or the machine do not allow a start. Raised before anything is served."""
 
     code = "config_error"
+
+
+_RECOVERABLE = ("out of memory", "ALLOC_FAILED")
+
+
+def is_device_failure(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it followed from, says that the process can do nothing more on its GPU.
+
+    An error of CUDA breaks the context for good, but for a lack of memory. Known by type name and text: who asks may
+    have no torch.
+    """
+    while error is not None:
+        text = str(error)
+        is_cuda = any(base.__name__ == "AcceleratorError" for base in type(error).__mro__) or (
+            isinstance(error, RuntimeError) and ("CUDA error" in text or "Triton Error [CUDA]" in text)
+        )
+        if is_cuda and not any(word in text for word in _RECOVERABLE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def raise_device_failure(error: Exception) -> None:
+    """Raise `error` again if it is one, for a handler that gives up a single request must not hide it."""
+    if is_device_failure(error):
+        raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -29,7 +30,7 @@ from draft_service.frames import (
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.feature_ring import MemoryMapper
-from outrider.errors import InternalError
+from outrider.errors import InternalError, is_device_failure, raise_device_failure
 from outrider.host.garbage import Garbage
 from outrider.host.line import Listener
 from outrider.host.pipe import Pipe
@@ -47,6 +48,9 @@ _WORK_EVERY = 8
 """Turns that growth may take before the drafter's other work gets one."""
 _MAPPING_SECONDS = 0.001
 """How often an idle engine looks whether a ring has been mapped."""
+_MAX_FAILED_TURNS = 10
+"""Failed turns within _FAILED_TURNS_SECONDS that end the engine: a supervisor starts a fresh one."""
+_FAILED_TURNS_SECONDS = 60.0
 
 
 class DraftEngine:
@@ -79,11 +83,17 @@ class DraftEngine:
         self._drains = 0
 
     def run(self) -> None:
-        """Take turns until the door says Stop, or is gone."""
+        """Take turns until the door says Stop, or is gone; until the device fails, or turns fail again and again."""
+        failures: deque[float] = deque(maxlen=_MAX_FAILED_TURNS)
         while not self._stopping:
             try:
                 self._turn()
             except Exception as error:
+                failures.append(perf_counter())
+                often = len(failures) == _MAX_FAILED_TURNS and failures[-1] - failures[0] < _FAILED_TURNS_SECONDS
+                if often or is_device_failure(error):
+                    _logger.error("the engine failed; the service must be restarted", exc_info=error)
+                    break
                 _logger.error("a turn of the engine failed", exc_info=error)
         self.inbox.lines.close()
 
@@ -176,6 +186,7 @@ class DraftEngine:
             try:
                 self.requests.handle(peer, message)
             except Exception as error:
+                raise_device_failure(error)
                 _logger.error("a message could not be handled", exc_info=error)
                 self.requests.fail(peer, message)
 
@@ -187,6 +198,7 @@ class DraftEngine:
             try:
                 self.requests.handle(peer, features)
             except Exception as error:
+                raise_device_failure(error)
                 _logger.error("features could not be handled", exc_info=error)
                 self.requests.fail(peer, features)
 

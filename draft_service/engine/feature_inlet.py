@@ -20,6 +20,7 @@ from draft_service.frames import (
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.feature_batch import with_rows
 from outrider.drafting.model.feature_ring import MemoryMapper, RingReader, map_ring
+from outrider.errors import raise_device_failure
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.messages import MAX_FEATURE_BYTES, Features
@@ -125,6 +126,7 @@ class FeatureInlet:
         try:
             self._apply(begin.session, with_rows(pieces, begin.row_bytes, ring.read if ring is not None else None))
         except Exception as error:
+            raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
             self._fail(begin.session, pieces)
         self._pipe.send(Taken(frame.stream, ring is not None and ring.broken))

@@ -9,6 +9,7 @@ from time import perf_counter
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
 from outrider.drafting.tree import Grower, Ledger, Refusal, Tree
 from outrider.drafting.tree_growth import Limits, TreeGrowth
+from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import DeclineReason, Features
 
@@ -111,6 +112,7 @@ class Growth(Grower):
         try:
             return self._drafter.expand(frontier)
         except Exception as error:
+            raise_device_failure(error)
             if len(frontier) > 1:
                 return [self._ask([node])[0] for node in frontier]
             tree = self._trees[frontier[0].request].tree

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
+import torch
 from draft_engine_thread import engine_thread
 from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
@@ -83,3 +85,16 @@ async def test_a_late_commit_message_changes_nothing() -> None:
         thread.remote.submit(session, [late, Close(1), Close(1)])
         await asyncio.wait_for(thread.remote.drain(), 30)
     assert not runner.rows
+
+
+@pytest.mark.parametrize("fault", ["launch_fault", "wait_fault", "extend_fault"])
+async def test_a_device_that_fails_in_a_burst_ends_the_engine(fault: str) -> None:
+    runner = ScriptedRunner(scripted, shape())
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    setattr(runner, fault, (lambda burst: error) if fault == "wait_fault" else error)
+    request = Verify(1, [1] * 40)
+    async with engine_thread(ModelDrafter(runner, ("standalone",), Needs()), DraftOptions()) as thread:
+        thread.remote.attach(session := Heeding(request))
+        thread.remote.submit(session, [opening(request, 20)])
+        await asyncio.wait_for(thread.remote.lost(), 20)
+    assert thread.exit_codes == [1]

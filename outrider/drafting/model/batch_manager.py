@@ -16,6 +16,7 @@ from outrider.drafting.model.plan import BurstRunner
 from outrider.drafting.model.reroot import Step, Walked, reaches, reroot
 from outrider.drafting.tree import Refusal, Tree
 from outrider.drafting.tree_growth import Limits
+from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import DeclineReason, Features
 
@@ -266,7 +267,8 @@ class BatchManager:
                 self._set_aside(context, _FAILED)
 
     def fail(self, context: DraftContext, error: Exception) -> None:
-        """Give up one request."""
+        """Give up one request; raises the error again if the device failed."""
+        raise_device_failure(error)
         if isinstance(error, DeclinedError):
             self._set_aside(context, error.refusal)
         else:

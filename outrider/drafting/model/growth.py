@@ -17,6 +17,7 @@ from outrider.drafting.model.plan import BurstResult, BurstRunner, PendingBurst
 from outrider.drafting.model.publisher import NodePublisher
 from outrider.drafting.tree import Grower, Ledger, Tree
 from outrider.drafting.tree_growth import Limits
+from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import Features
 
@@ -244,6 +245,7 @@ class BurstGrowth(Grower):
         try:
             more = flight.pending.go_on(steps, planner.reroots(plan))
         except Exception as error:
+            raise_device_failure(error)
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
         for context in told:
@@ -328,5 +330,6 @@ class BurstGrowth(Grower):
             self._fail_burst(plan, error)
 
     def _fail_burst(self, plan: Plan, error: Exception) -> None:
+        raise_device_failure(error)
         _logger.error("a burst of %d requests failed", len(plan.rows), exc_info=error)
         self._roster.fail_rows(plan.rows)
