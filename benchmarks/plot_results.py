@@ -25,7 +25,6 @@ from results_tables import (
     MT_DEFAULT,
     MT_PLAIN,
     PAGES,
-    PATIENT,
     PLAIN,
     PLAIN_16,
     RANDOM,
@@ -45,7 +44,7 @@ def plot_split() -> Figure:
     """Speeds of the 80 questions, one request and sixteen."""
     one = report("split_now_all_h200x2")
     figure, (left, right) = _figure(8.4, 2)
-    names = {PLAIN: "plain", LOCKSTEP: "lockstep", PATIENT: "split,\npatience 1.5", SPLIT: "split"}
+    names = {PLAIN: "plain", LOCKSTEP: "lockstep", SPLIT: "split"}
     _bars(left, {title: one(case) for case, title in names.items()}, "one request")
     _bars(right, {"plain": one(PLAIN_16), "split": one(SPLIT_16)}, "16 requests")
     return _titled(figure, "8B shape, 135M draft, 80 MT-bench questions, greedy", one)

@@ -93,7 +93,6 @@ def targets(rows: Iterable[tuple[str, str, float, Sequence[tuple[str, float]]]])
 
 PLAIN = "llama-8b plain b1 bf16 greedy"
 SPLIT = "llama-8b standalone split b1 bf16 greedy"
-PATIENT = "llama-8b standalone split patience=1.5 b1 bf16 greedy"
 LOCKSTEP = "llama-8b standalone lockstep steps=8 topk=4 nodes=31 b1 bf16 greedy"
 PLAIN_16 = "llama-8b plain b16 bf16 greedy"
 SPLIT_16 = "llama-8b standalone split b16 bf16 greedy"
@@ -103,7 +102,6 @@ RANDOM = "llama-8b eagle3@random split b1 bf16 greedy"
 ALL_80 = {
     PLAIN: "plain",
     SPLIT: "135M draft",
-    PATIENT: "135M draft, `--hold-patience 1.5`",
     LOCKSTEP: "135M draft in lockstep, 8 steps, 31 nodes",
     PLAIN_16: "plain, batch 16",
     SPLIT_16: "135M draft, batch 16",
@@ -111,12 +109,10 @@ ALL_80 = {
 SIX = {
     PLAIN: "plain",
     SPLIT: "135M draft",
-    "llama-8b standalone split patience=1.25 b1 bf16 greedy": "135M draft, `--hold-patience 1.25`",
     LOCKSTEP: "135M draft in lockstep, 8 steps, 31 nodes",
     "llama-8b standalone lockstep steps=6 topk=4 nodes=31 b1 bf16 greedy": "135M draft in lockstep, 6 steps, 31 nodes",
     "llama-8b standalone+ngram split b1 bf16 greedy": "135M draft and n-grams in one tree",
     EAGLE3: "EAGLE-3",
-    "llama-8b eagle3 split patience=1.25 b1 bf16 greedy": "EAGLE-3, `--hold-patience 1.25`",
     EAGLE3_LOCKSTEP: "EAGLE-3 in lockstep, 8 steps, 31 nodes",
     RANDOM: "EAGLE-3 of random weights",
 }
@@ -165,12 +161,6 @@ def split_targets() -> str:
             ("ready rate, 135M draft", "at least", 0.85, both("ready_rate")),
             ("hit rate, 135M draft", "at least", 0.85, both("hit_rate")),
             ("accept length over lockstep's, 135M draft", "at least", 0.88, both("accept_over_lockstep")),
-            (
-                "the same with `--hold-patience 1.5`",
-                "at least",
-                0.88,
-                [("80 questions", all_80(PATIENT, "accept_over_lockstep"))],
-            ),
             ("the same, EAGLE-3", "at least", 0.88, [("six questions", six(EAGLE3, "accept_over_lockstep"))]),
             ("tokens/s, 135M draft (2.5 times SGLang's 286)", "at least", 715, both("tokens_per_second")),
             ("speed over plain, batch 16", "at least", 1.8, [("80 questions", all_80(SPLIT_16, "speedup_over_plain"))]),
