@@ -7,7 +7,7 @@ python benchmarks/deterministic.py --prompts mt_bench.jsonl --model /models/llam
 Every prompt is answered greedily and at temperature 0.8 with a fixed seed: without a draft, one at a time and in a
 batch; with each of the `--drafters`, likewise; and with so little KV memory that requests are preempted and resumed.
 Answers are compared token by token with those of the first run. The same runs without --deterministic tell what it
-costs: `deterministic_over_fast`, of tokens per second. On a CPU, where the exact mode is float32, that stands in the
+costs: `deterministic_over_fast`, of tokens per second. On a CPU float32, which is equal up to near ties, stands in the
 place of --deterministic. A drafter is written as in split.py, and --draft NAME=PATH gives its model; n-gram drafts know
 the answers of the runs before.
 

@@ -31,11 +31,14 @@ function where(one, other, at) {
 
 function why(dtype) {
   if (dtype === "float32") {
-    return "In float32 on a CPU, and with --deterministic on a GPU, this must not happen: please report it.";
+    return (
+      "With --deterministic on a GPU this must not happen: please report it. In float32 on a CPU it may at a near tie, " +
+      "where two candidates' log-probabilities are less than 1e-4 apart."
+    );
   }
   return (
     `In ${dtype || "half precision"} rounding may part them, since forwards of different widths round differently; ` +
-    "neither is the better one. With --deterministic on a GPU, or in float32 on a CPU, they are equal."
+    "neither is the better one. With --deterministic on a GPU they are equal, and in float32 on a CPU but for near ties."
   );
 }
 

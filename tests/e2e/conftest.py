@@ -1,4 +1,4 @@
-"""The real system: three processes, the real model, float32 so that outputs can be compared bitwise."""
+"""The real system: three processes, the real model, float32 so that outputs can be compared token by token."""
 
 from __future__ import annotations
 

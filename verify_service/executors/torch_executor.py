@@ -91,8 +91,8 @@ class _Part:
 class TorchExecutor:
     """Forward, sampling walk and KV compaction with plain torch operations.
 
-    Rows of a forward may round differently with its width, so tokens of two runs are equal bitwise in fp32 up to
-    ties in the logits, which real text does not have.
+    Rows of a forward round differently with its width. In fp32 log-probabilities differ by up to 1e-4 between two
+    runs with other drafts or batches; where two candidates are nearer than that, the token may differ.
     """
 
     def __init__(self, model: CausalLM, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
