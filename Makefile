@@ -7,7 +7,7 @@ bin := .venv/bin
 # Processes that tests run in, a file at a time.
 WORKERS ?= 2
 
-.PHONY: help demo test up chat setup setup-dev check format stubs options clean
+.PHONY: help demo test test-fast up chat setup setup-dev check format stubs options clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; \
@@ -19,6 +19,13 @@ demo: setup ## Set up, start all three services, stream an answer, stop them.
 test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some, WORKERS=0 runs one after the other.
 	@$(bin)/outrider models pull
 	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Units that need no model and no process of their own: tree, caches, scheduler, codecs, n-grams, gateway.
+FAST := tests/tree tests/cache tests/rpc tests/gateway $(addprefix tests/draft/test_,draft_wire.py growth.py ngram.py requests.py) \
+  $(addprefix tests/verify/test_,budget.py payoff.py queue.py scheduler.py wire.py)
+
+test-fast: setup-dev ## Set up and run the units of tree, scheduler, codecs and gateway, in about a minute.
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST) $(ARGS)
 
 up: setup ## Run all three services until Ctrl-C.
 	@$(bin)/outrider up $(ARGS)
