@@ -116,7 +116,7 @@ class TurnTaking:
         return self._longest if self._wait == "always" and (self._steps or self._told or self._untold) else 0.0
 
     def _tell(self) -> None:
-        """What `Aftermath.settle` and the session do: the draft hears of the last commit."""
+        """What `RoundPostprocessor.settle` and the session do: the draft hears of the last commit."""
         if self._untold:
             self._drafts.report(self.request, self._untold, credit=60)
             self._untold = 0
