@@ -22,7 +22,7 @@ test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some, WO
 
 # Units that need no model and no process of their own: tree, caches, scheduler, codecs, n-grams, gateway.
 FAST := tests/tree tests/cache tests/rpc tests/gateway $(addprefix tests/draft/test_,draft_wire.py growth.py ngram.py requests.py) \
-  $(addprefix tests/verify/test_,budget.py payoff.py queue.py scheduler.py wire.py)
+  $(addprefix tests/verify/test_,budget.py queue.py scheduler.py wire.py)
 
 test-fast: setup-dev ## Set up and run the units of tree, scheduler, codecs and gateway, in about a minute.
 	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST) $(ARGS)

@@ -33,7 +33,6 @@ from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.speculation.link import DraftPort, SpeculativeRequest
-from verify_service.speculation.payoff import Payoff
 
 log = get_logger(__name__)
 
@@ -91,9 +90,8 @@ class VerifyEngine:
         """Taken from the inbox and not done yet."""
         self._garbage = Garbage()
         self._gaps = GapWatch()
-        self._payoff = None if limits.lockstep else Payoff(cost.least_seconds)
         self._aftermath = RoundPostprocessor(
-            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes, self._payoff
+            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
         )
         self._ended_at: float | None = None
         self._alive, self._worked_at = False, float("-inf")
@@ -149,9 +147,6 @@ class VerifyEngine:
         """A session with a draft service began."""
 
         def connect() -> None:
-            if self._payoff is not None:
-                self._payoff.restart()
-            self.drafts.suspend(False)
             self.drafts.connected(port, terms)
             self.features.connected(port)
 

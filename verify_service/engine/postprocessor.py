@@ -12,7 +12,6 @@ from verify_service.features.sender import FeatureSender
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.payoff import Payoff
 
 _FEW_COMMITS = 4
 """A commit takes some 20 us to tell, and the device may have nothing to do meanwhile."""
@@ -30,9 +29,8 @@ class RoundPostprocessor:
         observer: Observer,
         cost: CostModel,
         max_nodes: int,
-        payoff: Payoff | None,
     ) -> None:
-        """`max_nodes`: of a round. Without `payoff` drafts are used whether they pay or not."""
+        """`max_nodes`: of a round."""
         self._scheduler = scheduler
         self._drafts = drafts
         self._features = features
@@ -40,7 +38,6 @@ class RoundPostprocessor:
         self._observer = observer
         self._cost = cost
         self._max_nodes = max_nodes
-        self._payoff = payoff
         self._done: RoundDone | None = None
         self._told = False
         """Whether drafts know of the round that was noted."""
@@ -89,10 +86,6 @@ class RoundPostprocessor:
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
             self._cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
-            if self._payoff is not None and drafted and done.host_gap is not None:
-                num_tokens = sum(len(commit.tokens) for commit in done.commits if commit is not None)
-                self._payoff.observe(len(done.entries), num_tokens, done.seconds + done.host_gap + done.held)
-                self._drafts.suspend(not self._payoff.speculates)
         self._prefilled = done.prefills
 
     def _tell_drafts(self, done: RoundDone) -> None:

@@ -171,7 +171,7 @@ class Scheduler:
         depths: list[int] = []
         awaited: list[SpeculativeRequest] = []
         num_tokens = num_roots = num_apart = 0
-        link_of, max_depth, suspended = self._drafts.link, self._limits.max_depth, self._drafts.suspended
+        link_of, max_depth = self._drafts.link, self._limits.max_depth
         for entry in entries:
             if not entry.samples:
                 if self.is_apart(entry):
@@ -181,7 +181,7 @@ class Scheduler:
                 continue
             num_tokens += entry.num_extend
             num_roots += 1
-            link = None if suspended else link_of(entry.request)
+            link = link_of(entry.request)
             if link is None or (room := entry.request.draft_room) <= 0:
                 continue
             if link.expects:

@@ -42,11 +42,10 @@ class DraftBackoff:
         elif seen:
             self.num_wrong += 1
 
-    def passes(self, rests: bool = False) -> bool:
-        """Whether the draft need not be told of a commit now; to be asked once for each. `rests`: nobody uses it."""
+    def passes(self) -> bool:
+        """Whether the draft need not be told of a commit now; to be asked once for each."""
         doubt = self.num_wrong - TRIAL
-        longest = _FIRST_PASS << min(doubt, 10) if doubt >= 0 else 0
-        if self.num_passed < (_LONGEST_PASS if rests else min(longest, _LONGEST_PASS)):
+        if doubt >= 0 and self.num_passed < min(_FIRST_PASS << min(doubt, 10), _LONGEST_PASS):
             self.num_passed += 1
             return True
         self.num_passed = 0

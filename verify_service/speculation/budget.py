@@ -37,7 +37,6 @@ class CostModel:
         self._width_of = width_of
         # More tokens never cost less, and noise only ever adds: what a wider round took is enough for a narrower one.
         self._seconds = np.minimum.accumulate(np.array(seconds, np.float64)[::-1])[::-1].copy()
-        self._least = self._seconds.copy()
         self._padded: NDArray[np.int64] = np.empty(0, np.int64)
         self._seconds_of: list[float] = []
         self._slopes: list[float] = []
@@ -72,10 +71,6 @@ class CostModel:
     def seconds(self, tokens: int) -> float:
         """t of a round of so many tokens; past the last width it grows as it did between the last two."""
         return float(self._between(np.array([self.width(tokens)]))[0])
-
-    def least_seconds(self, tokens: int) -> float:
-        """The same as it was at the start, when nothing else was done."""
-        return float(np.interp(self.width(tokens), self._widths, self._least))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Follow a round's wall time: the level of the whole curve, and the shape near this width."""

@@ -71,8 +71,6 @@ class Drafts:
         self.peers: dict[DraftPort, DraftReplica] = {}
         self.feature_epoch = 0
         """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
-        self.suspended = False
-        """Whether rounds do without drafts: these are told of commits as rarely as those in doubt, and nearly rest."""
         self._links: dict[Request, SpeculativeRequest] = {}
         self._calibrators: dict[str, Calibrator] = {}
         self._vocab_size = vocab_size
@@ -101,15 +99,7 @@ class Drafts:
         link = self._links.get(request)
         if link is not None:
             link.mirror.commit()
-            if not self.suspended:
-                self._expectations.committed(link)
-
-    def suspend(self, suspended: bool) -> None:
-        """Let rounds do without drafts, or use them again: what these were not told of goes with the next commit."""
-        if suspended and not self.suspended:
-            for link in self._links.values():
-                self._expectations.given_up(link)
-        self.suspended = suspended
+            self._expectations.committed(link)
 
     def waits_for(self, links: Iterable[SpeculativeRequest]) -> None:
         """The next round is held for what these may bring."""
@@ -144,7 +134,7 @@ class Drafts:
         if link.peer is None:
             self._assign(link)
             return
-        if link.merit.passes(rests=self.suspended):
+        if link.merit.passes():
             link.num_untold += num_tokens
             return
         num_tokens, link.num_untold = num_tokens + link.num_untold, 0
