@@ -75,6 +75,7 @@ class Relay:
                 for way in ways:
                     way.cancel()
                 ended = await asyncio.gather(*ways, return_exceptions=True)
+                call.cancel()  # closing the channel forgets a call that nobody reads from
                 self._sessions.difference_update(ways)
         error = next((one for one in ended if isinstance(one, grpc.aio.AioRpcError)), None)
         if error is not None:

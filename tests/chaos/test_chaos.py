@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from chaos_cases import Case
+from chaos_cases import Case, stopped
 from chaos_link import Link
 from chaos_list import CASES
 from chaos_load import Load, Question
@@ -14,6 +14,7 @@ from chaos_proxy import Proxy
 from chaos_relay import Relay
 from chaos_worlds import World
 from soak import settle
+from tiny_service import metric
 
 CLIENTS = 4
 QUICK = {
@@ -76,6 +77,24 @@ def num_befallen(world: World) -> int:
     """Messages, connections and packets that faults have harmed so far."""
     harmful = tool(world)
     return harmful.num_harmed if harmful is not None else 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("world", ["plain"], indirect=True)
+async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_the_wait_for_it(
+    world: World, known: list[Question]
+) -> None:
+    page = world.cluster.metrics_url("verify")
+
+    async def num_peers() -> float:
+        return await asyncio.to_thread(metric, page, "outrider_verify_draft_connected")
+
+    async with Load(world.cluster.gateway_address, known, CLIENTS) as load, asyncio.timeout(10):
+        await load.accepted()
+        async with stopped(world, random.Random(), "draft"):
+            while await num_peers():
+                await load.tokens(1)
+        await load.accepted()
 
 
 @pytest.mark.asyncio(loop_scope="module")

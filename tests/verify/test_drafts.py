@@ -153,6 +153,44 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     assert port.num_resets == 1
 
 
+def serve_short(drafts: Drafts, clock: Clock, seconds: float) -> SpeculativeRequest:
+    """A request that ends so long after it was opened; its link."""
+    one = request([1, 2])
+    drafts.admit(one)
+    link = drafts.link(one)
+    assert link is not None
+    clock.now += seconds
+    drafts.close(one)
+    drafts.attend()
+    return link
+
+
+def test_a_silent_peer_is_reset_even_if_no_request_lasts_for_two_seconds(drafts: Drafts, clock: Clock) -> None:
+    port = Recorder()
+    drafts.connected(port)
+    began = clock.now
+    while not port.num_resets and clock.now < began + 60:
+        serve_short(drafts, clock, 0.3)
+    assert 2 < clock.now - began < 3
+
+
+def test_requests_that_end_before_they_are_answered_make_no_peer_silent_that_answers_others(
+    drafts: Drafts, clock: Clock
+) -> None:
+    port = Recorder()
+    drafts.connected(port)
+    for _ in range(1000):
+        serve_short(drafts, clock, 0.01)  # an answer was hardly to be expected
+    for _ in range(20):
+        link = serve_short(drafts, clock, 0.3)
+        drafts.receive(port, [tree(link.number, 1, 2, [3])], clock.now)  # late, yet a sign of life
+    clock.now += 60
+    serve_short(drafts, clock, 1.5)
+    clock.now += 1
+    drafts.attend()
+    assert port.num_resets == 0
+
+
 def num_nodes(link: SpeculativeRequest) -> int:
     return len(list(link.mirror.descend()))
 

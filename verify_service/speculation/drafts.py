@@ -191,6 +191,7 @@ class Drafts:
         peer = self.peers.get(port)
         if peer is None:
             return
+        peer.health.heard()
         for message in messages:
             match message:
                 case Grow():

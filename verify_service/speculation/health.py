@@ -159,6 +159,8 @@ class PeerHealth:
         """Of the first answers to requests that were opened, prompt and all."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
+        self._silence = 0.0
+        """Seconds since anything was heard for which requests were waited for that have ended."""
 
     @property
     def typical(self) -> float:
@@ -180,10 +182,23 @@ class PeerHealth:
         if self._newest[number][0] > acked_len:
             self._unanswered[number] = self._newest[number]
         else:
-            self.forget(number)
+            self._drop(number)
+
+    def heard(self) -> None:
+        """The draft has said something, of whatever request."""
+        self._silence = 0.0
 
     def forget(self, number: int) -> None:
-        """No answer is expected any more."""
+        """No answer is expected any more.
+
+        A wait that was long for this peer counts on, or no silence would be noticed among short requests.
+        """
+        waited, was_good = self._oldest(), self.good
+        self._drop(number)
+        if not was_good:
+            self._silence += max(waited - self._oldest(), 0.0)
+
+    def _drop(self, number: int) -> None:
         self._unanswered.pop(number, None)
         self._newest.pop(number, None)
 
@@ -200,7 +215,7 @@ class PeerHealth:
     @property
     def lost(self) -> bool:
         """Whether the session should be given up."""
-        return self._oldest() > _LOST_SECONDS
+        return self._silence + self._oldest() > _LOST_SECONDS
 
     def _oldest(self) -> float:
         # Copied at once: scrapes and load reports ask from threads of their own.
