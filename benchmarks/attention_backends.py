@@ -28,7 +28,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.rotary import Rotary
-from outrider.models.rope_config import RopeConfig
+from outrider.models.config import RopeConfig
 
 DEVICE = torch.device("cuda")
 

@@ -19,7 +19,7 @@ import torch
 from report import Row, cpu_name, write_report
 from torch import Tensor
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model

@@ -29,7 +29,7 @@ from report import Row, cpu_name, write_report
 
 from outrider.attention.base import AttentionBackend
 from outrider.cache.kv import KVCache
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider_tools.inflate.shapes import parse_shape

@@ -19,8 +19,8 @@ from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import CausalLM
 from outrider.sampling.device import DeviceSampler
 from outrider.sampling.lossy import EXACT
 from outrider.sampling.params import SamplingParams

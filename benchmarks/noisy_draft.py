@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.fields import read_json
+from outrider.models.config import read_json
 from outrider.models.store import resolve_model
 from outrider.models.weights import SINGLE_FILE, open_shard, save_tensors, shard_paths
 from outrider_tools.inflate.folder import COPIED_FILES

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.head import DraftHead
-from outrider.models.registry import model_class
 from outrider_tools.inflate.shapes import Shape
 
 SMALL = Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536)
@@ -42,6 +41,6 @@ def random_model(
         "tie_word_embeddings": tied,
     }
     config = ModelConfig.from_fields(fields, {})
-    model = model_class(config.architecture)(config, dtype, device)
+    model = CausalLM(config, dtype, device)
     fill_random(model)
     return model

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.logs import get_logger
-from outrider.models.fields import get_token_ids, read_json
+from outrider.models.config import get_token_ids, read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
 from outrider.models.store_folder import hash_tokenizer
 from outrider.tree.author import TreeAuthor

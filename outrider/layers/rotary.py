@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from outrider.models.rope_config import RopeConfig
+from outrider.models.config import RopeConfig
 
 
 class Rotary:

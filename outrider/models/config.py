@@ -1,23 +1,111 @@
-"""What a checkpoint says about its model, validated before any weight is read. Torch-free."""
+"""What a checkpoint's config.json says about its model, validated before any weight is read. Torch-free."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.fields import get_bool, get_float, get_int, get_token_ids, read_json
-from outrider.models.registry import ARCHITECTURES
-from outrider.models.rope_config import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture fixes and config.json leaves unsaid.
+
+    `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four.
+    `mlp_bias`: config.json may ask for biases in the MLP. `head_dim`: where config.json names none; None is
+    hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's.
+    """
+
+    qkv_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    unread_prefix: str | None = None
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
+    # MiMo's checkpoints carry their drafter, a head that predicts one token more.
+    "MiMoForCausalLM": Family(qkv_bias=True, unread_prefix="model.mtp_layers."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding parameters, whichever of its three homes in config.json they came from.
+
+    `original_max_positions` is the context the model was trained with before it was stretched.
+    `attention_factor` scales cos and sin (yarn); None means yarn's own formula.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+        Raises:
+            ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
+        """
+        scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
+        merged = {"rope_theta": fields.get("rope_theta"), **scaling}
+        kind = merged.get("rope_type", merged.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
+            )
+        if get_float({**fields, **merged}, "partial_rotary_factor", 1.0) != 1.0:
+            raise ConfigError("config.json: partial_rotary_factor is not supported; only 1.0 is")
+        original = get_int(merged, "original_max_position_embeddings", 0)
+        if kind == "llama3" and not original:
+            raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
+        rope = cls(
+            kind=kind,
+            theta=get_float(merged, "rope_theta", 10000.0),
+            factor=1.0 if kind == "default" else _factor(merged, original, max_positions),
+            low_freq_factor=get_float(merged, "low_freq_factor", 1.0),
+            high_freq_factor=get_float(merged, "high_freq_factor", 4.0),
+            original_max_positions=original or max_positions,
+            beta_fast=get_float(merged, "beta_fast", 32.0),
+            beta_slow=get_float(merged, "beta_slow", 1.0),
+            attention_factor=_optional_float(merged, "attention_factor"),
+            mscale=_optional_float(merged, "mscale"),
+            mscale_all_dim=_optional_float(merged, "mscale_all_dim"),
+            truncate=bool(merged.get("truncate", True)),
+        )
+        if rope.theta <= 1.0:
+            raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise ConfigError("config.json: llama3 rope scaling needs high_freq_factor above low_freq_factor")
+        return rope
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-family decoder. Sizes are counts of elements; `dtype` is the checkpoint's own, as a word."""
+    """A decoder-only language model. Sizes are counts of elements; `dtype` is the checkpoint's own, as a word."""
 
     architecture: str
     vocab_size: int
@@ -58,11 +146,12 @@ class ModelConfig:
     def from_fields(cls, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
         """The same from parsed JSON."""
         architecture = _architecture(fields)
+        family = FAMILIES[architecture]
         _refuse_unsupported(fields)
         hidden_size = get_int(fields, "hidden_size", minimum=1)
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
         max_positions = get_int(fields, "max_position_embeddings", minimum=1)
-        qkv_bias, output_bias = _attention_biases(architecture, fields)
+        attention_bias = not family.qkv_bias and get_bool(fields, "attention_bias", False)
         config = cls(
             architecture=architecture,
             vocab_size=get_int(fields, "vocab_size", minimum=1),
@@ -71,17 +160,17 @@ class ModelConfig:
             num_layers=get_int(fields, "num_hidden_layers", minimum=1),
             num_heads=num_heads,
             num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-            head_dim=get_int(fields, "head_dim", _default_head_dim(architecture, hidden_size, num_heads), minimum=2),
+            head_dim=get_int(fields, "head_dim", _default_head_dim(family, hidden_size, num_heads), minimum=2),
             max_positions=max_positions,
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_fields(fields, max_positions),
             eos_token_ids=_eos_token_ids(fields, generation),
             bos_token_id=next(iter(get_token_ids(fields, "bos_token_id", "config.json")), None),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and get_bool(fields, "mlp_bias", False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=family.mlp_bias and get_bool(fields, "mlp_bias", False),
+            qk_norm=family.qk_norm,
             dtype=_dtype(fields),
         )
         config._check()
@@ -100,16 +189,27 @@ class ModelConfig:
             raise ConfigError(f"config.json: eos_token_id {outside[0]} is outside the vocabulary of {self.vocab_size}")
 
 
+def _factor(merged: Mapping[str, Any], original: int, max_positions: int) -> float:
+    if merged.get("factor") is None and original:
+        return max_positions / original
+    factor = get_float(merged, "factor")
+    if factor < 1.0:
+        raise ConfigError(f"config.json: the rope factor must be at least 1, got {factor}")
+    return factor
+
+
+def _optional_float(merged: Mapping[str, Any], name: str) -> float | None:
+    return None if merged.get(name) is None else get_float(merged, name)
+
+
 def _architecture(fields: Mapping[str, Any]) -> str:
     names = fields.get("architectures")
     if not isinstance(names, list) or not names:
-        raise ConfigError(f"config.json: architectures is missing; supported are {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"config.json: architectures is missing; supported are {', '.join(FAMILIES)}")
     for name in names:
-        if name in ARCHITECTURES:
+        if name in FAMILIES:
             return str(name)
-    raise ConfigError(
-        f"config.json: architecture {names[0]!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-    )
+    raise ConfigError(f"config.json: architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}")
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
@@ -124,22 +224,15 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise ConfigError("config.json: sliding window attention is not supported; only full attention is")
 
 
-def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
-    if architecture == "Qwen3ForCausalLM":
-        return 128
+def _default_head_dim(family: Family, hidden_size: int, num_heads: int) -> int:
+    if family.head_dim is not None:
+        return family.head_dim
     if hidden_size % num_heads:
         raise ConfigError(
             f"config.json: head_dim is missing and hidden_size {hidden_size} is no multiple of "
             f"num_attention_heads {num_heads}"
         )
     return hidden_size // num_heads
-
-
-def _attention_biases(architecture: str, fields: Mapping[str, Any]) -> tuple[bool, bool]:
-    if architecture in ("Qwen2ForCausalLM", "MiMoForCausalLM"):
-        return True, False
-    bias = get_bool(fields, "attention_bias", False)
-    return bias, bias
 
 
 def _eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
@@ -153,3 +246,64 @@ def _dtype(fields: Mapping[str, Any]) -> str:
     if name not in DTYPES:
         raise ConfigError(f"config.json: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
     return str(name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not JSON, or not an object.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a model folder needs {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def get_int(fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0) -> int:
+    """An integer field; null counts as absent. Without a default the field is required."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"config.json: {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r}")
+    return value
+
+
+def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A finite number field; null counts as absent. Without a default the field is required."""
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"config.json: {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"config.json: {name} must be a finite number, got {value!r}")
+    return float(value)
+
+
+def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A boolean field; null counts as absent."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"config.json: {name} must be true or false, got {value!r}")
+    return value
+
+
+def get_token_ids(fields: Mapping[str, Any], name: str, source: str) -> list[int]:
+    """A token id or a list of them; null and absent give none."""
+    value = fields.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(f"{source}: {name} must be token ids, got {value!r}")
+    return ids

@@ -1,13 +1,21 @@
-"""A pre-norm decoder layer: what language models and the heads of drafters are made of."""
+"""Pre-norm decoders with rotary positions, grouped-query attention and a gated MLP: Llama 2 and 3, Qwen2, Qwen3, MiMo.
+
+What tells them apart is stated by ModelConfig, not by subclasses. The heads of drafters are made of the same layers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from outrider.attention.base import AttentionPlan
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 
 
@@ -143,3 +151,80 @@ class DecoderLayer:
         """See Attention."""
         self.attention.finish_loading()
         self.mlp.finish_loading()
+
+
+class CausalLM:
+    """A language model: embedding, decoder layers, final norm and output matrix. Built empty; `load_model` fills it."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)]
+        self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
+        self.rotary = Rotary(config.rope, config.head_dim, device)
+        self.head = Linear(config.hidden_size, 0 if config.tie_embeddings else config.vocab_size, False, dtype, device)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        if not self.config.tie_embeddings:
+            found["lm_head.weight"] = self.head.weight
+        for number, layer in enumerate(self.layers):
+            found |= {f"model.layers.{number}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
+        return found
+
+    def finish_loading(self) -> None:
+        """Called once when all tensors are filled, to choose memory layouts.
+
+        Layer by layer, so that no more than one matrix is in memory twice.
+        """
+        if self.config.tie_embeddings:
+            # Rows are looked up in the plain layout; where packing helps, the head is a second copy in another one.
+            self.head.weight = self.embedding
+        self.head.pack()
+        for layer in self.layers:
+            layer.finish_loading()
+
+    @torch.inference_mode()
+    def forward_with_features(
+        self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
+
+        Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm) and
+        num_layers + 1 (the same behind the final norm).
+        """
+        plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
+        wanted = set(feature_layers)
+        stream = functional.embedding(batch.token_ids, self.embedding)
+        features: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            if number in wanted:
+                features[number] = stream
+            stream = layer(stream, plan)
+        features[len(self.layers)] = stream
+        hidden = features[len(self.layers) + 1] = self.norm(stream)
+        return hidden, [features[number] for number in feature_layers]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
+        return self.head.to_float32(hidden)
+
+    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
+        """Run the batch: writes its k and v to their slots.
+
+        Returns:
+            [M, hidden_size] in the model's dtype, after the final norm.
+
+        Raises:
+            ValueError: the segments do not fit the tokens.
+        """
+        return self.forward_with_features(batch, kv, attention, ())[0]
+
+    def new_kv(self, num_slots: int) -> KVCache:
+        """A cache of the model's shape, dtype and device."""
+        config = self.config
+        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)

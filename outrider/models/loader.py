@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
-from outrider.models.config import ModelConfig
-from outrider.models.registry import model_class
+from outrider.models.config import FAMILIES, ModelConfig
+from outrider.models.decoder import CausalLM
 from outrider.models.weights import open_shard, shard_paths, tensor_shapes
 
 Progress = Callable[[int, int], None]
@@ -37,22 +36,16 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     if dtype not in SUPPORTED_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
-    build = model_class(config.architecture)
     shards = shard_paths(folder)
     # The meta device gives names and shapes without memory.
-    expected = build(config, dtype, torch.device("meta")).checkpoint_tensors()
+    expected = CausalLM(config, dtype, torch.device("meta")).checkpoint_tensors()
     optional = {"lm_head.weight": expected["model.embed_tokens.weight"]} if config.tie_embeddings else {}
-    _check_tensors(shards, expected, optional, unread=_unread_prefix(config))
+    _check_tensors(shards, expected, optional, FAMILIES[config.architecture].unread_prefix)
     with torch.inference_mode():
-        model = build(config, dtype, torch.device(device))
+        model = CausalLM(config, dtype, torch.device(device))
         _fill(model.checkpoint_tensors(), shards, progress)
         model.finish_loading()
     return model
-
-
-def _unread_prefix(config: ModelConfig) -> str | None:
-    """MiMo's checkpoints carry their drafter, a head that predicts one token more."""
-    return "model.mtp_layers." if config.architecture == "MiMoForCausalLM" else None
 
 
 def _check_tensors(

@@ -23,15 +23,18 @@ from outrider.models.capacity import (
     DRAFT_WORK_BYTES,
     GIB,
     GPUS,
+    ITEM_BYTES,
     Capacity,
+    Elements,
     Gpu,
+    head_elements,
+    kv_elements,
+    model_elements,
     parse_size,
     plan_target,
 )
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
-from outrider.models.fields import read_json
-from outrider.models.footprint import ITEM_BYTES, Elements, head_elements, kv_elements, model_elements
 from outrider.models.shipped import choose_drafters
 from outrider.models.store_config import config_folder
 

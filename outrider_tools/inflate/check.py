@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.config import ModelConfig
-from outrider.models.registry import model_class
-from outrider.models.tensor_reader import TensorReader
+from outrider.models.decoder import CausalLM
+from outrider.models.weights import TensorReader
 
 # Of ||inflated - source|| / ||source||, by the inflated checkpoint's dtype: what the rounding of its weights gives
 # over thirty layers, with room to spare.
@@ -70,7 +70,6 @@ def streamed_logits(folder: Path, token_ids: list[int], device: torch.device) ->
     count = len(token_ids)
     # Embedding and output matrix of these models are as small as the prompt: their tokens are its positions.
     one_layer = replace(config, num_layers=1, vocab_size=count, tie_embeddings=True)
-    build = model_class(config.architecture)
     order = torch.arange(count, device=device)
     batch = ForwardBatch(order, order, [Segment(count, order)])
     with TensorReader(folder) as reader:
@@ -78,7 +77,7 @@ def streamed_logits(folder: Path, token_ids: list[int], device: torch.device) ->
         stream = reader.tensor("model.embed_tokens.weight")[rows].to(device, torch.float32)
         hidden = stream
         for layer in range(config.num_layers):
-            model = build(one_layer, torch.float32, device)
+            model = CausalLM(one_layer, torch.float32, device)
             for name, target in model.checkpoint_tensors().items():
                 if name == "model.embed_tokens.weight":
                     target.copy_(stream)

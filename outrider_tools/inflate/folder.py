@@ -14,12 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
-from outrider.models.fields import read_json
+from outrider.models.config import ModelConfig, read_json
+from outrider.models.decoder import CausalLM
 from outrider.models.progress import Progress
-from outrider.models.registry import model_class
-from outrider.models.shard_writer import split_shards, write_shards
-from outrider.models.tensor_reader import TensorReader
+from outrider.models.weights import TensorReader, split_shards, write_shards
 from outrider_tools.inflate.maps import Embedding
 from outrider_tools.inflate.shapes import Shape
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
@@ -121,7 +119,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
 def _tensor_shapes(fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the target's tensors, from the class that will load them."""
     config = ModelConfig.from_fields(fields, {})
-    model = model_class(config.architecture)(config, torch.float32, torch.device("meta"))
+    model = CausalLM(config, torch.float32, torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider_tools.training.generate import Told
 from outrider_tools.training.keyed import KeyedGenerator, KeyedJob
 from outrider_tools.training.prompts import ChatForm, Question

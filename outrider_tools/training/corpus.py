@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider_tools.training.generate import Generator, Job, greedy_answers
 from outrider_tools.training.openings import all_openings
 from outrider_tools.training.parallel import Peers

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch
 from outrider.device import put
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 
 PAGE_SIZE = 16
 # The finest step of the uniform numbers that exponential ones are made of.

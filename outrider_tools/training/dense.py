@@ -14,7 +14,7 @@ from outrider.attention.heads import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 
 
 @dataclass(slots=True)

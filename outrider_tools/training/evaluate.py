@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider_tools.training.answers import Answers
 from outrider_tools.training.dense import target_states

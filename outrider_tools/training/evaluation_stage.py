@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.answers import answer_questions

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.models.fields import read_json
+from outrider.models.config import read_json
 from outrider_tools.training.eagle import EagleHead, eagle_fields
 from outrider_tools.training.eagle3 import Eagle3Head, default_feature_layers
 from outrider_tools.training.mtp import MtpHead, mtp_fields

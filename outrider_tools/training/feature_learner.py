@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.models.tensor_reader import TensorReader
+from outrider.models.weights import TensorReader
 from outrider_tools.training.dense import target_states
 from outrider_tools.training.feature_head import FeatureHead
 from outrider_tools.training.loss import soft_cross_entropy, wanted_at

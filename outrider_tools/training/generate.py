@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
 from outrider.device import put
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider_tools.training.decoding import Decoder
 
 # Decode steps between two looks at who has ended.

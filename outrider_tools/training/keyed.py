@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.gumbel import gumbel as device_gumbel
 from outrider.attention.base import AttentionBackend
 from outrider.device import put
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.noise import gumbel
 from outrider_tools.training.decoding import Decoder
 from outrider_tools.training.generate import Generator, Job

@@ -13,7 +13,7 @@ from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider_tools.training.packed_attention import Spans, causal_attention
 
 

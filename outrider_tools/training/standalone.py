@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider.models.tensor_reader import TensorReader
+from outrider.models.weights import TensorReader
 from outrider_tools.training.decoder import Layer, Norm, matrix
 from outrider_tools.training.dense import target_states
 from outrider_tools.training.feature_learner import groups_of, output_matrix

@@ -12,7 +12,7 @@ from torch.nn import functional
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
-from outrider.models.tensor_reader import TensorReader
+from outrider.models.weights import TensorReader
 from outrider_tools.training.eagle3 import Eagle3Head
 
 

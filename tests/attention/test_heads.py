@@ -11,7 +11,7 @@ from outrider.attention.heads import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.rope_config import RopeConfig
+from outrider.models.config import RopeConfig
 
 HEADS, KV_HEADS, DIM, EPS = 6, 2, 8, 1e-5
 CPU = torch.device("cpu")

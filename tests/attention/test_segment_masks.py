@@ -7,7 +7,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
-from outrider.models.rope_config import RopeConfig
+from outrider.models.config import RopeConfig
 
 HEADS, KV_HEADS, DIM, SLOTS = 4, 2, 8, 40
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.llama import LlamaFamily
 
 FEATURE_SIZE = 24
 
 
 class _TinyDraft(DraftModel):
-    def __init__(self, model: LlamaFamily) -> None:
+    def __init__(self, model: CausalLM) -> None:
         config = model.config
         self.model = model
         self.dtype, self.device = model.dtype, model.device
@@ -39,17 +39,15 @@ class _TinyDraft(DraftModel):
         return self.model.logits(rows)
 
 
-def chain_draft(model: object) -> DraftModel:
+def chain_draft(model: CausalLM) -> DraftModel:
     """A language model as it is."""
-    assert isinstance(model, LlamaFamily)
     return _TinyDraft(model)
 
 
 class FeatureDraft(_TinyDraft):
     """The same with a feature added to each embedding, and one returned for the children, of every draft id a third."""
 
-    def __init__(self, model: object) -> None:
-        assert isinstance(model, LlamaFamily)
+    def __init__(self, model: CausalLM) -> None:
         super().__init__(model)
         self.feature_size = FEATURE_SIZE
         self.hidden_size, self.feature_layers = FEATURE_SIZE, (1, 2)

@@ -9,10 +9,18 @@ import pytest
 from outrider.cli.main import main
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.capacity import CONTEXT_BYTES, GIB, count_graphs, parse_size, plan_target
+from outrider.models.capacity import (
+    CONTEXT_BYTES,
+    GIB,
+    count_graphs,
+    head_elements,
+    kv_elements,
+    model_elements,
+    parse_size,
+    plan_target,
+)
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
-from outrider.models.footprint import head_elements, kv_elements, model_elements
 from outrider.models.shipped import shipped_head
 from outrider.models.store_config import config_folder
 
@@ -89,10 +97,10 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(model_path: Path, 
 def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None:
     import torch
 
-    from outrider.models.llama import LlamaFamily
+    from outrider.models.decoder import CausalLM
 
     config = ModelConfig.from_fields(LLAMA_8B | changes, {})
-    assert allocated(LlamaFamily(config, torch.bfloat16, torch.device("meta"))) == 2 * model_elements(config).total
+    assert allocated(CausalLM(config, torch.bfloat16, torch.device("meta"))) == 2 * model_elements(config).total
 
 
 def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
@@ -121,7 +129,7 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
 def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, llama_8b: Path) -> None:
     import torch
 
-    from outrider.models.llama import LlamaFamily
+    from outrider.models.decoder import CausalLM
     from verify_service.executors.device import kv_tokens, num_parameters
 
     config = ModelConfig.from_folder(llama_8b)
@@ -129,7 +137,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     plan = plan_target(config, "bfloat16", options, 80 * GIB)
     free = 80 * GIB - CONTEXT_BYTES - plan.weights
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
-    model = LlamaFamily(config, torch.bfloat16, torch.device("meta"))
+    model = CausalLM(config, torch.bfloat16, torch.device("meta"))
     real = kv_tokens(model, 0.8, (16 + 1 + 47) * config.vocab_size * 16)
     assert plan.kv_tokens == real // 16 * 16
     assert num_parameters(config) == pytest.approx(plan.elements.total, rel=1e-3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend
 from outrider.attention.lengths import HostLengths
 from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 
 PAGE_SIZE = 16
 

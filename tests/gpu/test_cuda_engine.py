@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine

@@ -12,7 +12,7 @@ from cuda_harness import jobs, make_paged_engine
 from harness import run_all
 from scripted_rounds import run_rounds
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 

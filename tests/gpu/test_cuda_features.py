@@ -11,7 +11,7 @@ from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 

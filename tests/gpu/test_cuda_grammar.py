@@ -12,7 +12,7 @@ from grammar_cases import fits, guesser, jobs, run
 from local_draft import LocalDraft
 from tiny_grammar import VOCAB, text_of, tiny_vocabulary
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 
 pytestmark = pytest.mark.gpu

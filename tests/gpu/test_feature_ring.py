@@ -16,7 +16,7 @@ from ring_reader import Offerer, Reader
 from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
 from outrider.drafting.model.cuda_memory import CudaMemory
 from outrider.drafting.model.feature_ring import map_ring
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor

@@ -18,8 +18,8 @@ from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
-from outrider.models.base import CausalLM
-from outrider.models.rope_config import RopeConfig
+from outrider.models.config import RopeConfig
+from outrider.models.decoder import CausalLM
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("flashinfer")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from prefill_pair import PrefillPair, run_story
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.features.plan import FeaturePlan
 
 pytestmark = pytest.mark.gpu

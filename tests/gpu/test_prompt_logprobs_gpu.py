@@ -13,7 +13,7 @@ from cuda_harness import VOCAB, make_paged_engine, small_model
 from harness import Answer, make_request
 from local_draft import LocalDraft, noise
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import PromptLogprobs
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.engine import VerifyEngine

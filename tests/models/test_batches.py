@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
 TOLERANCE = 1e-5

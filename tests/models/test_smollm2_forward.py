@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny_models import relative_error, run_one
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
 PROMPTS = [

@@ -14,7 +14,7 @@ from kernels.launch import triton_on_cpu
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
 sys.path.append(str(Path(__file__).parent.parent / "kernels"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

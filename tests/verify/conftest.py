@@ -12,7 +12,7 @@ from cuda_harness import jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
 
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.door import session
 from verify_service.engine.engine import VerifyEngine
 

@@ -13,7 +13,7 @@ from harness import PAGE_SIZE, Answer, Silence
 from outrider.attention.base import AttentionBackend
 from outrider.attention.triton_backend import TritonAttention
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams

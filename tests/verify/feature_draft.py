@@ -11,7 +11,7 @@ from local_draft import Guess, LocalDraft
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Commit, Features, FeaturesBegin, Open, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection, name_projection

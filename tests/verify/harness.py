@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry

@@ -15,7 +15,7 @@ from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from kernels.sampling import sample_rows
 from kernels.sampling_state import RoundTokens
 from outrider.errors import InternalError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine

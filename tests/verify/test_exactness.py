@@ -8,7 +8,7 @@ from cuda_harness import VOCAB, jobs, texts
 from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Decline, DeclineReason, Grow, Hello
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine

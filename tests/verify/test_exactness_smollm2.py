@@ -12,7 +12,7 @@ from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from tokenizers import Tokenizer
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.engine import VerifyEngine

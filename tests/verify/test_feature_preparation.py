@@ -12,7 +12,7 @@ from harness import Answer, run_all, tokens
 from local_draft import oracle
 
 from outrider.cache.features import FeatureStore
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.buckets import Buckets
 from verify_service.executors.cuda import CudaExecutor

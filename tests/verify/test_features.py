@@ -14,7 +14,7 @@ from harness import Answer, make_request, run_all, tokens
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine

@@ -14,7 +14,7 @@ from harness import Answer, run_all, tokens
 from local_draft import oracle
 from shared_file import MappedFile, SharedFiles
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.engine.engine import VerifyEngine
 from verify_service.features.ring import NUM_SLOTS, Ring, RingPool

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from proto_fuzz import EXAMPLES, check, fuzz, messages, outcome, wire
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import FeaturesBegin
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer

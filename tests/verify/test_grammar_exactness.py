@@ -15,7 +15,7 @@ from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 
 from outrider.grammar.spec import Grammar
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry

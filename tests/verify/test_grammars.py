@@ -15,7 +15,7 @@ from outrider.grammar import compiler
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.grammar.state import GrammarState, Mask, TokenPath
 from outrider.grammar.vocabulary import GrammarVocabulary
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
 from verify_service.engine import grammars

@@ -13,7 +13,7 @@ from prefill_pair import PrefillPair, run_story
 
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.prefill_graphs import PrefillShapes, chunk_slots
 from verify_service.executors.round_buffers import Bucket

@@ -13,7 +13,7 @@ from local_draft import oracle
 
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.tree.projection import PROJECTED
 from verify_service.engine.engine import VerifyEngine
 

@@ -13,7 +13,7 @@ from harness import make_engine, run_all
 from local_draft import LocalDraft, oracle
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import (
     MAX_FEATURE_BYTES,
     Decline,

@@ -9,7 +9,7 @@ from cuda_harness import VOCAB, make_paged_engine
 from harness import Answer, make_engine, make_request
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import RoundTree, TokenOrigin
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor

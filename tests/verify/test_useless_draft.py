@@ -14,7 +14,7 @@ from harness import Answer, run_all, tokens
 from local_draft import wrong
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.engine import VerifyEngine

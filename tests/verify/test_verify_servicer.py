@@ -15,7 +15,7 @@ from engine_thread import EngineThread, engine_thread
 from harness import make_engine
 
 from outrider.errors import ContextLengthError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc

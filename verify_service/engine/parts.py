@@ -19,8 +19,8 @@ from outrider.device import choose_device
 from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import resolve_model

@@ -20,7 +20,7 @@ from outrider.device import num_processors
 from outrider.grammar.state import Mask
 from outrider.graphs import GraphPool
 from outrider.logs import get_logger
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request

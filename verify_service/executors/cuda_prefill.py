@@ -15,7 +15,7 @@ from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.device import put
 from outrider.graphs import GraphPool
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from verify_service.engine.round import Entry
 from verify_service.executors.prefill_graphs import PrefillShapes, chunk_slots
 from verify_service.executors.prompt_logprobs import PromptScores

@@ -9,8 +9,8 @@ import torch
 
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
-from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import CausalLM
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """What our attention kernels run with."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import PromptLogprobs
 from verify_service.engine.round import Entry, Result
 

@@ -14,7 +14,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.state import unpack
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request

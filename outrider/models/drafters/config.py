@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
-from outrider.models.fields import get_bool, get_int
+from outrider.models.config import ModelConfig, get_bool, get_int
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -14,7 +14,7 @@ from outrider.device import choose_device
 from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, get_int, read_json
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
 from outrider.models.drafters.eagle import EagleHead
@@ -31,8 +31,6 @@ from outrider.models.drafters.stored import (
     stored_tensors,
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
-from outrider.models.fields import get_int, read_json
-from outrider.models.llama import LlamaFamily
 from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
@@ -100,7 +98,7 @@ def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> Draft
     config = ModelConfig.from_folder(folder)
     allowed = _token_map(options, config.vocab_size)
     model = load_model(folder, place.dtype, place.device, place.progress)
-    if allowed is not None and isinstance(model, LlamaFamily):
+    if allowed is not None:
         source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
         with torch.inference_mode():
             model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)

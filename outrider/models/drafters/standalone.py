@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
-from outrider.models.base import CausalLM
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 
 
