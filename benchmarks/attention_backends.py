@@ -19,10 +19,8 @@ import torch
 from report import Row, write_report
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend
-from outrider.attention.flashinfer_backend import FlashInferAttention
-from outrider.attention.flashinfer_calls import CallShape
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import AttentionBackend, HostLengths
+from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens, choose_splits
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache

@@ -12,8 +12,7 @@ from kernels.branches import short_tokens
 from kernels.pages import update_pages
 from kernels.sampling_state import RoundTokens
 from kernels.tree import MAX_PATH, expand_tree
-from outrider.attention.base import TokenBatch
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import HostLengths, TokenBatch
 
 __all__ = [
     "MAX_PATH",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import HostLengths
 from outrider.attention.paged import PagedBatch
 
 _ALIGNED = 16

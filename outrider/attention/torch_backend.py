@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, TokenBatch
-from outrider.attention.folded import folded_attention
-from outrider.attention.groups import Group, Member, group_segments, row_order
-from outrider.attention.heads import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary
+from outrider.layers.rotary import Rotary, rotate
 
 # The rows of a folded product: attention is folded while these are few. Measured on 2 Zen 4 cores this halves
 # the time of 1 to 4 queries (bfloat16, one query, 1000 keys: 109 against 560 us); at 16 queries nothing is left of it.
 FOLD_ROWS = 32
+# A call of its own costs what this many padded (query, key) pairs cost: 50 us against 25 ns, measured on 2 Zen 4 cores.
+PAIRS_PER_CALL = 2000
 
 
 class TorchAttention(AttentionBackend):
@@ -37,7 +38,7 @@ class TorchAttention(AttentionBackend):
         own = [segment.kv_slots[-segment.num_queries :] for segment in batch.segments]
         groups = group_segments(members)
         order = row_order(groups, start)
-        calls = [_Call(group, kv, num_heads, in_order=len(groups) == 1 and order is None) for group in groups]
+        calls = [_GroupAttention(group, kv, num_heads, in_order=len(groups) == 1 and order is None) for group in groups]
         return _TorchPlan(kv, HeadSplit(batch, kv, num_heads, rotary), torch.cat(own), calls, order)
 
 
@@ -45,7 +46,7 @@ class _TorchPlan(AttentionPlan):
     """Calls give their padded rows one after the other; `order` picks the batch's rows out of them."""
 
     def __init__(
-        self, kv: KVCache, split: HeadSplit, own_slots: Tensor, calls: list[_Call], order: Tensor | None
+        self, kv: KVCache, split: HeadSplit, own_slots: Tensor, calls: list[_GroupAttention], order: Tensor | None
     ) -> None:
         self._kv = kv
         self._split = split
@@ -63,10 +64,10 @@ class _TorchPlan(AttentionPlan):
         return rows if self._order is None else rows.index_select(0, self._order)
 
 
-class _Call:
+class _GroupAttention:
     """One group's attention: B segments of n queries over L keys."""
 
-    def __init__(self, group: Group, kv: KVCache, num_heads: int, in_order: bool) -> None:
+    def __init__(self, group: SegmentGroup, kv: KVCache, num_heads: int, in_order: bool) -> None:
         self._size, self._num_queries, self._length = group.shape
         self._slots = group.slots
         self._rows = None if in_order else group.rows
@@ -108,3 +109,142 @@ def _check(segment: Segment) -> None:
     rows, columns = segment.mask.shape
     if rows != n or not n <= columns <= length:
         raise ValueError(f"a mask of {rows} x {columns} does not fit {n} queries over {length} positions")
+
+
+class Member(NamedTuple):
+    """A segment and its first row in the batch."""
+
+    start: int
+    segment: Segment
+
+
+class SegmentGroup:
+    """Segments that share a call: queries padded to the most of them, keys to the longest.
+
+    Attributes:
+        shape: (segments, queries, keys) of the padded call.
+        slots: int64 [segments * keys], or a slice where one segment's slots follow each other.
+        rows: int64 [segments * queries], the batch row of each padded query.
+        mask: bool [segments, 1, queries, keys], True where a query may attend; None when every query sees every key.
+        is_causal: one segment with an empty context, for which the lower triangle is the whole mask.
+    """
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        segments = [member.segment for member in members]
+        num_queries = max(segment.num_queries for segment in segments)
+        length = max(segment.kv_slots.numel() for segment in segments)
+        self.shape = (len(members), num_queries, length)
+        device = segments[0].kv_slots.device
+        slots = torch.empty(len(members), length, dtype=torch.int64, device=device)
+        rows = torch.arange(num_queries, device=device).repeat(len(members), 1)
+        for i, (start, segment) in enumerate(members):
+            # What pads is real memory that the mask hides: the segment's own first slot, its own last query.
+            used = segment.kv_slots.numel()
+            slots[i, :used] = segment.kv_slots
+            slots[i, used:] = segment.kv_slots[0]
+            rows[i].clamp_(max=segment.num_queries - 1).add_(start)
+        self.slots = _as_slice(slots.view(-1)) if len(members) == 1 else slots.view(-1)
+        self.rows = rows.view(-1)
+        self.is_causal = len(members) == 1 and segments[0].mask is None and 1 < num_queries == length
+        self.mask: Tensor | None = None
+        hides = segments[0].mask is not None and segments[0].mask.shape[1] > 1
+        if not self.is_causal and (len(members) > 1 or num_queries > 1 or hides):
+            self.mask = torch.stack([_allowed(segment, num_queries, length) for segment in segments]).unsqueeze(1)
+
+
+def group_segments(members: list[Member]) -> list[SegmentGroup]:
+    """Split a batch into groups; a segment joins the one before it while the padding costs less than a call."""
+    groups: list[list[Member]] = []
+    queries = keys = 0
+    for member in sorted(members, key=lambda member: (member.segment.num_queries, member.segment.kv_slots.numel())):
+        num_queries, length = member.segment.num_queries, member.segment.kv_slots.numel()
+        if groups:
+            # Queries only grow in this order; keys may be fewer than the group's or more.
+            size = len(groups[-1])
+            joined_queries, joined_keys = max(queries, num_queries), max(keys, length)
+            padding = (size + 1) * joined_queries * joined_keys - size * queries * keys - num_queries * length
+            if padding <= PAIRS_PER_CALL:
+                groups[-1].append(member)
+                queries, keys = joined_queries, joined_keys
+                continue
+        groups.append([member])
+        queries, keys = num_queries, length
+    return [SegmentGroup(group) for group in groups]
+
+
+def row_order(groups: list[SegmentGroup], num_rows: int) -> Tensor | None:
+    """Where each batch row lies in the groups' padded rows, one group after the other; None when in order already."""
+    order = torch.empty(num_rows, dtype=torch.int64)
+    offset = 0
+    for group in groups:
+        num_queries = group.shape[1]
+        for start, segment in group.members:
+            order[start : start + segment.num_queries] = torch.arange(offset, offset + segment.num_queries)
+            offset += num_queries
+    if offset == num_rows and bool((order == torch.arange(num_rows)).all()):
+        return None
+    return order.to(groups[0].rows.device)
+
+
+def _allowed(segment: Segment, num_rows: int, length: int) -> Tensor:
+    """bool [num_rows, length]: context, then the queries' own part, then padding. Padded rows may see anything."""
+    n, used = segment.num_queries, segment.kv_slots.numel()
+    allowed = torch.ones(num_rows, length, dtype=torch.bool, device=segment.kv_slots.device)
+    allowed[:n, used:] = False
+    if segment.mask is None:
+        allowed[:n, used - n : used].tril_()
+    else:
+        allowed[:n, used - segment.mask.shape[1] : used] = segment.mask
+    return allowed
+
+
+def _as_slice(slots: Tensor) -> Tensor | slice:
+    """Slots that follow each other are read in place. Asked on a CPU only, where it costs no sync."""
+    if slots.device.type != "cpu":
+        return slots
+    first, length = int(slots[0]), slots.numel()
+    if int(slots[-1]) - first == length - 1 and bool((slots[1:] - slots[:-1] == 1).all()):
+        return slice(first, first + length)
+    return slots
+
+
+class HeadSplit:
+    """Splits the heads of a forward's M tokens into q, k and v; made once, used by every layer."""
+
+    def __init__(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
+        """See AttentionBackend.plan. Of `kv`, the number of its heads and its dtype count."""
+        self._sizes = (num_heads, kv.k.shape[2])
+        self._angles = rotary.angles(batch.positions, kv.k.dtype)
+
+    def __call__(self, heads: Tensor, qk_norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
+        tensors; q and k are normed, if there is a norm, and rotated.
+        """
+        num_heads, num_kv_heads = self._sizes
+        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        if qk_norm is not None:
+            qk = qk_norm(qk)
+        q, k = rotate(qk, *self._angles).split(self._sizes, 1)
+        return q, k, v
+
+
+def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of B rows of n queries each, with H query heads in groups of G to a kv head.
+
+    Args:
+        q: [B * n, H, D].
+        k: [B, K, L, D]; so are its values `v`.
+        mask: what is added to scores, in the dtype of `q`, broadcast to [B, K, G * n, L]: the same n rows G times.
+            None where every query sees every key.
+
+    Returns:
+        [B * n, H * D].
+    """
+    size, num_kv_heads, _, head_dim = k.shape
+    num_rows, group = q.shape[0], q.shape[1] // num_kv_heads
+    count = num_rows // size
+    rows = q.view(size, count, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(size, num_kv_heads, group * count, head_dim)
+    output = scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return output.view(size, num_kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4).reshape(num_rows, -1)

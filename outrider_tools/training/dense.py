@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
-from outrider.attention.heads import HeadSplit
+from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary

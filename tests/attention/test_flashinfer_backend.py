@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend
-from outrider.attention.flashinfer_backend import FlashInferAttention
-from outrider.attention.flashinfer_calls import CallShape
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import AttentionBackend, HostLengths
+from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache

@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.attention.base import TokenBatch
-from outrider.attention.folded import folded_attention
-from outrider.attention.heads import HeadSplit
+from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import AttentionBackend, HostLengths
 from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
 from outrider.models.decoder import CausalLM
 

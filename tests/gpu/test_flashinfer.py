@@ -11,9 +11,8 @@ from cuda_harness import make_paged_engine
 from paged_request import PAGE_SIZE, PagedRequest, ints
 from torch import Tensor
 
-from outrider.attention.flashinfer_backend import FlashInferAttention
-from outrider.attention.flashinfer_calls import CallShape
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import HostLengths
+from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache

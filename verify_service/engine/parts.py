@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.flashinfer_backend import FlashInferAttention
-from outrider.attention.flashinfer_calls import CallShape
+from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.verify import VerifyOptions

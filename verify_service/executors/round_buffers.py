@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.lengths import HostLengths
+from outrider.attention.base import HostLengths
 from outrider.attention.paged import TreeTokens
 from outrider.device import stamp
 from verify_service.engine.round import Entry

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.frontier import (
+from kernels.frontier_state import (
     FIRST_SEED,
     HEADER_WORDS,
     MORE_WORDS,

@@ -8,18 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kernels.frontier import add_seeds, append_candidates, begin_burst, choose_entries, place_entries, reroot_pool
+from kernels.frontier_state import NUM_FIELDS, Pool, StepTokens
 from outrider.attention.base import AttentionBackend
-from outrider.attention.frontier import (
-    NUM_FIELDS,
-    Pool,
-    StepTokens,
-    add_seeds,
-    append_candidates,
-    begin_burst,
-    choose_entries,
-    place_entries,
-    reroot_pool,
-)
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.device import num_processors, share_l1
 from outrider.drafting.model.buckets import Bucket

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.frontier import RegionPlan
+from kernels.frontier_state import RegionPlan
 from outrider.attention.paged import update_page_tables
 from outrider.device import put
 from outrider.drafting.model.plan import BurstShape

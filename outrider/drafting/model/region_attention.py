@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
-from outrider.attention.folded import folded_attention
-from outrider.attention.heads import HeadSplit
+from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
