@@ -21,9 +21,8 @@ from outrider.host.child import share_interpreter, until_stopped
 from outrider.logs import get_logger
 from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
-from outrider.rpc.door import DoorOptions, door_options
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
-from outrider.rpc.server import GrpcServer, check_free
+from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options
 from outrider.rpc.transport import unix_path
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 

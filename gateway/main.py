@@ -29,9 +29,8 @@ from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.secrets import read_secret
 from outrider.logs import get_logger, hide_secret
-from outrider.rpc.door import door_options, peer_source
 from outrider.rpc.lifecycle import run_service, write_ready_file
-from outrider.rpc.server import GrpcServer
+from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 

@@ -15,9 +15,8 @@ from outrider.metrics import MetricsPage
 from outrider.models.store import served_name
 from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
-from outrider.rpc.door import DoorOptions, door_options, peer_source
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
-from outrider.rpc.server import GrpcServer, check_free
+from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source
 from outrider.rpc.transport import unix_path
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2, verify_pb2_grpc

@@ -14,8 +14,7 @@ from outrider.config.secrets import read_secret
 from outrider.config.tls import TlsFiles
 from outrider.errors import ConfigError
 from outrider.rpc.interceptors import AUTHORIZATION_KEY
-from outrider.rpc.tls import channel_credentials
-from outrider.rpc.tls_files import load
+from outrider.rpc.tls import channel_credentials, load_material
 from outrider.rpc.transport import check_address, check_token, split_host_port, unix_path
 
 SERVES, SERVES_NOT = 0, 1
@@ -100,7 +99,7 @@ def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     }
     if tls is None:
         return grpc.insecure_channel(address, options=tuple(options.items()))
-    return grpc.secure_channel(address, channel_credentials(load(tls)), options=tuple(options.items()))
+    return grpc.secure_channel(address, channel_credentials(load_material(tls)), options=tuple(options.items()))
 
 
 def _seconds(text: str) -> float:

@@ -7,17 +7,22 @@ import hmac
 import re
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from outrider import logs
 from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError
 from outrider.rpc.call import CLIENT_KEY, USER_KEY, clean_client, client, name_client
-from outrider.rpc.decoding import strict
 from outrider.rpc.status import status_from_error
 
 REQUEST_ID_KEY = "x-request-id"
@@ -27,6 +32,13 @@ _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _OWN_PREFIX = "/outrider."
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")
 _MAX_ID = 64
+
+_Deserializer = Callable[[bytes], Any]
+_LENGTH_DELIMITED = 2
+_FIXED_SIZES = {1: 8, 5: 4}
+_MAX_PARTS = 4096
+"""Messages or fields of a request that are looked at to say which one is wrong; decoding runs in the event loop."""
+_MAX_UNKNOWN_BYTES = 65536
 
 _logger = logs.get_logger(__name__)
 
@@ -57,7 +69,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler that the call would have got, wrapped; None (an unknown method) stays None."""
+        """Return the handler of the call with the boundary around it; None (an unknown method) stays None."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -99,19 +111,19 @@ def clean_request_id(given: str | bytes | None) -> str:
     return _NOT_IN_ID.sub("", text)[:_MAX_ID] or uuid.uuid4().hex
 
 
+@dataclass(slots=True)
 class _Call:
     """One call at the boundary."""
 
-    def __init__(self, method: str, request_id: str, authorized: bool, message_seconds: float) -> None:
-        self.method = method
-        self.request_id = request_id
-        self.authorized = authorized
-        self._message_seconds = message_seconds
-        self.client: str | None = None
-        """As a peer has said it; None where token and user tell."""
-        self.token = ""
-        self.tenant = ""
-        self.user = ""
+    method: str
+    request_id: str
+    authorized: bool
+    message_seconds: float
+    client: str | None = None
+    """As a peer has said it; None where token and user tell."""
+    token: str = ""
+    tenant: str = ""
+    user: str = ""
 
     async def enter(self, context: Any) -> None:
         """Begin the call in its own task; refuse it if it must not run."""
@@ -130,10 +142,10 @@ class _Call:
     async def read(self, context: Any) -> Any:
         """The message of a call that has one. grpc itself would wait for it as long as its sender likes."""
         try:
-            async with asyncio.timeout(self._message_seconds):
+            async with asyncio.timeout(self.message_seconds):
                 message = await context.read()
         except TimeoutError:
-            text = f"the message did not arrive within {self._message_seconds:g} s; send it faster"
+            text = f"the message did not arrive within {self.message_seconds:g} s; send it faster"
             raise DeadlineError(text, code="request_timeout") from None
         if message is grpc.aio.EOF:
             raise InvalidRequestError("", "the call ended without a message", "send one")
@@ -164,48 +176,168 @@ class _Call:
 
 
 def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with the boundary around it, with as many answers."""
+    """The same handler with the boundary around it, with as many answers.
+
+    On the wire one message is a stream of one, either way: only a stream can be read with a time limit.
+    """
     if not call.authorized:
-        # As a stream, whatever it is: `enter` refuses it before anything that it sends is read.
-        return grpc.stream_stream_rpc_method_handler(_streaming(handler, call, streams=True))
+        # `enter` refuses it before anything that it sends is read.
+        return grpc.stream_stream_rpc_method_handler(_responder(handler, call))
     decode = handler.request_deserializer
     if decode is not None:
         decode = strict(decode, allow_unknown=lenient)
-    codecs = {"request_deserializer": decode, "response_serializer": handler.response_serializer}
-    # Where one message is sent, it is a stream of one: only so can it be read with a time limit.
-    streams = handler.request_streaming
-    if handler.response_streaming:
-        behaviour = handler.stream_stream if streams else handler.unary_stream
-        return grpc.stream_stream_rpc_method_handler(_streaming(behaviour, call, streams), **codecs)
-    behaviour = handler.stream_unary if streams else handler.unary_unary
-    return grpc.stream_unary_rpc_method_handler(_unary(behaviour, call, streams), **codecs)
+    return grpc.stream_stream_rpc_method_handler(
+        _responder(handler, call), request_deserializer=decode, response_serializer=handler.response_serializer
+    )
 
 
-def _unary(behaviour: Any, call: _Call, streams: bool) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def respond(requests: Any, context: Any) -> Any:
-        try:
-            await call.enter(context)
-            return await behaviour(requests if streams else await call.read(context), context)
-        except Exception as error:
-            await call.fail(error, context)
+def _responder(handler: Any, call: _Call) -> Callable[[Any, Any], Awaitable[None]]:
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-    return respond
-
-
-def _streaming(behaviour: Any, call: _Call, streams: bool) -> Callable[[Any, Any], Awaitable[None]]:
     # Written with context.write, not as a generator: when the call is cancelled during a write, the handler's own
     # generator is closed at once, so its `finally` frees what the call held instead of waiting for the collector.
     async def respond(requests: Any, context: Any) -> None:
         try:
             await call.enter(context)
-            result = behaviour(requests if streams else await call.read(context), context)
-            if not hasattr(result, "__aiter__"):
-                await result
+            result = behaviour(requests if handler.request_streaming else await call.read(context), context)
+            if hasattr(result, "__aiter__"):
+                async with aclosing(result) as responses:
+                    async for response in responses:
+                        await context.write(response)
                 return
-            async with aclosing(result) as responses:
-                async for response in responses:
-                    await context.write(response)
+            response = await result
+            if not handler.response_streaming:
+                await context.write(response)
         except Exception as error:
             await call.fail(error, context)
 
     return respond
+
+
+def strict(deserialize: _Deserializer, *, allow_unknown: bool) -> _Deserializer:
+    """Wrap a request deserializer: malformed bytes and, unless allowed, unknown fields raise InvalidRequestError."""
+    message_type = getattr(deserialize, "__self__", None)
+    descriptor = getattr(message_type, "DESCRIPTOR", None)
+
+    def decode(data: bytes) -> Any:
+        try:
+            message = deserialize(data)
+        except DecodeError as error:
+            raise _malformed(descriptor, data) from error
+        if not allow_unknown and isinstance(message, Message):
+            check_known(message)
+        return message
+
+    return decode
+
+
+def check_known(message: Message) -> None:
+    """Raise InvalidRequestError if `message`, or one inside it, carries a field that its type does not have."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    num_unknown = message.ByteSize() - known.ByteSize()
+    if not num_unknown:
+        return
+    fix = "remove it, or use a server that knows it"
+    # The rest names the field; a message of millions of parts or unknown fields is not worth that.
+    found = None if num_unknown > _MAX_UNKNOWN_BYTES else _first_unknown(message)
+    if found is None:
+        name = message.DESCRIPTOR.full_name
+        raise InvalidRequestError("", f"{num_unknown} bytes are no fields of {name}", fix, code="unknown_field")
+    path, number, owner = found
+    raise InvalidRequestError(
+        f"{path}{number}", f"{owner.DESCRIPTOR.full_name} has no field number {number}", fix, code="unknown_field"
+    )
+
+
+def _first_unknown(message: Message) -> tuple[str, int, Message] | None:
+    """Path, number and message of the first unknown field in what may be looked at."""
+    for path, part in islice(_all_parts(message, ""), _MAX_PARTS):
+        unknown: Any = UnknownFieldSet(part)  # the published types do not say that it can be iterated
+        for field in unknown:
+            return path, field.field_number, part
+    return None
+
+
+def _all_parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
+    """`message` and all messages inside it, each with its path."""
+    yield path, message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for name, part in _parts(field, value):
+                yield from _all_parts(part, f"{path}{name}.")
+
+
+def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:
+    """The messages in a field's value, each with its name."""
+    if isinstance(value, Message):
+        yield field.name, value
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for key in value:
+            if isinstance(value[key], Message):
+                yield f"{field.name}[{key}]", value[key]
+    else:
+        for index, part in enumerate(value):
+            yield f"{field.name}[{index}]", part
+
+
+def _malformed(descriptor: Descriptor | None, data: bytes) -> InvalidRequestError:
+    name, path = "the request", None
+    if descriptor is not None:
+        name = descriptor.full_name
+        path = next(filter(None, islice(_texts(descriptor, data, ""), _MAX_PARTS)), None)
+    if path is not None:
+        return InvalidRequestError(path, "is not valid UTF-8", "encode the text as UTF-8", code="invalid_utf8")
+    return InvalidRequestError(
+        "", f"the bytes are not a valid {name}", "send a whole message of that type", code="malformed_message"
+    )
+
+
+def _texts(descriptor: Descriptor, data: bytes, prefix: str) -> Iterator[str]:
+    """For each field in `data`: its name if it is a string that is not UTF-8, else "". Ends at unreadable bytes."""
+    try:
+        Empty.FromString(data)  # to a message without fields everything is unknown: this checks the form alone
+    except DecodeError:
+        return
+    for number, wire_type, value in _split(data):
+        yield ""
+        field = descriptor.fields_by_number.get(number)
+        if field is None or wire_type != _LENGTH_DELIMITED:
+            continue
+        if field.type == FieldDescriptor.TYPE_STRING:
+            try:
+                value.decode("utf-8")
+            except UnicodeDecodeError:
+                yield prefix + field.name
+        elif field.message_type is not None:
+            yield from _texts(field.message_type, value, f"{prefix}{field.name}.")
+
+
+def _split(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Number, wire type and, if it has a length, value of each field of well-formed bytes, up to the first group."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, wire_type = tag >> 3, tag & 7
+        size = _FIXED_SIZES.get(wire_type, 0)
+        if wire_type == 0:
+            _, at = _varint(data, at)
+        elif wire_type == _LENGTH_DELIMITED:
+            size, at = _varint(data, at)
+        elif not size:
+            return
+        yield number, wire_type, data[at : at + size] if wire_type == _LENGTH_DELIMITED else b""
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at` and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

@@ -1,20 +1,23 @@
-"""A gRPC server as every service runs it."""
+"""A gRPC server as every service runs it, with health, and what the options of a service say of it."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypedDict
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.config.service import ServiceOptions
+from outrider.config.tls import door_tls, peer_tls
 from outrider.errors import ConfigError
 from outrider.logs import get_logger, hide_secret
-from outrider.rpc.health import HealthServicer
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
 from outrider.rpc.transport import (
@@ -30,14 +33,40 @@ from outrider.rpc.transport import (
 
 _logger = get_logger(__name__)
 
+_Status = health_pb2.HealthCheckResponse
+
 DEFAULT_HANDSHAKE_SECONDS = 20.0
 DEFAULT_MESSAGE_SECONDS = 30.0
 MAX_STREAMS = 4096
 """Calls on one connection at once; a client's further ones wait there."""
 
 
-def _several(auth_token: str | Collection[str]) -> Iterable[str]:
-    return filter(None, (auth_token,) if isinstance(auth_token, str) else auth_token)
+class DoorOptions(TypedDict):
+    """Arguments of GrpcServer that every service takes from its options."""
+
+    address: str
+    auth_token: Collection[str] | Mapping[str, str]
+    tls: TlsSource | None
+    reflection: bool
+    max_connection_age: float
+
+
+def door_options(options: ServiceOptions, auth_tokens: Collection[str] | Mapping[str, str]) -> DoorOptions:
+    """The arguments; `auth_tokens` open the door. Raises ConfigError, naming the file of TLS that is of no use."""
+    files = door_tls(options)
+    return DoorOptions(
+        address=options.address,
+        auth_token=auth_tokens,
+        tls=TlsSource(files) if files is not None else None,
+        reflection=options.reflection,
+        max_connection_age=options.max_connection_age_seconds,
+    )
+
+
+def peer_source(options: ServiceOptions, peer: str) -> TlsSource | None:
+    """The TLS of channels to `peer` ("verify", "draft"); None where they are plain. Raises ConfigError."""
+    files = peer_tls(options, peer)
+    return TlsSource(files) if files is not None else None
 
 
 class GrpcServer:
@@ -73,7 +102,10 @@ class GrpcServer:
         option: str = "--address",
     ) -> None:
         check_address(address, option)
-        tokens = auth_token if isinstance(auth_token, Mapping) else dict.fromkeys(_several(auth_token), "")
+        if not isinstance(auth_token, Mapping):
+            several = (auth_token,) if isinstance(auth_token, str) else auth_token
+            auth_token = dict.fromkeys(filter(None, several), "")
+        tokens = auth_token
         for token in tokens:
             check_token(token, "--auth-token")
             hide_secret(token)
@@ -140,6 +172,60 @@ class GrpcServer:
         """Say NOT_SERVING, take no new calls, give running ones `grace` seconds to finish, then cancel them."""
         self._health.close()
         await self.grpc.stop(grace)
+
+
+class HealthServicer:
+    """Health of the server as a whole ("") and of each named service, all of them alike.
+
+    The library's own servicer starts as SERVING, stops telling a service's other watchers when one of them leaves, and
+    keeps watchers open while the server drains, so that each drain would last its whole grace.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._names = frozenset(("", *service_names))
+        self._serving = False
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def set_serving(self, serving: bool) -> None:
+        """Say SERVING or NOT_SERVING from now on; without effect after `close`."""
+        self._serving = serving and not self._closed
+        self._wake()
+
+    def close(self) -> None:
+        """Say NOT_SERVING for good and end every Watch."""
+        self._closed = True
+        self._serving = False
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _status(self, name: str) -> Any:
+        if name not in self._names:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if self._serving else _Status.NOT_SERVING
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """Answer with the present status; NOT_FOUND for a service that is not here."""
+        if request.service not in self._names:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r} here")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Stream the present status and each later one."""
+        last = None
+        while True:
+            # Taken before the status: a change while this one is being sent must not be slept through.
+            changed, closed = self._changed, self._closed
+            status = self._status(request.service)
+            if status != last:
+                last = status
+                yield _Status(status=status)
+            if closed:
+                return
+            await changed.wait()
 
 
 def _connection_options(max_connections: int, handshake_seconds: float) -> ChannelOptions:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ssl
+import stat
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,9 +16,25 @@ import grpc
 from outrider.config.tls import TlsFiles
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.rpc.tls_files import Material, Stamp, load, stamp_of, warn_of_readable_key
 
 _logger = get_logger(__name__)
+
+_MAX_FILE_BYTES = 1 << 20
+_MODE_OF_OTHERS = 0o077
+
+_Stamp = tuple[tuple[int, int, int], ...]
+"""Inode, size and modification time of each file: what changes when one is replaced or written."""
+
+
+@dataclass(frozen=True)
+class TlsMaterial:
+    """Content of TLS files, read at one time and checked to fit together."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+    context: ssl.SSLContext
+    """For an HTTP server."""
 
 
 class TlsSource:
@@ -27,56 +48,50 @@ class TlsSource:
         """Reads them. Raises ConfigError that names option, file and fix."""
         self.files = files
         self._lock = threading.Lock()
-        self._stamp = stamp_of(files)
-        self._refused: Stamp | None = None
+        self._stamp = _stamp(files)
+        self._refused: _Stamp | None = None
         self._version = 1
-        self._material = load(files)
-        warn_of_readable_key(files)
+        self._material = load_material(files)
+        _warn_of_readable_key(files)
 
-    def current(self) -> tuple[int, Material]:
+    def current(self) -> tuple[int, TlsMaterial]:
         """A number that rises with each change, and what to use now."""
         with self._lock:
-            self._look()
+            self._reload()
             return self._version, self._material
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
+        stamp: _Stamp = ()
         try:
-            stamp = stamp_of(self.files)
+            stamp = _stamp(self.files)
+            if stamp in (self._stamp, self._refused):
+                return
+            material = load_material(self.files)
+            settled = _stamp(self.files) == stamp
         except ConfigError as error:
-            self._refuse((), error)
-            return
-        if stamp in (self._stamp, self._refused):
-            return
-        try:
-            material = load(self.files)
-            settled = stamp_of(self.files) == stamp
-        except ConfigError as error:
-            self._refuse(stamp, error)
+            if stamp != self._refused:
+                _logger.warning(
+                    "the files have changed and are of no use; the former ones stay in use: %s", error.message
+                )
+            self._refused = stamp
             return
         if settled:  # if not, the next connection finds them written to the end
             self._stamp, self._material, self._refused = stamp, material, None
             self._version += 1
             _logger.info("%s: the files have changed and are used from now on", self.files.prefix)
-            warn_of_readable_key(self.files)
-
-    def _refuse(self, stamp: Stamp, error: ConfigError) -> None:
-        """Say so, once for each state of the files."""
-        if stamp != self._refused:
-            _logger.warning("the files have changed and are of no use; the former ones stay in use: %s", error.message)
-        self._refused = stamp
+            _warn_of_readable_key(self.files)
 
 
 def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
     """Credentials of a gRPC server; with `ca` among the files each client needs a certificate."""
-    version, material = source.current()
-    held = version
+    known_version, material = source.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal held
+        nonlocal known_version
         version, material = source.current()
-        if version == held:
+        if version == known_version:
             return None
-        held = version
+        known_version = version
         return _configuration(material)
 
     # The published types do not know that a fetcher may return None, for no change.
@@ -84,25 +99,114 @@ def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(_configuration(material), renew, bool(source.files.ca))
 
 
-def channel_credentials(material: Material) -> grpc.ChannelCredentials:
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca or None)
+
+
+def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
     """Credentials of a channel; a channel keeps what it was made with."""
     return grpc.ssl_channel_credentials(material.ca, material.key or None, material.cert or None)
 
 
 def http_context(source: TlsSource) -> ssl.SSLContext:
     """A context for an HTTP server, each of whose connections uses the files of its time."""
-    _, material = source.current()
-    context = material.context
+    context = source.current()[1].context
 
     # OpenSSL asks at the begin of each handshake, also where the client names no server.
     def renew(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        _, material = source.current()
-        if material.context is not first:
-            connection.context = material.context
+        present = source.current()[1].context
+        if present is not first:
+            connection.context = present
 
     context.sni_callback = renew
     return context
 
 
-def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca or None)
+def load_material(files: TlsFiles) -> TlsMaterial:
+    """Reads the files. Raises ConfigError unless they can be read and fit together."""
+    content = {word: _read(files, word) for word in ("cert", "key", "ca")}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    # A resumed session would pass by the certificates of its time.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    if files.cert:
+        _attempt(
+            f"{files.flag('cert')} and {files.flag('key')}: {files.cert} and {files.key} are no pair of a certificate "
+            "and its unencrypted private key, both as PEM",
+            lambda: context.load_cert_chain(_path(files.cert), _path(files.key), _no_password),
+        )
+    if files.ca:
+        _attempt(
+            f"{files.flag('ca')}: {files.ca} holds no certificates as PEM",
+            lambda: context.load_verify_locations(cadata=content["ca"].decode("ascii")),
+        )
+        context.verify_mode = ssl.CERT_REQUIRED
+    return TlsMaterial(**content, context=context)
+
+
+def _attempt(problem: str, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or type(error).__name__
+        raise ConfigError(f"{problem} ({reason}); see docs/operations.md for commands that make them") from None
+
+
+def _no_password() -> bytes:
+    # Without it OpenSSL would ask on the terminal.
+    raise ValueError("the key is encrypted")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _read(files: TlsFiles, word: str) -> bytes:
+    text = getattr(files, word)
+    if not text:
+        return b""
+    try:
+        with _path(text).open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(files, word, error) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{files.flag(word)}: {text} is larger than {_MAX_FILE_BYTES} bytes; name a PEM file")
+    return data
+
+
+def _stamp(files: TlsFiles) -> _Stamp:
+    """The stamp of the files that are named. Raises ConfigError if one is not there."""
+    found = []
+    for word in ("cert", "key", "ca"):
+        if text := getattr(files, word):
+            try:
+                status = _path(text).stat()
+            except OSError as error:
+                raise _unreadable(files, word, error) from None
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+def _unreadable(files: TlsFiles, word: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{files.flag(word)}: {getattr(files, word)} cannot be read: {error.strerror}; "
+        "name a file that this process may read"
+    )
+
+
+def _warn_of_readable_key(files: TlsFiles) -> None:
+    """Log if more than its owner may use the private key."""
+    mode = 0
+    if files.key:
+        with suppress(OSError):
+            mode = stat.S_IMODE(_path(files.key).stat().st_mode)
+    if mode & _MODE_OF_OTHERS:
+        _logger.warning(
+            "%s: %s can be read or written by others (mode %03o); run chmod 600 on it",
+            files.flag("key"),
+            files.key,
+            mode,
+        )

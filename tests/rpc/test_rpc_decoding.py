@@ -11,7 +11,7 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.rpc.channel import open_channel
-from outrider.rpc.decoding import check_known, strict
+from outrider.rpc.interceptors import check_known, strict
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, draft_pb2, gateway_pb2, verify_pb2
