@@ -35,72 +35,34 @@ def open_channel(
     check_token(auth_token, "auth token")
     logs.hide_secret(auth_token)
     options = channel_options(max_message_bytes)
-    if tls is None:
-        return _TaggedChannel(_Inner(lambda: grpc.aio.insecure_channel(address, options=options), None), auth_token)
-    if tls.files.name:
+    if tls is not None and tls.files.name:
         options.append(("grpc.ssl_target_name_override", tls.files.name))
 
     def dial() -> grpc.aio.Channel:
+        if tls is None:
+            return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, channel_credentials(tls.current()[1]), options=options)
 
-    return _TaggedChannel(_Inner(dial, tls), auth_token)
-
-
-class _Inner:
-    """The channel that new calls use; another one once the files of its TLS have changed."""
-
-    def __init__(self, dial: Callable[[], grpc.aio.Channel], source: TlsSource | None) -> None:
-        self._dial = dial
-        self._source = source
-        self._version = 0 if source is None else source.current()[0]
-        self._former: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {}
-        """Channels that were in use before, with the calls that are left on each."""
-        self._closing: set[asyncio.Task[None]] = set()
-        self.channel = dial()
-
-    def renewed(self, calls: Callable[[], set[grpc.aio.Call]]) -> bool:
-        """Look at the files; whether the channel is another one now. `calls`: those under way on the present one."""
-        if self._source is None:
-            return False
-        version, _ = self._source.current()
-        if version == self._version:
-            return False
-        former, self._version, self.channel = self.channel, version, self._dial()
-        self._former[former] = left = calls()
-        for call in tuple(left):
-            call.add_done_callback(lambda done: self._ended(former, done))
-        self._close_if_idle(former)
-        return True
-
-    async def close(self, grace: float | None) -> None:
-        for channel in (self.channel, *self._former):
-            await channel.close(grace)
-        self._former.clear()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def _ended(self, former: grpc.aio.Channel, call: Any) -> None:
-        if former in self._former:
-            self._former[former].discard(call)
-            self._close_if_idle(former)
-
-    def _close_if_idle(self, former: grpc.aio.Channel) -> None:
-        if not self._former[former]:
-            del self._former[former]
-            task = asyncio.get_running_loop().create_task(former.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+    return _TaggedChannel(dial, tls, auth_token)
 
 
 class _TaggedChannel(grpc.aio.Channel):
-    """Adds metadata and deadline to each call, and cancels the calls that are left when it is closed.
+    """A channel with metadata and a deadline on each call.
 
+    New calls use another connection once the files of TLS have changed. `close` cancels the calls that are left.
     grpc.aio's interceptors would put a task and a queue between a stream and its messages; this costs a tuple a call.
     """
 
-    def __init__(self, inner: _Inner, auth_token: str) -> None:
-        self._inner = inner
+    def __init__(self, dial: Callable[[], grpc.aio.Channel], tls: TlsSource | None, auth_token: str) -> None:
+        self._dial = dial
+        self._tls = tls
+        self._tls_version = 0 if tls is None else tls.current()[0]
         self._auth_token = auth_token
+        self._channel = dial()
         self._calls: WeakSet[grpc.aio.Call] = WeakSet()
+        self._former: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {}
+        """Channels that were in use before, with the calls that are left on each."""
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> _TaggedChannel:
         return self
@@ -112,7 +74,10 @@ class _TaggedChannel(grpc.aio.Channel):
         # grpc.aio forgets streams that nobody is reading from at the moment; their servers would go on for nothing.
         if not grace:
             self._cancel_calls()
-        await self._inner.close(grace)
+        for channel in (self._channel, *self._former):
+            await channel.close(grace)
+        self._former.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
         self._cancel_calls()
 
     def _cancel_calls(self) -> None:
@@ -120,13 +85,13 @@ class _TaggedChannel(grpc.aio.Channel):
             call.cancel()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.channel.get_state(try_to_connect)
+        return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.channel.wait_for_state_change(last_observed_state)
+        await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        await self._inner.channel.channel_ready()
+        await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return self._tagged(lambda channel: channel.unary_unary(*args, **kwargs))
@@ -141,26 +106,23 @@ class _TaggedChannel(grpc.aio.Channel):
         return self._tagged(lambda channel: channel.stream_stream(*args, **kwargs))
 
     def _tagged(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
-        made_on = self._inner.channel
-        callable_ = make(made_on)
+        made_on = self._channel
+        method = make(made_on)
 
         def call(*args: Any, metadata: Any = None, timeout: float | None = None, **kwargs: Any) -> Any:
-            nonlocal made_on, callable_
-            self._inner.renewed(self._under_way)
-            if self._inner.channel is not made_on:
-                made_on = self._inner.channel
-                callable_ = make(made_on)
+            nonlocal made_on, method
+            self._renew()
+            if self._channel is not made_on:
+                made_on = self._channel
+                method = make(made_on)
             left = seconds_left()
             if left is not None:
                 timeout = left if timeout is None else min(timeout, left)
-            made = callable_(*args, metadata=self._tags(metadata), timeout=timeout, **kwargs)
+            made = method(*args, metadata=self._tags(metadata), timeout=timeout, **kwargs)
             self._calls.add(made)
             return made
 
         return call
-
-    def _under_way(self) -> set[grpc.aio.Call]:
-        return {call for call in self._calls if not call.done()}
 
     def _tags(self, metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
         """The caller's metadata, with what it left out."""
@@ -172,3 +134,25 @@ class _TaggedChannel(grpc.aio.Channel):
             (CLIENT_KEY, client.get()),
         )
         return pairs + tuple((key, value) for key, value in wanted if value and key not in given)
+
+    def _renew(self) -> None:
+        """Make another channel if the files have changed; the present one is closed when its last call ends."""
+        if self._tls is None or (version := self._tls.current()[0]) == self._tls_version:
+            return
+        former, self._tls_version, self._channel = self._channel, version, self._dial()
+        self._former[former] = left = {call for call in self._calls if not call.done()}
+        for call in tuple(left):
+            call.add_done_callback(lambda done: self._ended(former, done))
+        self._close_if_idle(former)
+
+    def _ended(self, former: grpc.aio.Channel, call: Any) -> None:
+        if former in self._former:
+            self._former[former].discard(call)
+            self._close_if_idle(former)
+
+    def _close_if_idle(self, former: grpc.aio.Channel) -> None:
+        if not self._former[former]:
+            del self._former[former]
+            task = asyncio.get_running_loop().create_task(former.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
