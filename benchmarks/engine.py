@@ -33,7 +33,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider_tools.inflate.shapes import parse_shape
-from verify_service.engine.parts import attention_backend
+from verify_service.engine.build import attention_backend
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.round_buffers import Bucket
 

@@ -45,10 +45,10 @@ from outrider.buckets import TOKEN_BUCKETS
 from outrider.protocol.messages import DraftMessage
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 

@@ -1,10 +1,13 @@
-"""KV memory in pages of equal size, counted references and all."""
+"""KV memory in pages of equal size: reference counts, and the slots of positions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.errors import InternalError
 
@@ -96,3 +99,12 @@ class PagePool:
             raise ValueError(f"page {page} is outside the pool of {self.num_pages}")
         if self._refs[page] < needed:
             raise ValueError(f"page {page} has {self._refs[page]} references, {needed} are needed")
+
+
+def page_slots(pages: Sequence[int], page_size: int, start: int, end: int) -> NDArray[np.int32]:
+    """KV slots of positions start .. end - 1 of a request whose page table is `pages`, int32 [end - start]."""
+    first = start // page_size
+    used = np.array(pages[first : (end - 1) // page_size + 1], np.int32)
+    slots: NDArray[np.int32] = np.add.outer(used * page_size, np.arange(page_size, dtype=np.int32)).reshape(-1)
+    begin = start - first * page_size
+    return slots[begin : begin + end - start]

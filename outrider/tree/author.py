@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from enum import Enum
 from itertools import repeat, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from outrider.protocol.messages import Commit, Grow, Open
-from outrider.tree.guide import Guide
 
 _LEAST = -sys.float_info.max
 """Edge scores are finite."""
@@ -399,3 +398,13 @@ class TreeAuthor:
             # Committed nodes that were never sent still are: verify cannot resolve its commit without them.
             keep = nodes.keys() | set(walked)
             self._untaken = {node_id: node for node_id, node in self._untaken.items() if node_id in keep}
+
+
+class Guide(Protocol):
+    """Which tokens may come behind nodes."""
+
+    def allows(self, parent: int, token: int) -> bool:
+        """Whether `token` may come behind a live node."""
+
+    def forced(self, parent: int) -> int | None:
+        """The one token that may come behind a live node; None if there are several, or if that is not known."""

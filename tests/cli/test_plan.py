@@ -147,7 +147,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     ("running", "nodes", "most"), [(32, 63, 64), (1, 0, 64), (16, 31, 8), (100, 63, 64), (48, 200, 32)]
 )
 def test_graphs_are_counted_as_they_are_captured(running: int, nodes: int, most: int) -> None:
-    from verify_service.executors.buckets import Buckets
+    from verify_service.executors.round_buffers import Buckets
 
     options = VerifyOptions(max_running_requests=running, max_draft_tokens=nodes, cuda_graph_max_bs=most)
     captured = [one for one in Buckets(running + nodes, running).all() if one.rows <= most]

@@ -11,7 +11,7 @@ import torch
 from outrider.drafting.model.cuda_memory import CudaMemory
 from outrider.drafting.model.feature_ring import map_ring
 from outrider.protocol.messages import FeatureRing
-from verify_service.features.ring import RingPool, share_device_memory
+from verify_service.features.staging import RingPool, share_device_memory
 
 _SPAWN = multiprocessing.get_context("spawn")
 

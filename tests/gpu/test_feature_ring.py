@@ -20,7 +20,7 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.features.ring import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
+from verify_service.features.staging import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
 
 LAYERS = (0, 1, 3)
 WHERE = [pytest.param("cuda:0", marks=pytest.mark.gpu), pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.speculation.forest import Forest
+from verify_service.speculation.budget import Forest
 
 VOCAB = 4
 

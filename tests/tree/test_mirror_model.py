@@ -11,7 +11,7 @@ from plain_mirror import PlainMirror, Row
 
 from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.speculation.forest import Forest
+from verify_service.speculation.budget import Forest
 
 VOCAB = 6
 MAX_NODES = 24

@@ -18,8 +18,8 @@ from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.speculation.budget import CostModel

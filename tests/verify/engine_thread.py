@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
 from verify_service.door.remote import RemoteVerifyEngine
-from verify_service.engine.assembly import Built
+from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.inbox import VerifyInbox
 from verify_service.engine.observer import Observer

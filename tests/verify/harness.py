@@ -15,9 +15,9 @@ from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import WIDTHS, CostModel

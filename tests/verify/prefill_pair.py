@@ -18,9 +18,8 @@ from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaRound
-from verify_service.executors.cuda_prefill import Prefill
-from verify_service.executors.prefill_graphs import PrefillShapes
-from verify_service.features.plan import FeaturePlan
+from verify_service.executors.prefill import Prefill, PrefillShapes
+from verify_service.features.ports import FeaturePlan
 
 
 class PrefillPair:

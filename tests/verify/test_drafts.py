@@ -10,10 +10,9 @@ import pytest
 from scripted_peer import Clock, Recorder, follow, request, tree
 
 from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
-from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 from verify_service.speculation.health import PeerHealth
 from verify_service.speculation.link import SpeculativeRequest
 

@@ -16,10 +16,10 @@ from outrider.protocol.messages import Grow, VerifyMessage
 from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 61

@@ -14,10 +14,9 @@ from local_draft import oracle
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.engine.engine import VerifyEngine
-from verify_service.executors.buckets import Buckets
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.round_buffers import Bucket
-from verify_service.features.plan import FeaturePlan
+from verify_service.executors.round_buffers import Bucket, Buckets
+from verify_service.features.ports import FeaturePlan
 
 LAYERS = (0, 1, 3)
 

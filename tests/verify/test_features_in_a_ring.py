@@ -17,7 +17,7 @@ from shared_file import MappedFile, SharedFiles
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.engine.engine import VerifyEngine
-from verify_service.features.ring import NUM_SLOTS, Ring, RingPool
+from verify_service.features.staging import NUM_SLOTS, Ring, RingPool
 
 LAYERS = (0, 1, 3)
 Start = Callable[..., VerifyEngine]
@@ -100,8 +100,8 @@ def test_products_lie_in_the_ring(model: CausalLM, truth: list[Answer], start: S
 def test_what_is_not_released_stays_and_a_full_ring_holds_up_this_draft_alone(
     model: CausalLM, truth: list[Answer], start: Start, files: SharedFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.features.ring.NUM_SLOTS", 5)
-    monkeypatch.setattr("verify_service.features.ring.RING_BYTES", 5 * MAX_FEATURE_BYTES + 512)
+    monkeypatch.setattr("verify_service.features.staging.NUM_SLOTS", 5)
+    monkeypatch.setattr("verify_service.features.staging.RING_BYTES", 5 * MAX_FEATURE_BYTES + 512)
     engine = start("torch")
     slow, other = reading(engine, truth), reading(engine, truth)
     slow.releases = False

@@ -21,7 +21,7 @@ from outrider.sampling.params import SamplingParams
 from verify_service.engine import grammars
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.grammars import Grammars
-from verify_service.speculation.forest import Forest
+from verify_service.speculation.budget import Forest
 
 PROMPT = [1, 2, 3]
 LONG = Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}")

@@ -15,13 +15,12 @@ from outrider.protocol.messages import VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.inbox import Action, ThreadInbox
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 from verify_service.speculation.link import SpeculativeRequest
 
 ROUND = 0.0045

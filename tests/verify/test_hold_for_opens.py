@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 from verify_service.speculation.link import SpeculativeRequest
 
 ROUND = 0.0045

@@ -14,10 +14,9 @@ from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.round import Entry
 from verify_service.engine.scheduler import Offer
-from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 from verify_service.speculation.link import SpeculativeRequest
 
 ROUND, PART = 0.0045, 0.0005

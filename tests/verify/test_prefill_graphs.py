@@ -13,11 +13,12 @@ from prefill_pair import PrefillPair, run_story
 
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
+from outrider.cache.pages import page_slots
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.prefill_graphs import PrefillShapes, chunk_slots
+from verify_service.executors.prefill import PrefillShapes
 from verify_service.executors.round_buffers import Bucket
-from verify_service.features.plan import FeaturePlan
+from verify_service.features.ports import FeaturePlan
 
 LAYERS = (0, 1, 3)
 EXACT = 1e-4
@@ -116,7 +117,7 @@ def test_a_description_is_padded_whatever_shape_is_cut_out() -> None:
 def test_slots_follow_the_pages(start: int, end: int) -> None:
     pages = [9, 2, 5]
     every = [page * 4 + place for page in pages for place in range(4)]
-    assert chunk_slots(pages, 4, start, end).tolist() == every[start:end]
+    assert page_slots(pages, 4, start, end).tolist() == every[start:end]
 
 
 @pytest.mark.parametrize("stores", [(), (LAYERS,), (LAYERS, (3,))])

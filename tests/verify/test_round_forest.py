@@ -6,7 +6,7 @@ import numpy as np
 
 from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
-from verify_service.speculation.forest import Forest
+from verify_service.speculation.budget import Forest
 
 
 def test_what_a_round_takes_of_a_tree_is_in_whole_numbers() -> None:

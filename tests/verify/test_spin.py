@@ -14,10 +14,10 @@ from outrider.host.garbage import Garbage
 from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.gaps import LONG_SECONDS, tell_long
+from verify_service.engine.host_gap import LONG_SECONDS, tell_long
 from verify_service.engine.inbox import Action, ThreadInbox
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
 

@@ -19,7 +19,7 @@ from outrider.protocol.messages import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.request import Request
-from verify_service.speculation.backoff import TRIAL, DraftBackoff
+from verify_service.speculation.calibration import TRIAL, DraftBackoff
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 from verify_service.speculation.link import SpeculativeRequest
 
@@ -144,7 +144,7 @@ def test_looks_grow_rarer_but_never_stop() -> None:
 def test_features_leave_for_a_draft_in_doubt_as_rarely_as_commits(
     model: CausalLM, truth: list[Answer], start: Callable[..., VerifyEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.speculation.backoff.TRIAL", 8)
+    monkeypatch.setattr("verify_service.speculation.calibration.TRIAL", 8)
     engine = start("paged")
     draft = FeatureDraft(engine, VOCAB, wrong(texts(truth), VOCAB), layers=(0, 1, 3))
     draft.connect()

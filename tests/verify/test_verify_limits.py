@@ -12,8 +12,8 @@ import pytest
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from verify_service.door.engine_process import VerifyEngineProcess
+from verify_service.engine.build import _limits
 from verify_service.engine.memory import Memory
-from verify_service.engine.parts import _limits
 from verify_service.main import serve
 
 

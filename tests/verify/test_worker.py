@@ -18,7 +18,7 @@ from outrider.host.frames import FrameReader, pack
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_first
 from outrider.protocol.messages import Close
-from verify_service.engine.assembly import Built
+from verify_service.engine.build import Built
 from verify_service.engine.figures import RoundFigures
 from verify_service.engine.inbox import ThreadInbox, VerifyInbox
 from verify_service.engine.observer import Observer

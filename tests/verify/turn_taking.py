@@ -16,10 +16,9 @@ from scripted_peer import Clock, Recorder, request
 
 from outrider.protocol.messages import Commit, DraftMessage, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
-from verify_service.speculation.budget import Budget, CostModel
+from verify_service.speculation.budget import Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
-from verify_service.speculation.forest import Forest
 
 VOCAB = 50
 SLOW = 0.3

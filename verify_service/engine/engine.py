@@ -14,19 +14,15 @@ from outrider.host.garbage import Garbage
 from outrider.logs import get_logger
 from outrider.protocol.messages import DraftMessage
 from outrider.tree.handshake import Terms
-from verify_service.engine.active_requests import ActiveRequests
-from verify_service.engine.gaps import GapWatch
 from verify_service.engine.grammars import POLL_SECONDS, Grammars
+from verify_service.engine.host_gap import GapWatch, HotPathWarmer
 from verify_service.engine.inbox import Action, ThreadInbox, Unread, VerifyInbox, unread_weight
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.observer import Observer
-from verify_service.engine.outcome import Commit, RoundDone
-from verify_service.engine.postprocessor import RoundPostprocessor
-from verify_service.engine.request import Request
+from verify_service.engine.postprocessor import Commit, RoundDone, RoundPostprocessor
+from verify_service.engine.request import ActiveRequests, Request
 from verify_service.engine.round import Entry, Executor, Pending, Result
-from verify_service.engine.scheduler import Offer, Scheduler
-from verify_service.engine.warmer import HotPathWarmer
+from verify_service.engine.scheduler import EngineLimits, Offer, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import Budget, CostModel
@@ -85,7 +81,7 @@ class VerifyEngine:
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
         self._stopping = False
-        self._unfinished, self._unread = ActiveRequests(limits), Unread()
+        self._unfinished, self._unread = ActiveRequests(limits.max_running, limits.max_waiting), Unread()
         self._arrived: deque[Action] = deque()
         """Taken from the inbox and not done yet."""
         self._garbage = Garbage()

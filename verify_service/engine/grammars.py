@@ -18,8 +18,8 @@ from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes
+from verify_service.speculation.budget import Forest
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 
 log = get_logger(__name__)
 

@@ -1,22 +1,58 @@
-"""Which requests take part in a round, and with how many tokens."""
+"""Which requests take part in a round, with how many tokens and which tree nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
-from verify_service.engine.limits import EngineLimits
 from verify_service.engine.memory import Memory
 from verify_service.engine.queue import FairQueue
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Nodes
-from verify_service.engine.tracing import mark
-from verify_service.speculation.budget import Budget, Choice
+from verify_service.engine.round import Entry, Nodes, mark
+from verify_service.speculation.budget import Budget, Choice, Forest
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.forest import Forest
 from verify_service.speculation.link import SpeculativeRequest
+
+_UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds of requests and rounds. The last four say which rounds the executor can run."""
+
+    vocab_size: int
+    context_length: int
+    max_running: int = 64
+    max_waiting: int = 1024
+    chunk_size: int = 256
+    """Prompt tokens computed in one round at most, over all requests."""
+    max_nodes: int = 64
+    """Tree nodes in one round at most, over all requests."""
+    max_hold_seconds: float = 0.02
+    lockstep: bool = False
+    """Every round waits for the drafts' answers to the last commits and takes their best nodes, whatever they cost."""
+    spin: bool = False
+    """A device waits for the host between rounds: while requests run the engine never sleeps, and does what can wait
+    in small pieces, so as to see the end of a round at once. Costs a core."""
+    turns: bool = False
+    """Drafts share cores with rounds, and grow between them: the answer to every commit may be worth a wait."""
+    max_round_tokens: int = _UNLIMITED
+    """Tokens of a round at most, chunks of prefill aside; with more requests than that they take turns."""
+    max_depth: int = _UNLIMITED
+    """Nodes deeper than this below the root are not taken."""
+    root_apart: bool = False
+    """Chunks of prefill stop before the root, which is always run beside the others' roots and nodes."""
+    generated_in_decode: bool = False
+    """After a preemption generated tokens are computed again as they were at first, beside roots and not in chunks.
+
+    So is the prompt's last token, which was the first root. Needs `root_apart`.
+    """
+    max_extend: int = 32
+    """Tokens of one request that a round computes again in that way, at most."""
+
 
 _FAR = 1 << 62
 

@@ -23,7 +23,7 @@ from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
-from verify_service.engine.assembly import Built, assemble
+from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.inbox import Action, VerifyInbox
 from verify_service.engine.lines import DraftLines

@@ -25,17 +25,20 @@ from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Pending, Result
-from verify_service.executors.buckets import Buckets
-from verify_service.executors.cuda_prefill import Prefill
 from verify_service.executors.device import out_of_memory
-from verify_service.executors.prefill_graphs import PrefillShapes
+from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.executors.request_rows import NoRows, RequestRows
-from verify_service.executors.round_buffers import NUM_COMMITTED, Bucket, RoundInput, RoundOutput
-from verify_service.features.plan import FeaturePlan
-from verify_service.features.ports import require
-from verify_service.features.ring import Ring
-from verify_service.features.staging import FeatureStaging, StagedRows
+from verify_service.executors.round_buffers import (
+    NUM_COMMITTED,
+    Bucket,
+    Buckets,
+    NoRows,
+    RequestRows,
+    RoundInput,
+    RoundOutput,
+)
+from verify_service.features.ports import FeaturePlan, require
+from verify_service.features.staging import FeatureStaging, Ring, StagedRows
 
 log = get_logger(__name__)
 

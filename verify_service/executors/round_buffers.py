@@ -1,12 +1,13 @@
-"""What a decode round on a GPU is told, and what it answers: one small copy each way."""
+"""Decode rounds on a GPU: the shapes they are padded to, rows of requests, and one small copy each way."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import HostLengths
-from outrider.attention.paged import TreeTokens
-from outrider.device import stamp
+from outrider.attention.paged import TreeTokens, update_page_tables
+from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
+from outrider.device import put, stamp
+from outrider.sampling.device import DeviceSampler
+from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
-from verify_service.executors.request_rows import Rows
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -226,3 +229,124 @@ class RoundOutput:
         """Nanoseconds at the round's begin and end."""
         begin, end = self._host[: self._CLOCK].view(np.int64).tolist()
         return begin, end
+
+
+class Rows(Protocol):
+    """What a round asks of rows."""
+
+    def row(self, request: Request) -> int:
+        """The request's row."""
+
+    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+        """(row, place, page) of pages that the device does not know; from now on it does."""
+
+
+class NoRows:
+    """Rows of a round that is only rehearsed: nobody gets one, and no page is told of."""
+
+    def __init__(self, spare: int) -> None:
+        self._spare = spare
+
+    def row(self, request: Request) -> int:
+        """See Rows."""
+        return self._spare
+
+    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+        """See Rows."""
+        return ()
+
+
+class RequestRows:
+    """Rows of requests that run, from their first round until they end or give up their pages.
+
+    Row `num_rows` belongs to nobody: padding and measurements use it.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int, sampler: DeviceSampler, device: torch.device) -> None:
+        self.page_tables = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
+        self.spare = num_rows
+        self._sampler = sampler
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._rows: dict[Request, int] = {}
+        self._num_known: dict[Request, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, request: Request) -> int:
+        """The request's row; it gets one if it has none."""
+        found = self._rows.get(request)
+        return self._admit(request) if found is None else found
+
+    def forget(self, request: Request) -> None:
+        """Free the row."""
+        row = self._rows.pop(request, None)
+        if row is not None:
+            self._free.append(row)
+            del self._num_known[request]
+
+    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+        """(row, place, page) of pages that the device does not know; from now on it does."""
+        known, pages = self._num_known[request], request.pages
+        if known == len(pages):
+            return ()
+        self._num_known[request] = len(pages)
+        row = self._rows[request]
+        return [(row, place, pages[place]) for place in range(known, len(pages))]
+
+    def _admit(self, request: Request) -> int:
+        row = self._free.pop()
+        self._rows[request] = row
+        # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
+        self._num_known[request] = 0
+        self.copy_pages(request)
+        self._sampler.admit(row, request.sampling, request.tokens, request.prompt_len)
+        return row
+
+    def update(self, updates: Tensor) -> None:
+        """Enter what a round adds, [U, 3] on the device, into the page tables."""
+        update_page_tables(self.page_tables, updates)
+
+    def copy_pages(self, request: Request) -> None:
+        """Tell the device of all new pages at once, outside a round."""
+        known, pages = self._num_known[request], request.pages
+        if known < len(pages):
+            row = self.page_tables[self._rows[request], known : len(pages)]
+            put(pages[known:], self.page_tables.device, into=row)
+            self._num_known[request] = len(pages)
+
+
+class Buckets:
+    """The smallest shape that holds a round is taken."""
+
+    def __init__(self, max_tokens: int, max_rows: int, fixed: Bucket | None = None) -> None:
+        """`fixed` is the only shape there is, for rounds whose results must not depend on it."""
+        self.tokens = width_buckets(TOKEN_BUCKETS, max_tokens)
+        self.rows = row_buckets(max_rows)
+        self._only = fixed is not None
+        if fixed is not None:
+            self.tokens, self.rows = [fixed.tokens], [fixed.rows]
+
+    def fit(self, num_tokens: int, num_rows: int) -> Bucket:
+        """The smallest bucket. Raises ValueError for a round that is too large for all."""
+        if num_tokens > self.tokens[-1] or num_rows > self.rows[-1]:
+            raise ValueError(
+                f"a round of {num_tokens} tokens in {num_rows} rows is over {self.tokens[-1]} in {self.rows[-1]}"
+            )
+        rows = self.rows[bisect_left(self.rows, num_rows)]
+        tokens = self.tokens[bisect_left(self.tokens, max(num_tokens, min(rows, self.tokens[-1])))]
+        return Bucket(tokens, rows, self._only)
+
+    def width(self, num_tokens: int) -> int:
+        """Tokens that a round of `num_tokens` is padded to."""
+        return self.tokens[min(bisect_left(self.tokens, num_tokens), len(self.tokens) - 1)]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Token counts whose times make a curve; at least two."""
+        return tuple(self.tokens) if len(self.tokens) > 1 else (1, max(self.tokens[0], 2))
+
+    def all(self) -> list[Bucket]:
+        """Largest first, so that a shared memory pool is sized by the first capture."""
+        found = {self.fit(tokens, rows) for rows in self.rows for tokens in self.tokens}
+        return sorted(found, reverse=True)

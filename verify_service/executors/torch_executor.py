@@ -20,10 +20,8 @@ from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Pending, Result
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.features.plan import FeaturePlan
-from verify_service.features.ports import require
-from verify_service.features.ring import Ring
-from verify_service.features.staging import FeatureStaging, StagedRows
+from verify_service.features.ports import FeaturePlan, require
+from verify_service.features.staging import FeatureStaging, Ring, StagedRows
 
 # A width is measured anew until this much time has gone by.
 _MEASURE_SECONDS = 0.1

@@ -1,22 +1,111 @@
-"""What features need of an executor that stores them, and of a session that carries them."""
+"""What the feature sender needs of others: what to store, an executor that stores it, a session that carries it."""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.protocol.messages import Features, FeaturesBegin
+from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
-from verify_service.features.plan import FeaturePlan
-from verify_service.features.ring import Ring
-from verify_service.speculation.link import DraftPort, Staged
+from verify_service.features.staging import Ring
+from verify_service.speculation.link import DraftPort
 
-STAGE_BYTES = MAX_FEATURE_BYTES
-"""Features that are copied to the host, and sent, in one go: more at once could hold up the end of a round."""
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlan:
+    """Layers that are stored as they are, and the matrix whose product with some is stored, if any is."""
+
+    layers: tuple[int, ...] = ()
+    """Ascending."""
+    projection: Projection | None = None
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Of a stored row, in order."""
+        return self.layers if self.projection is None else (*self.layers, PROJECTED)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Layers that a forward must give, ascending."""
+        return tuple(sorted({*self.layers, *(self.projection.layers if self.projection is not None else ())}))
+
+    def with_layers(self, layers: tuple[int, ...]) -> FeaturePlan:
+        """The same with these layers, too."""
+        return replace(self, layers=tuple(sorted({*self.layers, *layers})))
+
+    def holds(self, parts: tuple[int, ...], projection_name: str) -> bool:
+        """Whether these parts are stored, and the product, if it is among them, is of this projection."""
+        if PROJECTED in parts and (self.projection is None or self.projection.name != projection_name):
+            return False
+        return set(parts) <= set(self.parts)
+
 
 Found = TypeVar("Found")
+
+
+class Staged(Protocol):
+    """Rows that are on their way from the store."""
+
+    @property
+    def offset(self) -> int | None:
+        """Where they lie in a ring; None if they come here."""
+
+    def done(self) -> bool:
+        """Whether they are there. Never blocks."""
+
+    def data(self) -> memoryview:
+        """Their bytes, row by row, once they are here."""
+
+    def free(self) -> None:
+        """Their bytes are not needed any more."""
+
+
+@dataclass(eq=False, slots=True)
+class FeatureLine:
+    """The features stream of a draft: what is sent and not released is bounded."""
+
+    row_bytes: int
+    """Of the features of one position."""
+    dtype: str
+    ring: Ring | None = None
+    """Where its features are put; None where they are in the messages, or until the draft has said that it reads it."""
+    window: int = 0
+    """Bytes that may be under way."""
+    accepted: bool = False
+    """Whether the draft is there to read it."""
+    open: bool = False
+    """Whether that is so, and what it takes is stored."""
+    sequence: int = 0
+    """Number of the last message."""
+    under_way: deque[tuple[int, int]] = field(default_factory=deque)
+    """Number and bytes of messages that were not released."""
+    num_bytes: int = 0
+    lent: deque[tuple[int, Staged]] = field(default_factory=deque)
+    """Rows in the ring, and the last message that speaks of them."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be sent now; a window that is smaller than one position lets one through at a time."""
+        return max(self.window - self.num_bytes, 0 if self.under_way else self.row_bytes)
+
+    def take(self, num_bytes: int) -> int:
+        """The number of a new message of so many bytes."""
+        self.sequence += 1
+        self.under_way.append((self.sequence, num_bytes))
+        self.num_bytes += num_bytes
+        return self.sequence
+
+    def release(self, through: int) -> None:
+        """The draft is done with messages up to this number."""
+        while self.under_way and self.under_way[0][0] <= through:
+            self.num_bytes -= self.under_way.popleft()[1]
+        while self.lent and self.lent[0][0] <= through:
+            self.lent.popleft()[1].free()
 
 
 @runtime_checkable

@@ -11,16 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.cache.pages import page_slots
 from outrider.errors import OutriderError
 from outrider.logs import get_logger
 from outrider.protocol.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
-from verify_service.features.plan import FeaturePlan
-from verify_service.features.ports import STAGE_BYTES, FeatureExecutor, FeaturePort
+from verify_service.features.ports import FeatureExecutor, FeatureLine, FeaturePlan, FeaturePort, Staged
+from verify_service.features.staging import STAGE_BYTES
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.link import DraftPort, DraftReplica, FeatureLine, SpeculativeRequest, Staged
+from verify_service.speculation.link import DraftPort, DraftReplica, SpeculativeRequest
 
 log = get_logger(__name__)
 
@@ -40,6 +41,10 @@ class _Piece(NamedTuple):
     link: SpeculativeRequest
     start: int
     size: int
+
+    def slots(self, page_size: int) -> NDArray[np.int32]:
+        """KV slots of its positions, int32 [size]."""
+        return page_slots(self.link.request.pages, page_size, self.start, self.start + self.size)
 
 
 @dataclass(slots=True)
@@ -278,7 +283,7 @@ class FeatureSender:
             return
         for peer in self._drafts.peers.values():
             while peer.line is not None and peer.line.open and (pieces := self._pieces(peer, peer.line)):
-                slots = np.concatenate([self._slots(piece) for piece in pieces])
+                slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
                 rows = self._executor.read_features(slots, peer.takes, self._after, peer.line.ring)
                 if rows is None:
                     break
@@ -317,15 +322,6 @@ class FeatureSender:
         final = end == link.feature_end
         sequence = line.take(piece.size * line.row_bytes)
         return Features(link.number, piece.start, piece.size, final, b"", line.dtype, sequence)
-
-    def _slots(self, piece: _Piece) -> NDArray[np.int32]:
-        """KV slots of its positions."""
-        size = self._memory.page_size
-        first, last = piece.start // size, (piece.start + piece.size - 1) // size
-        pages = np.array(piece.link.request.pages[first : last + 1], np.int32)
-        slots: NDArray[np.int32] = np.add.outer(pages * size, np.arange(size, dtype=np.int32)).reshape(-1)
-        begin = piece.start - first * size
-        return slots[begin : begin + piece.size]
 
     def _ship(self) -> bool:
         """Send one batch of rows, if it is here and the port has room; whether it was."""

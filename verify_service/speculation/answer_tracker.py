@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from verify_service.speculation.forest import Forest
+from verify_service.speculation.budget import Forest
 from verify_service.speculation.health import MOST_PARTS, PROMISE_NODES
 from verify_service.speculation.link import DraftReplica, SpeculativeRequest
 

@@ -22,8 +22,7 @@ from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror, token_array
 from verify_service.engine.request import Request
 from verify_service.speculation.answer_tracker import AnswerTracker
-from verify_service.speculation.backoff import TRIAL, DraftBackoff
-from verify_service.speculation.calibration import Calibrator
+from verify_service.speculation.calibration import TRIAL, Calibrator, DraftBackoff
 from verify_service.speculation.health import PeerHealth
 from verify_service.speculation.link import DraftPort, DraftReplica, SpeculativeRequest
 

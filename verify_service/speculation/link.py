@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.protocol.messages import VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request
-from verify_service.features.ring import Ring
-from verify_service.speculation.backoff import DraftBackoff
-from verify_service.speculation.calibration import Calibrator
+from verify_service.speculation.calibration import Calibrator, DraftBackoff
 from verify_service.speculation.health import Answers, AnswerTimes, PeerHealth, Wait
+
+if TYPE_CHECKING:
+    from verify_service.features.ports import FeatureLine
 
 LEAST_MORE = 0.05
 """Accepted tokens; a draft that adds less to its answers a little later has said all at once."""
@@ -44,66 +44,6 @@ class DraftPort(Protocol):
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""
-
-
-class Staged(Protocol):
-    """Rows that are on their way from the store."""
-
-    @property
-    def offset(self) -> int | None:
-        """Where they lie in a ring; None if they come here."""
-
-    def done(self) -> bool:
-        """Whether they are there. Never blocks."""
-
-    def data(self) -> memoryview:
-        """Their bytes, row by row, once they are here."""
-
-    def free(self) -> None:
-        """Their bytes are not needed any more."""
-
-
-@dataclass(eq=False, slots=True)
-class FeatureLine:
-    """The features stream of a draft: what is sent and not released is bounded."""
-
-    row_bytes: int
-    """Of the features of one position."""
-    dtype: str
-    ring: Ring | None = None
-    """Where its features are put; None where they are in the messages, or until the draft has said that it reads it."""
-    window: int = 0
-    """Bytes that may be under way."""
-    accepted: bool = False
-    """Whether the draft is there to read it."""
-    open: bool = False
-    """Whether that is so, and what it takes is stored."""
-    sequence: int = 0
-    """Number of the last message."""
-    under_way: deque[tuple[int, int]] = field(default_factory=deque)
-    """Number and bytes of messages that were not released."""
-    num_bytes: int = 0
-    lent: deque[tuple[int, Staged]] = field(default_factory=deque)
-    """Rows in the ring, and the last message that speaks of them."""
-
-    @property
-    def room(self) -> int:
-        """Bytes that may be sent now; a window that is smaller than one position lets one through at a time."""
-        return max(self.window - self.num_bytes, 0 if self.under_way else self.row_bytes)
-
-    def take(self, num_bytes: int) -> int:
-        """The number of a new message of so many bytes."""
-        self.sequence += 1
-        self.under_way.append((self.sequence, num_bytes))
-        self.num_bytes += num_bytes
-        return self.sequence
-
-    def release(self, through: int) -> None:
-        """The draft is done with messages up to this number."""
-        while self.under_way and self.under_way[0][0] <= through:
-            self.num_bytes -= self.under_way.popleft()[1]
-        while self.lent and self.lent[0][0] <= through:
-            self.lent.popleft()[1].free()
 
 
 @dataclass(eq=False, slots=True)
