@@ -31,11 +31,10 @@ from told_trees import ToldTrees
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.buckets import Bucket, Buckets
 from outrider.drafting.model.buffers import BurstInput, BurstOutput
+from outrider.drafting.model.burst import FORCED, Bucket, Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.drafting.model.plan import FORCED, Burst, BurstResult, BurstShape, Extent, Reroots
 from outrider.protocol.codec import encode_draft
 from outrider.protocol.messages import Commit, DraftMessage, Features, Grow, Open
 from outrider.sampling.params import SamplingParams

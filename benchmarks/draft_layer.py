@@ -32,7 +32,7 @@ from kernels.carveout import ask_for
 from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.row_configs import RowConfig
-from outrider.drafting.model.buckets import SHORT_WIDTH
+from outrider.drafting.model.burst import SHORT_WIDTH
 
 MAX_CONTEXT = (SLOTS - REGION) // PAGE * PAGE
 

@@ -26,16 +26,15 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model import runner as burst_runner
+from outrider.drafting.model.burst import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.plan import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
 from outrider.drafting.model.runner import Runner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.layers.linear import Linear
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import eagle3_config
-from outrider.models.drafters.eagle3 import Eagle3Head
+from outrider.models.drafters.heads import Eagle3Head, StandaloneDraft
 from outrider.models.drafters.loader import load_draft_model
-from outrider.models.drafters.standalone import StandaloneDraft
 from outrider.sampling.params import SamplingParams
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

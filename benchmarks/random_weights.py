@@ -6,7 +6,7 @@ import torch
 
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
-from outrider.models.drafters.head import DraftHead
+from outrider.models.drafters.base import DraftHead
 from outrider_tools.inflate.shapes import Shape
 
 SMALL = Shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536)

@@ -18,19 +18,18 @@ from simulate_world import Actor, Costs
 
 import draft_service.engine.engine as draft_engine
 import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.drafter as options
+import outrider.drafting.model.forest as reroot
 import outrider.drafting.model.growth as growth
-import outrider.drafting.model.options as options
 import outrider.drafting.model.publisher as announce
-import outrider.drafting.model.reroot as reroot
 import outrider.drafting.model.runner as runner
 from draft_service.engine.lines import HeardOnLine
 from draft_service.engine.reporter import SessionPeer
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.buckets import Buckets
+from outrider.drafting.model.burst import Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Extent, Reroots
 from outrider.host.garbage import Garbage
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
 from outrider.protocol.messages import DraftMessage, VerifyMessage

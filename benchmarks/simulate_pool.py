@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulate_language import ORIGIN, Language
 
-from outrider.drafting.model.buckets import Bucket
-from outrider.drafting.model.plan import FORCED, Burst, BurstShape, Reroots
+from outrider.drafting.model.burst import FORCED, Bucket, Burst, BurstShape, Reroots
 
 CONTEXT = 4096
 _WORD = 64

@@ -32,9 +32,9 @@ from simulate_language import VOCAB, Language
 from simulate_world import Actor, Costs, Notes, VerifyInbox, World
 
 import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.drafter as options
 import outrider.drafting.model.growth as growth
-import outrider.drafting.model.launch as launch
-import outrider.drafting.model.options as options
+import outrider.drafting.model.planner as launch
 import outrider.drafting.model.publisher as announce
 import verify_service.engine.engine as verify_engine
 import verify_service.speculation.answer_tracker as expectations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from draft_service.door.profile import Profile
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import named_drafters
+from outrider.drafting.registry import named_drafters
 from outrider.logs import get_logger
 from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.drafting.base import AnyDrafter, Needs
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.registry import CombinedDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,5 +50,5 @@ def describe(drafter: AnyDrafter, *, maps_memory: bool = False) -> Profile:
 
 
 def _modest_parts(drafter: AnyDrafter) -> frozenset[int]:
-    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else ()
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else ()
     return frozenset(number for number, part in enumerate(parts) if part.needs == Needs())

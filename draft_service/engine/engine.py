@@ -29,7 +29,7 @@ from draft_service.frames import (
 )
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
-from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.drafting.model.features import MemoryMapper
 from outrider.errors import InternalError, is_device_failure, raise_device_failure
 from outrider.host.garbage import Garbage
 from outrider.host.line import Listener

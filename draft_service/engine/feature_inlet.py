@@ -18,8 +18,7 @@ from draft_service.frames import (
     Taken,
 )
 from outrider.drafting.base import AnyDrafter
-from outrider.drafting.model.feature_batch import with_rows
-from outrider.drafting.model.feature_ring import MemoryMapper, RingReader, map_ring
+from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring, with_rows
 from outrider.errors import raise_device_failure
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger

@@ -174,7 +174,7 @@ class DraftGrammars:
             )
             return None
         try:
-            vocabulary: Any = importlib.import_module("outrider.grammar.vocabulary")
+            vocabulary: Any = importlib.import_module("outrider.grammar.compiler")
         except ImportError as error:
             _logger.warning("requests with a grammar are drafted without it: %s", error)
             return None

@@ -14,9 +14,10 @@ from draft_service.door.profile import describe
 from draft_service.engine.engine import DraftEngine
 from draft_service.frames import FeaturesFromDoor, FromDoor, Ready, Refused, Start, features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, build_drafter
+from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.drafter import find_mapper, workplace
-from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.drafting.model.features import MemoryMapper
+from outrider.drafting.registry import build_drafter
 from outrider.host.child import share_interpreter
 from outrider.host.cores import keep_to
 from outrider.host.garbage import take_over

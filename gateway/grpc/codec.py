@@ -11,7 +11,7 @@ from gateway.core.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS,
 from gateway.core.request import GenerateRequest
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
-from outrider.grammar.check import check_grammar
+from outrider.grammar.spec import check_grammar
 from outrider.protocol.grammar_codec import decode_grammar
 from outrider.protocol.token_codec import encode_prompt_logprobs, encode_tree
 from outrider.protocol.tokens import TokenLogprobs

@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from gateway.core.fields import StrictModel, Text
 from gateway.openai.fields import Only
-from outrider.grammar.check import MAX_CHOICES, check_grammar
-from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar
 
 _NO_LANGUAGE = "grammars in another language are not supported: use a JSON schema, a regular expression or choices"
 _NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"

@@ -1,14 +1,12 @@
-"""The interface of a drafter, and the registry that finds one by name."""
+"""The interface of a drafter."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from outrider.config.draft import AUTO, DraftOptions
-from outrider.errors import ConfigError
 from outrider.protocol.messages import Features
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection
@@ -156,74 +154,3 @@ class Drafter(ABC):
     def gauges(self) -> Mapping[str, int]:
         """Sizes worth watching, by name; called from any thread."""
         return {}
-
-
-DrafterFactory = Callable[[DraftOptions], AnyDrafter]
-
-_ALONE = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-"""Drafters with a model: one of them at most."""
-
-
-def _ngram(options: DraftOptions) -> AnyDrafter:
-    from outrider.drafting.ngram.drafter import NgramDrafter
-
-    return NgramDrafter(options)
-
-
-def _model(options: DraftOptions) -> AnyDrafter:
-    from outrider.drafting.model.drafter import load_model_drafter
-
-    return load_model_drafter(options)
-
-
-_FACTORIES: dict[str, DrafterFactory] = {"NGRAM": _ngram, **dict.fromkeys(_ALONE, _model)}
-
-
-def register(name: str, factory: DrafterFactory) -> None:
-    """Make a drafter known by `name`. The factory imports what it needs when it is called."""
-    _FACTORIES[name] = factory
-
-
-def build_drafter(options: DraftOptions) -> AnyDrafter:
-    """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
-    names = named_drafters(options)
-    _check(options)
-    made = [_FACTORIES[name](options) for name in names]
-    if len(made) == 1:
-        return made[0]
-    from outrider.drafting.several import SeveralDrafters
-
-    return SeveralDrafters(made)
-
-
-def named_drafters(options: DraftOptions) -> tuple[str, ...]:
-    """The drafters that the options name: n-grams where that was left open and nobody has chosen."""
-    return ("NGRAM",) if options.speculative_algorithm == AUTO else options.speculative_algorithm
-
-
-def model_algorithm(options: DraftOptions) -> str:
-    """The one drafter with a model that the options name; empty if they name none."""
-    return next((name for name in options.speculative_algorithm if name in _ALONE), "")
-
-
-def _check(options: DraftOptions) -> None:
-    names = named_drafters(options)
-    for name in names:
-        if name not in _FACTORIES:
-            known = ", ".join(sorted(_FACTORIES))
-            raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--speculative-algorithm: {','.join(names)!r} must name each drafter once, and one at least")
-    models = [name for name in names if name in _ALONE]
-    if len(models) > 1:
-        raise ConfigError(
-            f"--speculative-algorithm: {','.join(models)} are models and do not run together; use one of them, with or "
-            "without NGRAM"
-        )
-    if options.lockstep and not models:
-        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_ALONE)}")
-    if models == ["NEXTN"]:
-        if not (options.speculative_draft_model_path or options.target_model_path):
-            raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
-    elif models and not options.speculative_draft_model_path:
-        raise ConfigError(f"--speculative-draft-model-path: {models[0]} needs a draft model; name its folder or hub id")

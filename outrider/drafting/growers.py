@@ -1,4 +1,4 @@
-"""Growers made from drafters, and several of them on the same trees."""
+"""CombinedGrower made from drafters, and several of them on the same trees."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, Drafter
-from outrider.drafting.growth import Growth
+from outrider.drafting.growth import ANY_SOURCE, Growth, Limits
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.registry import CombinedDrafter
 from outrider.drafting.tree import Grower, Ledger, Tree
-from outrider.drafting.tree_growth import ANY_SOURCE, Limits
 from outrider.logs import get_logger
 from outrider.protocol.messages import Features
 
@@ -30,7 +29,7 @@ lies below it counts from there."""
 def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
     """What grows trees with a drafter's guesses."""
     ledger = Ledger(options.max_nodes)
-    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,)
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
     growers: list[Grower] = []
     first_source = 0
     for part in parts:
@@ -43,7 +42,7 @@ def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
             growers.append(Growth(part, limits, ledger))
         else:
             raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
-    return growers[0] if len(growers) == 1 else Growers(growers, ledger)
+    return growers[0] if len(growers) == 1 else CombinedGrower(growers, ledger)
 
 
 def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> Limits:
@@ -56,7 +55,7 @@ def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: 
     return Limits(num_nodes, options.speculative_num_steps or 48, floor, sources if shared else ANY_SOURCE, shared)
 
 
-class Growers(Grower):
+class CombinedGrower(Grower):
     """Several growers that append to the same authors, each told of what the others found.
 
     A tree that one of them cannot serve is left to the rest.

@@ -1,21 +1,57 @@
-"""From a grammar to what computes masks: the grammar library, within limits. Torch-free.
-
-The library bounds its work by counting steps, not seconds, so the same grammar fails in the same way anywhere.
-"""
+"""Grammars compiled with the grammar library, over the tokens of a model. Torch-free."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.grammar.vocabulary import GrammarVocabulary
+
+LIBRARY = f"llguidance {llguidance.__version__}"
+
+
+class GrammarVocabulary:
+    """Which bytes each token stands for, and which tokens end an answer.
+
+    Special tokens stand for no bytes, so that no grammar ever allows one inside of a text. Ids past the tokenizer's own
+    are never legal.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.size = vocab_size
+        self.end_ids = frozenset(end_ids)
+
+    @classmethod
+    def from_folder(cls, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary:
+        """Of a model's folder: takes its `tokenizer.json`, about 0.3 s for 49k tokens.
+
+        `vocab_size`: ids below this are legal. `end_ids`: tokens that end an answer. Raises ConfigError if the library
+        cannot read the tokenizer, or if nothing can end an answer.
+        """
+        ends = sorted({token for token in end_ids if token < vocab_size})
+        if not ends:
+            raise ConfigError("the model has no end-of-sequence token, so that no constrained answer could end")
+        try:
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder}: the grammar library cannot read the tokenizer: {error}") from None
+        return cls(tokenizer, vocab_size, ends)
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a mask."""
+        return -(-self.size // 32)
+
 
 if TYPE_CHECKING:
     from outrider.grammar.state import GrammarState

@@ -18,9 +18,8 @@ from typing import BinaryIO
 import msgspec
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.grammar.compiler import compile_grammar, probe
+from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, probe
 from outrider.grammar.spec import Grammar
-from outrider.grammar.vocabulary import GrammarVocabulary
 
 LENGTH = struct.Struct("<I")
 MEMORY_BYTES = 2 << 30

@@ -1,4 +1,7 @@
-"""What an answer must look like, as a request says it; torch-free and without the grammar library."""
+"""What an answer must look like, as a request says it, and what is wrong with that at first sight; torch-free.
+
+Whether a grammar can be compiled is another question, which only compiling answers (`outrider.grammar.compiler`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+from outrider.errors import InvalidRequestError
 
 
 class GrammarKind(Enum):
@@ -47,3 +53,103 @@ class Grammar:
     def field(self) -> str:
         """The field of gRPC's `Grammar` message that holds the source; messages name it."""
         return f"grammar.{self.kind.value}"
+
+
+MAX_SOURCE_BYTES = 65536
+"""Of a JSON schema."""
+MAX_REGEX_BYTES = 4096
+MAX_CHOICES = 1024
+MAX_DEPTH = 64
+"""Of nested objects and lists in a JSON schema."""
+
+_OWN_KEYS = ("x-guidance",)
+"""Keys by which a schema would give orders to the grammar library."""
+_UNSUPPORTED = {
+    "not": "say what is allowed instead",
+    "if": "use anyOf with both cases",
+    "then": "use anyOf with both cases",
+    "else": "use anyOf with both cases",
+    "uniqueItems": "leave it out and check it afterwards",
+    "contains": "leave it out and check it afterwards",
+    "minContains": "leave it out and check it afterwards",
+    "maxContains": "leave it out and check it afterwards",
+    "unevaluatedProperties": "use additionalProperties",
+    "unevaluatedItems": "use items",
+    "dependentRequired": "use anyOf with both cases",
+    "dependentSchemas": "use anyOf with both cases",
+    "dependencies": "use anyOf with both cases",
+    "propertyNames": "use patternProperties",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+}
+"""Keywords of JSON Schema that no token mask can hold to, and what to write instead."""
+_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value maps names, which may be any, to schemas."""
+_DATA = ("enum", "const", "default", "examples", "example")
+"""Keywords whose value is no schema."""
+
+
+def check_grammar(grammar: Grammar, field: str | None = None) -> None:
+    """Raise InvalidRequestError, about `field`, for a grammar that is too large or asks for what is not supported."""
+    field = field or grammar.field
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            _check_schema(grammar.source, field)
+        case GrammarKind.REGEX:
+            _check_size(grammar.source, MAX_REGEX_BYTES, field)
+            if not grammar.source:
+                raise InvalidRequestError(field, "is empty", "send a regular expression")
+        case GrammarKind.CHOICE:
+            _check_size(grammar.source, MAX_SOURCE_BYTES, field)
+            choices = grammar.choices
+            if not choices or len(choices) > MAX_CHOICES:
+                raise InvalidRequestError(field, f"holds {len(choices)} choices", f"send 1 to {MAX_CHOICES}")
+            if not all(choices):
+                raise InvalidRequestError(field, "holds an empty choice", "send texts of at least one character")
+
+
+def _check_size(source: str, limit: int, field: str) -> None:
+    try:
+        length = len(source.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequestError(field, "holds a lone surrogate, which is not Unicode text", "send UTF-8") from None
+    if length > limit:
+        raise InvalidRequestError(field, f"{length} bytes, over the limit of {limit}", f"send at most {limit}")
+
+
+def _check_schema(source: str, field: str) -> None:
+    _check_size(source, MAX_SOURCE_BYTES, field)
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        raise InvalidRequestError(field, reason, "send a JSON schema") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(field, "is not an object", 'send a JSON schema such as {"type": "object"}')
+    # Breadth first with a list of our own, so that depth costs no stack.
+    level: list[tuple[Any, str]] = [(schema, field)]
+    for _ in range(MAX_DEPTH):
+        level = [child for value, path in level for child in _children(value, path)]
+        if not level:
+            return
+    raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
+
+
+def _children(value: Any, path: str) -> list[tuple[Any, str]]:
+    """Subschemas right below a schema, or a list of them. Raises InvalidRequestError for an unsupported keyword."""
+    if isinstance(value, list):
+        return [(child, f"{path}[{index}]") for index, child in enumerate(value) if isinstance(child, dict | list)]
+    children: list[tuple[Any, str]] = []
+    for key, child in value.items():
+        if key in _OWN_KEYS:
+            raise InvalidRequestError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
+        if key in _UNSUPPORTED:
+            raise InvalidRequestError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
+        if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
+            raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
+        if key in _NAMES and isinstance(child, dict):
+            named = [(inner, f"{path}.{key}.{name[:40]}") for name, inner in child.items()]
+            children += [(inner, where) for inner, where in named if isinstance(inner, dict | list)]
+        elif key not in _DATA and isinstance(child, dict | list):
+            children.append((child, f"{path}.{key}"))
+    return children

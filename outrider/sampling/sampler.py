@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor, float32
 
 from outrider.errors import InternalError
-from outrider.sampling.history import TokenHistory
 from outrider.sampling.lossy import EXACT, AcceptRule, choose
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import Candidates, LogitsProcessor, top_k_indices
+from outrider.sampling.processors import Candidates, LogitsProcessor, TokenHistory, top_k_indices
 
 # Rows of noise kept. A row serves all nodes of one depth, and again in the next round if the root moves little.
 _NOISE_ROWS = 8

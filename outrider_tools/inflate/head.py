@@ -23,9 +23,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
+from outrider.models.drafters.base import EMBEDDING, OUTPUT
 from outrider.models.drafters.config import LAYER_IDS, HeadConfig, eagle3_config, eagle_config
-from outrider.models.drafters.head import EMBEDDING, OUTPUT
-from outrider.models.drafters.stored import Stored, head_name, shared_tensors, stored_tensors
+from outrider.models.drafters.loader import Stored, head_name, shared_tensors, stored_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import SINGLE_FILE, save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
+from outrider.models.drafters.base import EMBEDDING
 from outrider.models.drafters.config import LAYER_IDS, eagle3_config
-from outrider.models.drafters.eagle3 import Eagle3Head
-from outrider.models.drafters.head import EMBEDDING
+from outrider.models.drafters.heads import Eagle3Head
 from outrider_tools.inflate.folder import InflateOptions
 from outrider_tools.inflate.head import OFFSETS, save_head_folder
 from outrider_tools.inflate.tensors import RANDOM_STD

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
+from outrider.models.drafters.base import EMBEDDING, OUTPUT
 from outrider.models.drafters.config import HeadConfig, eagle3_config
-from outrider.models.drafters.head import EMBEDDING, OUTPUT
-from outrider.models.drafters.kind import algorithm_of
-from outrider.models.drafters.stored import Stored, check_tensors, head_name, stored_tensors
+from outrider.models.drafters.loader import Stored, algorithm_of, check_tensors, head_name, stored_tensors
 from outrider.models.drafters.token_ids import ids_of_offsets
 from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
 from outrider_tools.training.run_options import RunOptions

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
-from outrider.sampling.edge_scale import HEAD_SCALE
+from outrider.sampling.proposer import HEAD_SCALE
 
 # Logits that are in memory at a time.
 CHUNK_LOGITS = 2**27

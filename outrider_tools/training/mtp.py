@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.stored import MTP_PREFIX
+from outrider.models.drafters.loader import MTP_PREFIX
 from outrider_tools.training.channels import channel_sizes, levelling_weight
 from outrider_tools.training.decoder import Layer, Norm, matrix
 from outrider_tools.training.feature_head import FeatureHead

@@ -21,9 +21,17 @@ from simulate_world import Costs, World  # noqa: E402
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens  # noqa: E402
 from kernels.frontier_state import Pool as DevicePool  # noqa: E402
 from kernels.reference import frontier  # noqa: E402
-from outrider.drafting.model.buckets import Bucket  # noqa: E402
 from outrider.drafting.model.buffers import BurstInput, RerootInput  # noqa: E402
-from outrider.drafting.model.plan import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds  # noqa: E402
+from outrider.drafting.model.burst import (  # noqa: E402
+    FORCED,
+    Bucket,
+    Burst,
+    BurstShape,
+    Reroots,
+    RowState,
+    RowStates,
+    Seeds,
+)
 from outrider.tree.author import TreeAuthor  # noqa: E402
 
 LANGUAGE = Language()

@@ -9,7 +9,7 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from outrider.drafting.model.plan import (
+from outrider.drafting.model.burst import (
     FORCED,
     Burst,
     BurstResult,

@@ -14,11 +14,11 @@ from scripted_runner import ScriptedRunner
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, Needs
-from outrider.drafting.growers import Growers
+from outrider.drafting.growers import CombinedGrower
+from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.drafting.model.plan import BurstShape
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.registry import CombinedDrafter
 from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
@@ -127,10 +127,10 @@ class Rig:
         self.options = replace(options, draft_ahead="always") if options.draft_ahead == "auto" else options
         drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs())
         if partner is not None:
-            drafter = SeveralDrafters([drafter, partner])
+            drafter = CombinedDrafter([drafter, partner])
         self.requests = Requests(drafter, self.options)
         grower = self.requests.growth
-        first = grower._growers[0] if isinstance(grower, Growers) else grower
+        first = grower._growers[0] if isinstance(grower, CombinedGrower) else grower
         assert isinstance(first, BurstGrowth)
         self.growth = first
         self.peer = Peer()

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
-from outrider.drafting.model.buckets import Buckets
-from outrider.drafting.model.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstResult, Reroots, RowState, Seeds
+from outrider.drafting.model.burst import FORCED, NUM_SEED_FIELDS, Buckets, Burst, BurstResult, Reroots, RowState, Seeds
 
 if TYPE_CHECKING:
     from scripted_runner import ScriptedRunner

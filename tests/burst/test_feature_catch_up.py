@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_growth_with_model import Service
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.feature_batch import with_rows
-from outrider.drafting.model.feature_store import FeatureStore
+from outrider.drafting.model.features import FeatureStore, with_rows
 from outrider.models.drafters.base import DraftModel
 from outrider.protocol.messages import DeclineReason, Features
 

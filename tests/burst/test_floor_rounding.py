@@ -7,9 +7,9 @@ import math
 import numpy as np
 from growth_rig import shape
 
-from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.burst import BurstResult
+from outrider.drafting.model.entries import BurstCollector
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.plan import BurstResult
 
 FLOOR = math.log(0.001)
 

@@ -10,10 +10,9 @@ from growth_rig import shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafting.model.collector import BurstCollector
-from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.plan import BurstResult
-from outrider.drafting.model.reroot import Step, reroot
+from outrider.drafting.model.burst import BurstResult
+from outrider.drafting.model.entries import BurstCollector
+from outrider.drafting.model.forest import DraftForest, Step, reroot
 
 ROWS, BRANCHING, FLOOR = 4, 3, math.log(0.02)
 Path = tuple[int, ...]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Needs, build_drafter
+from outrider.drafting.base import Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.registry import CombinedDrafter, build_drafter
 from outrider.errors import ConfigError
 from outrider.tree.author import TreeAuthor
 
@@ -205,8 +205,8 @@ class _Stub:
 
 def test_what_several_drafters_need_is_joined() -> None:
     model = _Stub(Needs(100, "cafe", 64, (1, 2), 512))
-    both = SeveralDrafters([model, _Stub(Needs())])
+    both = CombinedDrafter([model, _Stub(Needs())])
     assert both.sources == ("stub", "stub")
     assert both.needs == Needs(100, "cafe", 64, (1, 2), 0)
     with pytest.raises(ConfigError, match="tokenizer"):
-        SeveralDrafters([model, _Stub(Needs(tokenizer_hash="beef"))])
+        CombinedDrafter([model, _Stub(Needs(tokenizer_hash="beef"))])

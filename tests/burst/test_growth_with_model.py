@@ -13,10 +13,10 @@ from draft_service.engine.requests import Requests
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.collector import BurstCollector
+from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.entries import BurstCollector
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.plan import BurstResult
 from outrider.drafting.model.runner import RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.drafting.model.options import GrowthOptions
+from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.runner import Runner
 
 

@@ -10,8 +10,8 @@ import pytest
 from growth_rig import GOES_ON, Rig, Verify, continuation
 
 from outrider.config.draft import DraftOptions
+from outrider.drafting.model.burst import FORCED
 from outrider.drafting.model.entries import DEAD
-from outrider.drafting.model.plan import FORCED
 
 LONG = GOES_ON | {"max_steps": 32, "max_seeds": 512, "num_pages": 512}
 ANY = DraftOptions(max_positions=300, min_path_probability=0.001)

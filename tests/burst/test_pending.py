@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.drafting.model.buckets import Bucket
+from outrider.drafting.model.burst import Bucket
 from outrider.drafting.model.runner import Pending
 
 

@@ -15,8 +15,8 @@ from burst_host import RESULT_FIELDS, Host, Node
 from outrider.attention.base import TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
+from outrider.drafting.model.burst import BurstShape, Extent
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.plan import BurstShape, Extent
 from outrider.drafting.model.runner import Runner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel

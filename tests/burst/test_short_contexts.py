@@ -8,7 +8,7 @@ import pytest
 from burst_host import Host
 from test_runner import make_runner, prompt
 
-from outrider.drafting.model.buckets import SHORT_WIDTH, Bucket, Buckets
+from outrider.drafting.model.burst import SHORT_WIDTH, Bucket, Buckets
 from outrider.models.drafters.base import DraftModel
 
 SHORT = 12

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.host_frontier import HostFrontier
-from outrider.drafting.model.options import GrowthOptions
-from outrider.drafting.model.plan import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
+from outrider.drafting.model.burst import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
+from outrider.drafting.model.drafter import GrowthOptions
+from outrider.drafting.model.torch_runner import HostFrontier
 
 REGION = 32
 

@@ -106,9 +106,8 @@ def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None
 def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     import torch
 
-    from outrider.models.drafters.eagle import EagleHead
+    from outrider.models.drafters.heads import EagleHead, MtpHead
     from outrider.models.drafters.loader import load_draft_model
-    from outrider.models.drafters.mtp import MtpHead
     from outrider.models.shipped import DraftOptions, choose_drafters
 
     meta = torch.device("meta")

@@ -13,7 +13,7 @@ from draft_fakes import SignallingDrafter
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
-from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.drafting.model.features import MemoryMapper
 
 # The ends of a ring are the same on both sides.
 sys.path.append(str(Path(__file__).parent.parent / "verify"))

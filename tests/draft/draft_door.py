@@ -14,7 +14,7 @@ from draft_service.door.metrics import DraftMetrics
 from draft_service.door.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
-from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.drafting.model.features import MemoryMapper
 from outrider.protocol.codec import decode_draft, encode_verify
 from outrider.protocol.messages import PROTOCOL_VERSION, DraftMessage, Hello, VerifyMessage
 from outrider.rpc.channel import open_channel

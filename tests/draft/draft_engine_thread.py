@@ -14,7 +14,7 @@ from draft_service.engine.worker import Built, serve_engine
 from draft_service.frames import features_from_door, from_door
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
-from outrider.drafting.model.feature_ring import MemoryMapper
+from outrider.drafting.model.features import MemoryMapper
 from outrider.host.pipe import Pipe
 
 

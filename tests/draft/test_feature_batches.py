@@ -14,7 +14,7 @@ from shared_file import MappedFile
 from test_feature_ring_stream import Mapper, make_ring
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
-from outrider.drafting.model.feature_batch import PartOfRows, with_rows
+from outrider.drafting.model.features import PartOfRows, with_rows
 from outrider.protocol.feature_codec import encode_batch
 from outrider.protocol.messages import MAX_FEATURE_PIECES, Features
 

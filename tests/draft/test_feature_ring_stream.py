@@ -14,7 +14,7 @@ from draft_door import Door
 from shared_file import MappedFile, SharedFile
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
-from outrider.drafting.model.feature_ring import map_ring
+from outrider.drafting.model.features import map_ring
 from outrider.host.machine import host_id
 from outrider.protocol.messages import MAGIC_BYTES, FeatureRing
 

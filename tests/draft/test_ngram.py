@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Candidate, DraftRequest, FrontierNode, build_drafter, register
+from outrider.drafting.base import Candidate, DraftRequest, FrontierNode
+from outrider.drafting.ngram.confidence import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.ngram.noise_trust import NoiseTrust, chances_given_noise, point_gumbel
+from outrider.drafting.registry import build_drafter, register
 from outrider.errors import ConfigError
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
@@ -276,7 +277,7 @@ def test_an_unknown_drafter_is_refused_by_name() -> None:
 
 
 def test_a_drafter_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.drafting.base._FACTORIES", {})
+    monkeypatch.setattr("outrider.drafting.registry._DRAFTERS", {})
     register("OWN", NgramDrafter)
     assert isinstance(build_drafter(DraftOptions(speculative_algorithm=("OWN",))), NgramDrafter)
 

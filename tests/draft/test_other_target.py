@@ -17,7 +17,7 @@ from draft_service.main import _choose
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.registry import CombinedDrafter
 from outrider.protocol.messages import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 
@@ -35,9 +35,9 @@ class Head(SignallingDrafter):
     needs = Needs(hidden_size=64, feature_layers=(2, 5))
 
 
-def drafters() -> tuple[SeveralDrafters, Head]:
+def drafters() -> tuple[CombinedDrafter, Head]:
     head = Head()
-    return SeveralDrafters([head, NgramDrafter(DraftOptions())]), head
+    return CombinedDrafter([head, NgramDrafter(DraftOptions())]), head
 
 
 async def grown(stream: Stream) -> Grow:

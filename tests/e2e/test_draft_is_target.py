@@ -15,7 +15,7 @@ from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.models.decoder import CausalLM
-from outrider.models.drafters.standalone import StandaloneDraft
+from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.engine import VerifyEngine
 

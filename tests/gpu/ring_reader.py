@@ -8,8 +8,8 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from outrider.drafting.model.cuda_memory import CudaMemory
-from outrider.drafting.model.feature_ring import map_ring
+from outrider.drafting.model.cuda_runner import CudaMemory
+from outrider.drafting.model.features import map_ring
 from outrider.protocol.messages import FeatureRing
 from verify_service.features.staging import RingPool, share_device_memory
 

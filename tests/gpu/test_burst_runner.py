@@ -15,8 +15,8 @@ from tiny_models import save_tiny
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.burst import BurstResult, BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.plan import BurstResult, BurstShape
 from outrider.drafting.model.runner import RunnerOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel

@@ -14,8 +14,8 @@ from local_draft import oracle
 from ring_reader import Offerer, Reader
 
 from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
-from outrider.drafting.model.cuda_memory import CudaMemory
-from outrider.drafting.model.feature_ring import map_ring
+from outrider.drafting.model.cuda_runner import CudaMemory
+from outrider.drafting.model.features import map_ring
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.engine.engine import VerifyEngine

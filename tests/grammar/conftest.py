@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parent.parent / "verify"))
 
 from tiny_grammar import tiny_vocabulary
 
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,8 @@ import pytest
 from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.check import MAX_DEPTH, check_grammar
-from outrider.grammar.compiler import compile_grammar, probe
-from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, probe
+from outrider.grammar.spec import MAX_DEPTH, Grammar, GrammarKind, check_grammar
 from outrider.protocol.codec import decode_verify, encode_verify
 from outrider.protocol.grammar_codec import decode_grammar, encode_grammar
 from outrider.protocol.messages import Open

@@ -14,9 +14,8 @@ from sampling_cases import Case, Round, make_round, random_logits
 
 from kernels.sampling import sample_rows
 from outrider.errors import InternalError
-from outrider.sampling.history import TokenHistory
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import LogitsProcessor
+from outrider.sampling.processors import LogitsProcessor, TokenHistory
 
 VOCAB = 70
 TOKENS = st.integers(0, VOCAB - 1)

@@ -17,10 +17,9 @@ from kernels.reference.walk import walk as reference_walk
 from kernels.sampling import sample_rows
 from kernels.sampling_state import ILLEGAL_TOKEN, SampleBuffers, WalkOutputs
 from kernels.walk import walk
-from outrider.sampling.history import TokenHistory
 from outrider.sampling.lossy import AcceptRule, choose, walk_tree
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import LogitsProcessor
+from outrider.sampling.processors import LogitsProcessor, TokenHistory
 from outrider.sampling.sampler import RequestSampler
 
 VOCAB = 6

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.sampling.edge_scale import HEAD_SCALE, EdgeScale
-from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
+from outrider.sampling.proposer import HEAD_SCALE, EdgeScale, HostProposer
 
 SIZE, PLACES, SPREAD = 200, 600, 0.6
 

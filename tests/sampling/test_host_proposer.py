@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.sampling.edge_scale import HEAD_SCALE, EdgeScale
-from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.proposer import Proposer
+from outrider.sampling.proposer import HEAD_SCALE, EdgeScale, HostProposer, Proposer
 
 PARAMS = [
     SamplingParams(temperature=0.0),

@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from outrider.errors import InternalError, InvalidRequestError
-from outrider.sampling.history import TokenHistory
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import LogitsProcessor, min_p_indices, top_k_indices, top_p_indices
+from outrider.sampling.processors import LogitsProcessor, TokenHistory, min_p_indices, top_k_indices, top_p_indices
 
 VOCAB = 300
 # Few distinct values, so that borders are ties more often than not.

@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
+from outrider.sampling.proposer import HostProposer
 from outrider_tools.training.tree import TreeShape
 
 

@@ -12,7 +12,7 @@ from training_world import random_texts
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models.drafters.kind import algorithm_of
+from outrider.models.drafters.loader import algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.corpus import greedy_texts
 from outrider_tools.training.dense import target_states

@@ -13,7 +13,7 @@ from kernels.gumbel import gumbel as device_gumbel
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.standalone import StandaloneDraft
+from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 from outrider_tools.training.answers import Answers, answer_questions

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.models.drafters.kind import algorithm_of
+from outrider.models.drafters.loader import algorithm_of
 from outrider_tools.training import plots
 from outrider_tools.training.corpus import CorpusOptions
 from outrider_tools.training.options import TrainerOptions

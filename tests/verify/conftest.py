@@ -11,7 +11,7 @@ import pytest
 from cuda_harness import jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
 
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from verify_service.door import session
 from verify_service.engine.engine import VerifyEngine

@@ -12,7 +12,7 @@ from harness import PAGE_SIZE, Answer, Silence
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.triton_backend import TritonAttention
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule

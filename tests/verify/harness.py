@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams

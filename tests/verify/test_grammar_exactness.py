@@ -13,8 +13,8 @@ from harness import Answer, make_engine
 from local_draft import Guess, LocalDraft
 from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar
-from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 from verify_service.engine.engine import VerifyEngine

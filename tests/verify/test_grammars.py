@@ -12,9 +12,9 @@ from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.grammar import compiler
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.grammar.state import GrammarState, Mask, TokenPath
-from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams

@@ -7,8 +7,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.grammar.vocabulary import GrammarVocabulary
 
 VOCAB = 61
 END = 60

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.errors import ContextLengthError, InvalidRequestError
-from outrider.grammar.check import check_grammar
-from outrider.grammar.spec import Grammar
+from outrider.grammar.spec import Grammar, check_grammar
 from outrider.protocol.codec import decode_sampling
 from outrider.protocol.grammar_codec import decode_grammar
 from outrider.rpc.call import client

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.grammar.check import MAX_SOURCE_BYTES
+from outrider.grammar.spec import MAX_SOURCE_BYTES
 from outrider.logs import get_logger
 from outrider.protocol.codec import decode_draft, encode_verify, in_parts
 from outrider.protocol.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, Open, VerifyMessage

@@ -18,7 +18,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device
 from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.cores import keep_to
 from outrider.host.garbage import take_over
 from outrider.logs import get_logger

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
-from outrider.grammar.vocabulary import GrammarVocabulary
+from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import Garbage
 from outrider.logs import get_logger
 from outrider.protocol.messages import DraftMessage

@@ -11,10 +11,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
-from outrider.grammar.compiler import CompiledGrammar, compile_grammar
+from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar
 from outrider.grammar.spec import Grammar
 from outrider.grammar.state import GrammarNode, GrammarState, TokenPath
-from outrider.grammar.vocabulary import GrammarVocabulary
 from outrider.logs import get_logger
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes

@@ -6,16 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 
+from outrider.drafting.growth import Limits
+from outrider.drafting.model.burst import BurstRunner
 from outrider.drafting.model.context import DraftContext
-from outrider.drafting.model.feature_store import FeatureStore
-from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.intake import take_in
-from outrider.drafting.model.kv_manager import ContextKVManager, DeclinedError
-from outrider.drafting.model.options import GrowthOptions
-from outrider.drafting.model.plan import BurstRunner
-from outrider.drafting.model.reroot import Step, Walked, reaches, reroot
+from outrider.drafting.model.drafter import GrowthOptions
+from outrider.drafting.model.features import FeatureStore
+from outrider.drafting.model.forest import DraftForest, Step, Walked, reaches, reroot
+from outrider.drafting.model.kv import ContextKVManager, DeclinedError
 from outrider.drafting.tree import Refusal, Tree
-from outrider.drafting.tree_growth import Limits
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import DeclineReason, Features
@@ -326,7 +324,8 @@ class BatchManager:
         if (context.root_run or len(context.between) > self.keeper.max_forced) and not self._settle(context):
             return
         if self._options.takes_in and context.seen < context.tree.author.next_id:
-            take_in(self._forest, context)
+            self._forest.adopt(context.row, context.tree.author, context.seen)
+            context.seen = context.tree.author.next_id
         self._set_bounds(context)
         self._unsettled[context.tree.handle] = context
 

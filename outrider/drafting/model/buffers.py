@@ -24,8 +24,7 @@ from kernels.frontier_state import (
     TOLD_WORDS,
     BurstRows,
 )
-from outrider.drafting.model.buckets import Bucket
-from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Reroots, RowStates
+from outrider.drafting.model.burst import Bucket, Burst, BurstResult, BurstShape, Reroots, RowStates
 
 NUM_COPIES = 2
 """Bursts that may be pending: each has host memory of its own."""

@@ -1,4 +1,4 @@
-"""From options and a draft model to the runner that works for it."""
+"""From options to a draft model and the runner that works for it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.options import BRANCHING, LONE_BRANCHING, MOST_STEPS
-from outrider.drafting.model.plan import BurstShape
+from outrider.drafting.model.drafter import BRANCHING, LONE_BRANCHING, MOST_STEPS, ModelDrafter
 from outrider.drafting.model.runner import Runner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
-from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.base import DraftModel, offered_projection
+from outrider.models.drafters.loader import load_draft_model, model_algorithm
 from outrider.models.progress import ConsoleProgress
 
 log = get_logger(__name__)
@@ -36,6 +38,21 @@ _CPU_MEMORY_SHARE = 0.25
 _CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
 """Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
 _FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
+
+
+def load_model_drafter(options: DraftOptions) -> ModelDrafter:
+    """Load the model that the options name and build its runner. Raises ConfigError naming the option at fault."""
+    model = load_draft_model(options)
+    runner = build_runner(model, options)
+    needs = Needs(
+        vocab_size=model.target_vocab_size,
+        tokenizer_hash=model.tokenizer_hash,
+        hidden_size=model.hidden_size,
+        feature_layers=tuple(model.feature_layers),
+        max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),
+        projection=offered_projection(model),
+    )
+    return ModelDrafter(runner, (model_algorithm(options.speculative_algorithm).lower(),), needs)
 
 
 def build_runner(model: DraftModel, options: DraftOptions) -> Runner:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.drafting.model.feature_store import FeatureStore
+from outrider.drafting.model.features import FeatureStore
 from outrider.drafting.tree import Tree
 from outrider.sampling.params import SamplingParams
 

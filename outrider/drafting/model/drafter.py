@@ -1,19 +1,101 @@
-"""A draft model with what runs it."""
+"""A draft model with what runs it, and how its trees grow."""
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs, model_algorithm
-from outrider.drafting.model.feature_ring import MemoryMapper
-from outrider.drafting.model.options import GrowthOptions
-from outrider.drafting.model.plan import BurstRunner
-from outrider.drafting.several import SeveralDrafters
+from outrider.drafting.base import AnyDrafter, Needs
+from outrider.drafting.model.burst import BurstRunner, BurstShape
+from outrider.drafting.model.features import MemoryMapper
+from outrider.drafting.registry import CombinedDrafter
+
+_STEADY_STEPS = 2
+"""Steps of a burst while trees survive: a commit waits for the burst that runs."""
+_FRESH_STEPS = 4
+"""Steps of a burst after a miss: nothing is there yet, so depth counts."""
+_FIRST_STEPS = 2
+"""The same where a burst goes on: verify has what they brought while the device is at the next ones."""
+MOST_STEPS = 64
+"""Steps of a burst with those by which it goes on, past commits, too: many rounds of a large target, since the device
+has nothing to do between two bursts."""
+BRANCHING, LONE_BRANCHING = 8, 16
+"""Candidates of a node on a GPU, of several requests and of a lone one. More of them hold the target's token more
+often, and take the host time for each."""
+_FEW_ROWS = 4
+PART_SECONDS = 0.0004
+"""What the host has to do for a part takes about so long, as long as nothing is known of it."""
+_MOST_PART_STEPS = 2
+_LOCKSTEP_STEPS = 8
+_LOCKSTEP_WIDTH = 8
+_TURN_STEPS = 8
+_TURN_WIDTH = 4
+_TURN_LEAST = 0.2
+"""Of the nodes of a step, the sum of the chances that they are committed, below which verify has waited long enough: a
+step takes about a twentieth of a round on a CPU, and brings about half of that sum."""
+_GPU_REGION = 256
+"""Regions from here on are a GPU's: prompt chunks are larger there."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOptions:
+    """Figures of a burst growth."""
+
+    max_positions: int
+    """Longest sequence that is served."""
+    steady_steps: int = _STEADY_STEPS
+    fresh_steps: int = _FRESH_STEPS
+    prompt_chunk: int = 128
+    """Prompt tokens of a request that are computed between two bursts."""
+    lockstep_steps: int = 0
+    """Steps of the one tree that is grown after each commit; 0 grows ahead."""
+    withholds: bool = False
+    """Whether verify is told nothing until such a tree is complete."""
+    least_chance: float = 0.0
+    """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
+    lockstep_width: int = _LOCKSTEP_WIDTH
+    """Nodes of such a step, of each request."""
+    max_entries: int = 0
+    """Entries of all trees; 0 chooses."""
+    most_steps: int = 0
+    """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
+    be told of; 0: it never does."""
+
+    @property
+    def takes_in(self) -> bool:
+        """Whether what other growers append becomes entries: that would end bursts which go on past commits."""
+        return not self.most_steps
+
+    def part_steps(self, num_rows: int, step_seconds: float = 0.0, host_seconds: float = PART_SECONDS) -> int:
+        """Steps by which a burst of so many requests goes on: what the host has to do for a part fits in them.
+
+        `step_seconds`: what a step takes, 0 if that is not known.
+        """
+        least = 1 if num_rows <= _FEW_ROWS else self.steady_steps
+        return max(least, min(math.ceil(host_seconds / step_seconds), _MOST_PART_STEPS)) if step_seconds else least
+
+    @classmethod
+    def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:
+        """What the options and the runner make of it."""
+        on_gpu = shape.region >= _GPU_REGION
+        alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
+        in_turns = alone and not options.lockstep
+        steps = _LOCKSTEP_STEPS if options.lockstep else _TURN_STEPS if in_turns else 0
+        goes_on = on_gpu and not steps
+        return cls(
+            max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
+            steady_steps=min(_STEADY_STEPS, shape.max_steps),
+            fresh_steps=min(_TURN_STEPS if in_turns else _FIRST_STEPS if goes_on else _FRESH_STEPS, shape.max_steps),
+            prompt_chunk=512 if on_gpu else 128,
+            lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
+            lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
+            withholds=options.lockstep,
+            least_chance=_TURN_LEAST if in_turns else 0.0,
+            most_steps=min(MOST_STEPS, shape.max_steps) if goes_on else 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -33,23 +115,6 @@ class ModelDrafter:
         return {}
 
 
-def load_model_drafter(options: DraftOptions) -> ModelDrafter:
-    """Load the model that the options name and build its runner. Raises ConfigError naming the option at fault."""
-    # By name, because the service's own modules do not import torch.
-    model: Any = importlib.import_module("outrider.models.drafters.loader").load_draft_model(options)
-    runner: BurstRunner = importlib.import_module("outrider.drafting.model.build").build_runner(model, options)
-    offer: Any = importlib.import_module("outrider.models.drafters.offer").offered_projection
-    needs = Needs(
-        vocab_size=model.target_vocab_size,
-        tokenizer_hash=model.tokenizer_hash,
-        hidden_size=model.hidden_size,
-        feature_layers=tuple(model.feature_layers),
-        max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),
-        projection=offer(model),
-    )
-    return ModelDrafter(runner, (model_algorithm(options).lower(),), needs)
-
-
 def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
     """What the thread is in that drafts: that of the model, if there is one."""
     model = next(_models(drafter), None)
@@ -58,14 +123,10 @@ def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
 
 def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
     """Maps verify's memory where a model runs that takes features; None where none does, or not on a GPU."""
-    for model in _models(drafter):
-        if model.needs.feature_layers:
-            find: Any = importlib.import_module("outrider.drafting.model.cuda_memory").cuda_mapper
-            mapper: MemoryMapper | None = find(model.runner)
-            return mapper
-    return None
+    model = next((model for model in _models(drafter) if model.needs.feature_layers), None)
+    return None if model is None else model.runner.memory_mapper()
 
 
 def _models(drafter: AnyDrafter) -> Iterator[ModelDrafter]:
-    parts = drafter.parts if isinstance(drafter, SeveralDrafters) else (drafter,)
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
     return (part for part in parts if isinstance(part, ModelDrafter))

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from math import inf
 from time import perf_counter
 
+from outrider.drafting.growth import Limits
 from outrider.drafting.model.batch_manager import BatchManager
+from outrider.drafting.model.burst import BurstResult, BurstRunner, PendingBurst
+from outrider.drafting.model.drafter import PART_SECONDS, GrowthOptions
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.launch import Plan, Planner
-from outrider.drafting.model.options import PART_SECONDS, GrowthOptions
-from outrider.drafting.model.plan import BurstResult, BurstRunner, PendingBurst
+from outrider.drafting.model.planner import Plan, Planner
 from outrider.drafting.model.publisher import NodePublisher
 from outrider.drafting.tree import Grower, Ledger, Tree
-from outrider.drafting.tree_growth import Limits
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import Features

@@ -9,11 +9,11 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafting.growth import Limits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
 from outrider.drafting.model.forest import DraftForest, places_within
 from outrider.drafting.tree import Ledger
-from outrider.drafting.tree_growth import Limits
 
 _LOOK_EVERY = 64
 """Nodes between two looks at the clock."""

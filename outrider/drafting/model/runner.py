@@ -16,16 +16,14 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import short_tokens
-from outrider.drafting.model.buckets import Bucket, Buckets
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
-from outrider.drafting.model.device_memory import DeviceMemory
-from outrider.drafting.model.plan import Burst, BurstResult, BurstShape, Extent, Reroots
-from outrider.drafting.model.projector import Projector, as_tensor, working_on
+from outrider.drafting.model.burst import Bucket, Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.device_memory import DeviceMemory, Projector, as_tensor, working_on
+from outrider.drafting.model.features import MemoryMapper
 from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.host_proposer import HostProposer
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.proposer import Proposer
+from outrider.sampling.proposer import HostProposer, Proposer
 
 _LEAD = 0.25
 """Share of a part's expected time by which it is nearly over before its end, at least."""
@@ -277,6 +275,10 @@ class Runner(ABC):
         """A burst took so long. One that had to wait for prompts counts little."""
         last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
         self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
+
+    def memory_mapper(self) -> MemoryMapper | None:
+        """See BurstRunner."""
+        return None
 
     def _check_extent(self, extent: Extent) -> None:
         self._check_row(extent.row)

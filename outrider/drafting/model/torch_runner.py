@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import exp, inf
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, ForwardBatch, Segment
-from outrider.drafting.model.host_frontier import HostFrontier, Node
-from outrider.drafting.model.plan import Burst, BurstResult, BurstShape
-from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
+from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, TokenBatch
+from outrider.attention.torch_backend import HeadSplit, folded_attention
+from outrider.cache.kv import KVCache
+from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
 from outrider.drafting.model.runner import Chunk, Pending, Runner, RunnerOptions, on_device
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.host_proposer import HostProposer
+from outrider.sampling.proposer import HostProposer
 
 
 class TorchRunner(Runner):
@@ -166,3 +173,194 @@ class TorchRunner(Runner):
 
 def _never() -> bool:
     return False
+
+
+_Entry = tuple[float, int, int, int, int, int, int, int, float]
+"""Minus the score, pool index, row of the burst, parent's slot, token, position, slot or -1, feature or -1, base."""
+
+
+class Node(NamedTuple):
+    """A node of a step."""
+
+    place: int
+    """Index in the pool."""
+    row: int
+    """Of the burst."""
+    parent: int
+    """Tree slot; -1 where all before the token is context."""
+    token: int
+    position: int
+    slot: int
+    feature: int
+    """Row of the given features; -1 for what the parent's step returned."""
+    base: float
+    """Path score from which its candidates count."""
+
+
+class HostFrontier:
+    """The pool of one burst.
+
+    `masks[row][slot]`, by row of the runner, are the tree slots that the node in a slot sees, itself included, as bits
+    of an integer. They outlive the burst.
+    """
+
+    def __init__(self, burst: Burst, width: int, masks: list[list[int]], pool: tuple[int, int], lag: int) -> None:
+        """`width`: nodes of a step. `pool`: index of the first candidate, and candidates of a node."""
+        self._masks = masks
+        self._rows = burst.rows.rows.tolist()
+        self._floor, self._lag = burst.floor, lag
+        self._width = width
+        self._first, self.branching = pool
+        self._free = [
+            burst.rows.free[row, start:end].tolist()[::-1]
+            for row, (start, end) in enumerate(zip(burst.rows.free_starts, burst.rows.free_ends, strict=True))
+        ]
+        for row, live in zip(self._rows, burst.rows.live, strict=True):
+            bits = int.from_bytes(np.packbits(live, bitorder="little").tobytes(), "little")
+            masks[row] = [mask & bits for mask in masks[row]]
+        fields = burst.seeds.fields[:6].T.tolist()
+        scores, bases = burst.seeds.fields[6:].view(np.float32).tolist()
+        self._heap: list[_Entry] = [
+            (-score, index, *seed, base)
+            for index, (seed, score, base) in enumerate(zip(fields, scores, bases, strict=True))
+        ]
+        heapify(self._heap)
+
+    def take(self) -> list[Node]:
+        """The nodes of the next step, row by row, parents before children; they are in the pool no more."""
+        heap = self._heap
+        later: list[_Entry] = []
+        taken: list[Node] = []
+        own: set[tuple[int, int]] = set()
+        late: set[tuple[int, int]] = set()
+        while heap and len(taken) + len(later) < self._width and -heap[0][0] >= self._floor:
+            entry = heappop(heap)
+            _, index, row, parent, token, position, slot, feature, base = entry
+            if (row, parent) in late or (self._lag and feature < 0 and (row, parent) in own):
+                # It takes what its parent's step returns, which is this one.
+                if slot >= 0:
+                    late.add((row, slot))
+                later.append(entry)
+                continue
+            if slot < 0:
+                if not self._free[row]:
+                    continue
+                slot = self._free[row].pop()
+            own.add((row, slot))
+            masks = self._masks[self._rows[row]]
+            masks[slot] = (masks[parent] if parent >= 0 else 0) | 1 << slot
+            taken.append(Node(index, row, parent, token, position, slot, feature, base))
+        for entry in later:
+            heappush(heap, entry)
+        taken.sort(key=lambda node: node.row)
+        return taken
+
+    def add(self, nodes: list[Node], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
+        """Candidates of a step's nodes; `place`: nodes of the steps before it, padding included."""
+        for number, (node, children, scores) in enumerate(zip(nodes, tokens, edges, strict=True)):
+            index = self._first + (place + number) * self.branching
+            for child, (token, edge) in enumerate(zip(children, scores, strict=True)):
+                score = node.base + edge
+                if token >= 0 and score >= self._floor and score > -inf:
+                    entry = (-score, index + child, node.row, node.slot, token, node.position + 1, -1, -1, score)
+                    heappush(self._heap, entry)
+
+    def sees(self, nodes: list[Node], region: int) -> NDArray[np.bool_]:
+        """Which tree slots each node sees, bool [M, region]."""
+        data = b"".join(self._masks[self._rows[node.row]][node.slot].to_bytes(region // 8, "little") for node in nodes)
+        bits = np.frombuffer(data, np.uint8).reshape(len(nodes), -1)
+        return np.unpackbits(bits, axis=1, bitorder="little").astype(np.bool_)
+
+    @property
+    def chance(self) -> float:
+        """Sum of the chances of the nodes that the next step would take; infinite while one must be run."""
+        best = sorted(self._heap)[: self._width]
+        if best and -best[0][0] >= FORCED:
+            return inf
+        return sum(exp(-entry[0]) for entry in best)
+
+
+@dataclass(slots=True)
+class RowSteps:
+    """A request of a step.
+
+    Attributes:
+        row: of the burst.
+        num_nodes: of the step.
+        slots: int64 [num_nodes], their tree slots.
+        mask: [num_nodes, context_len + slots up to the last one in use], 0 where a node sees, else -inf.
+    """
+
+    row: int
+    num_nodes: int
+    slots: Tensor
+    mask: Tensor
+
+
+@dataclass(slots=True)
+class StepBatch(TokenBatch):
+    """Nodes of a step, row by row; `kv_slots` int64 [M] is where their keys and values go."""
+
+    kv_slots: Tensor
+    rows: Sequence[RowSteps]
+
+
+class RegionAttention(AttentionBackend):
+    """Holds what the nodes of one burst may attend to; what they write goes to the cache, too."""
+
+    def __init__(self, kv: KVCache, contexts: Sequence[Tensor], regions: Sequence[slice]) -> None:
+        """For each request of the burst: KV slots of its context int64 [L], and of its tree region."""
+        self._lengths = [len(context) for context in contexts]
+        self._held = [
+            [_gather(kv, layer, context, region) for layer in range(len(kv.k_layers))]
+            for context, region in zip(contexts, regions, strict=True)
+        ]
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """See AttentionBackend. Raises TypeError for another batch than a step's."""
+        if not isinstance(batch, StepBatch):
+            raise TypeError(f"{type(batch).__name__} is no step of a burst")
+        split = HeadSplit(batch, kv, num_heads, rotary)
+        return _Plan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
+
+
+class _Plan(AttentionPlan):
+    def __init__(
+        self,
+        batch: StepBatch,
+        kv: KVCache,
+        split: HeadSplit,
+        per_kv_head: int,
+        held: Sequence[Sequence[tuple[Tensor, Tensor]]],
+        lengths: Sequence[int],
+    ) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._split = split
+        self._held = held
+        self._places = [part.slots + lengths[part.row] for part in batch.rows]
+        self._masks = [part.mask.repeat(per_kv_head, 1) for part in batch.rows]
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """See AttentionPlan."""
+        q, k, v = self._split(heads, qk_norm)
+        self._kv.write(layer, self._batch.kv_slots, k, v)
+        outputs, first = [], 0
+        for part, places, mask in zip(self._batch.rows, self._places, self._masks, strict=True):
+            end = first + part.num_nodes
+            keys, values = self._held[part.row][layer]
+            keys.index_copy_(1, places, k[first:end].transpose(0, 1))
+            values.index_copy_(1, places, v[first:end].transpose(0, 1))
+            seen_keys, seen_values = (held[:, : mask.shape[1]].unsqueeze(0) for held in (keys, values))
+            outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask))
+            first = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gather(kv: KVCache, layer: int, context: Tensor, region: slice) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer, each [K, L + region, D]."""
+    caches = (kv.k_layers[layer], kv.v_layers[layer])
+    keys, values = (
+        torch.cat((cache.index_select(0, context), cache[region])).transpose(0, 1).contiguous() for cache in caches
+    )
+    return keys, values

@@ -10,9 +10,8 @@ from typing import Any
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
-from outrider.drafting.ngram.noise_trust import chances_given_noise, point_gumbel
-from outrider.drafting.ngram.predictor import Guess, Predictor
-from outrider.drafting.ngram.request import NgramRequest
+from outrider.drafting.ngram.confidence import chances_given_noise, point_gumbel
+from outrider.drafting.ngram.predictor import Guess, NgramRequest, Predictor
 from outrider.drafting.ngram.trie import Trie
 
 _INDEX_SLICE = 64

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.ngram.confidence import Confidence, LocalConfidence
+from outrider.drafting.base import DraftRequest, FrontierNode
+from outrider.drafting.ngram.confidence import Confidence, LocalConfidence, NoiseTrust
 from outrider.drafting.ngram.trie import State, Trie
 
 OWN, SHARED = 0, 1
@@ -103,3 +104,111 @@ class Predictor:
 
 def _chance(guess: Guess) -> float:
     return guess.chance
+
+
+Chances = dict[int, tuple[float, float]]
+"""Token to its chance, plain and given the noise."""
+
+
+class NgramRequest:
+    """Its own trie, fed by prompt and output, and the contexts of its live nodes."""
+
+    def __init__(self, request: DraftRequest, predictor: Predictor, trie: Trie, max_match: int) -> None:
+        self.sampling = request.sampling
+        self.vocab_size = request.vocab_size
+        self.local = LocalConfidence()
+        self.trust = NoiseTrust()
+        self._tokens = list(request.tokens)
+        self._num_indexed = 0
+        self._num_shared = len(self._tokens)
+        self._predictor = predictor
+        self._trie = trie
+        self._max_match = max_match
+        self._root = 0
+        self._contexts: dict[int, Context] = {0: Context(trie.start(), predictor.shared.start())}
+        self._expanded: dict[tuple[int, int], int] = {}
+        self._chances: dict[int, Chances] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all committed tokens are indexed; before that there are no guesses."""
+        return self._num_indexed == len(self._tokens)
+
+    def set_capacity(self, num_nodes: int) -> None:
+        """Bound its trie."""
+        self._trie.capacity = num_nodes
+
+    def index(self, max_tokens: int) -> None:
+        """Feed up to `max_tokens` committed tokens to the trie, without learning from them."""
+        context = self._contexts[self._root]
+        for token in self._tokens[self._num_indexed : self._num_indexed + max_tokens]:
+            context = self._advance(context, token)
+        self._contexts[self._root] = context
+
+    def commit(self, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
+        """Learn from newly committed tokens, index them, and keep the contexts of the live nodes."""
+        context = self._contexts[self._root]
+        if self.ready:
+            self._learn_noise(tokens)
+            self._tokens.extend(tokens)
+            for token in tokens:
+                self._predictor.learn(self._trie, context, self.local, token)
+                context = self._advance(context, token)
+        else:
+            self._tokens.extend(tokens)
+        self._contexts = {node: kept for node, kept in self._contexts.items() if node in live}
+        self._expanded = {edge: node for edge, node in self._expanded.items() if node in live}
+        self._chances = {node: kept for node, kept in self._chances.items() if node in live}
+        self._contexts[root] = context
+        self._root = root
+
+    def guess(self, node: FrontierNode) -> list[Guess]:
+        """Guesses of a frontier node's children, likeliest first."""
+        if not self.ready:
+            return []
+        context = self._contexts.get(node.node)
+        if context is None:
+            above = self._contexts[node.parent]
+            own = self._trie.step(above.own, node.token)
+            context = Context(own, self._predictor.shared.step(above.shared, node.token))
+            self._contexts[node.node] = context
+        return self._predictor.predict(self._trie, context, self.local)
+
+    def match_length(self, node: int) -> int:
+        """Tokens of an expanded node's context that occurred before."""
+        return self._contexts[node].match_length
+
+    def remember(self, node: FrontierNode, chances: Chances) -> None:
+        """Keep what was guessed after a node until a commit shows what was right."""
+        self._expanded[node.parent, node.token] = node.node
+        self._chances[node.node] = chances
+
+    def unshared(self, overlap: int) -> list[int]:
+        """Output not handed out before, led by up to `overlap` tokens that were, so that n-grams cross the seam."""
+        if self._num_shared == len(self._tokens):
+            return []
+        start = max(0, self._num_shared - overlap)
+        self._num_shared = len(self._tokens)
+        return self._tokens[start:]
+
+    @property
+    def num_unshared(self) -> int:
+        """Output tokens that `unshared` would hand out."""
+        return len(self._tokens) - self._num_shared
+
+    def _advance(self, context: Context, token: int) -> Context:
+        self._trie.append(token)
+        self._num_indexed += 1
+        shared: State = self._predictor.shared.step(context.shared, token)
+        longest = self._max_match + 1
+        return Context(self._trie.context()[:longest], shared[:longest])
+
+    def _learn_noise(self, tokens: Sequence[int]) -> None:
+        node: int | None = self._root
+        for token in tokens:
+            if node is None:
+                return
+            chances = self._chances.get(node, {}).get(token)
+            if chances is not None:
+                self.trust.learn(*chances)
+            node = self._expanded.get((node, token))

@@ -15,26 +15,15 @@ from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig, get_int, read_json
-from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.base import EMBEDDING, OUTPUT, DraftHead, DraftModel
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
-from outrider.models.drafters.eagle import EagleHead
-from outrider.models.drafters.eagle3 import Eagle3Head
-from outrider.models.drafters.head import EMBEDDING, OUTPUT, DraftHead
-from outrider.models.drafters.mtp import MtpHead
-from outrider.models.drafters.standalone import StandaloneDraft
-from outrider.models.drafters.stored import (
-    Stored,
-    check_tensors,
-    head_name,
-    mtp_name,
-    shared_tensors,
-    stored_tensors,
-)
+from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.models.store_hub import is_hub_id
+from outrider.models.weights import open_shard, shard_paths, tensor_shapes
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
@@ -229,3 +218,101 @@ def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
 
 def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
     return None if ids is None else ids.to(device, torch.int32)
+
+
+MTP_PREFIX = "model.mtp_layers.0."
+MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file, under its name there."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """The tensor on the CPU, in its own dtype."""
+        with open_shard(self.path) as shard:
+            found: Tensor = shard.get_tensor(self.name)
+        return found
+
+
+def head_name(name: str) -> str | None:
+    """Our name of an EAGLE or EAGLE-3 head's tensor; None for one that is not read."""
+    name = name.removeprefix("model.")
+    if name == "t2d" or name.endswith(".rotary_emb.inv_freq"):
+        return None
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def mtp_name(name: str) -> str | None:
+    """Our name of a tensor of a MiMo checkpoint; None for one of the target alone."""
+    if name.startswith(MTP_PREFIX):
+        rest = name.removeprefix(MTP_PREFIX)
+        return rest if rest.startswith(MTP_OUTSIDE) else f"layers.0.{rest}"
+    return {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get(name)
+
+
+def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[str, Stored]:
+    """All tensors that `rename` names.
+
+    Raises:
+        ConfigError: the folder has no safetensors, or two tensors of one name.
+    """
+    found: dict[str, Stored] = {}
+    for path in shard_paths(folder):
+        for name, shape in tensor_shapes(path).items():
+            ours = rename(name)
+            if ours is None:
+                continue
+            if ours in found:
+                raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
+            found[ours] = Stored(path, name, shape)
+    return found
+
+
+def shared_tensors(target: Path) -> dict[str, Stored]:
+    """Embedding and output matrix of a target's folder, the same tensor where they are tied."""
+    found = stored_tensors(target, {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get)
+    if EMBEDDING not in found:
+        raise ConfigError(f"{target}: tensor model.embed_tokens.weight missing from the checkpoint")
+    return {OUTPUT: found[EMBEDDING], **found}
+
+
+def check_tensors(stored: Mapping[str, Stored], expected: Mapping[str, Tensor], folder: Path) -> None:
+    """Compare names and shapes.
+
+    Raises:
+        ConfigError: names file, tensor and both shapes.
+    """
+    for name, tensor in stored.items():
+        if name not in expected:
+            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
+        if tensor.shape != tuple(expected[name].shape):
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, the draft's config.json calls "
+                f"for {list(expected[name].shape)}"
+            )
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
+
+
+def algorithm_of(folder: Path) -> str:
+    """EAGLE3, EAGLE, NEXTN or STANDALONE, as `--speculative-algorithm` has it.
+
+    A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
+
+    Raises:
+        ConfigError: the folder has no safetensors.
+    """
+    names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
+    if any(name.startswith(MTP_PREFIX) for name in names):
+        return "NEXTN"
+    found = {head_name(name) for name in names}
+    if "layers.0.hidden_norm.weight" in found:
+        return "EAGLE3"
+    return "EAGLE" if "fc.weight" in found else "STANDALONE"

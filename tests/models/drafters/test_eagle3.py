@@ -29,11 +29,10 @@ from torch import Tensor
 from draft_service.door.handshake import own_hello
 from draft_service.door.profile import describe
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import build_drafter
 from outrider.drafting.model.drafter import find_mapper
+from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
-from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.offer import offered_projection
+from outrider.models.drafters.base import DraftModel, offered_projection
 from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree

@@ -15,11 +15,9 @@ from outrider.attention.paged import PagedBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.models.config import ModelConfig
+from outrider.models.drafters.base import DraftHead
 from outrider.models.drafters.config import HeadConfig
-from outrider.models.drafters.eagle import EagleHead
-from outrider.models.drafters.eagle3 import Eagle3Head
-from outrider.models.drafters.head import DraftHead
-from outrider.models.drafters.mtp import MtpHead
+from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 

@@ -1,0 +1,236 @@
+"""Features of the target on their way to a draft model: mapped memory or messages, kept until they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from outrider.host.machine import host_id
+from outrider.logs import get_logger
+from outrider.protocol.messages import MAGIC_BYTES, FeatureRing, Features
+
+_logger = get_logger(__name__)
+
+MAX_RING_BYTES = 1 << 30
+_MAX_HANDLE_BYTES = 256
+
+
+class MappedMemory(Protocol):
+    """Memory of another process. Who reads stays within the size that it was mapped for."""
+
+    def read(self, offset: int, num_bytes: int) -> object:
+        """A copy, as bytes or as a tensor of bytes where the drafter works, complete when this returns."""
+
+    def peek(self, offset: int, num_bytes: int) -> bytes:
+        """A copy on the host."""
+
+    def close(self) -> None:
+        """Unmap it."""
+
+
+class MemoryMapper(Protocol):
+    """Maps memory of other processes."""
+
+    def __call__(self, handle: bytes, num_bytes: int) -> MappedMemory:
+        """Raises OSError, RuntimeError or ValueError where it cannot be mapped."""
+
+
+class RingReader:
+    """The ring of one features stream. The engine's thread reads and closes it."""
+
+    def __init__(self, memory: MappedMemory, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.broken = False
+        """Whether reading has failed; the stream that it belongs to is of no use any more."""
+        self._memory: MappedMemory | None = memory
+
+    def read(self, offset: int, num_bytes: int) -> object:
+        """A copy of bytes in the ring. Raises ValueError for what lies outside, and what the memory raises."""
+        if self._memory is None or offset < 0 or num_bytes < 1 or offset + num_bytes > self.num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {offset} do not lie in a ring of {self.num_bytes} that is mapped")
+        try:
+            return self._memory.read(offset, num_bytes)
+        except Exception:
+            self.broken = True
+            raise
+
+    def close(self) -> None:
+        """Unmap it; nothing is read any more."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
+    """Map a ring that verify offers; None, and features travel in messages, where that is not possible.
+
+    Both ends of it are read, to see that it is that ring and not shorter than verify says.
+    """
+    here = host_id()
+    if not here or ring.host != here:
+        return None
+    sizes = 2 * MAGIC_BYTES < ring.num_bytes <= MAX_RING_BYTES and 0 < len(ring.handle) <= _MAX_HANDLE_BYTES
+    if not sizes or len(ring.magic) != MAGIC_BYTES:
+        _logger.warning("verify offers a ring of %d bytes that makes no sense; it is not used", ring.num_bytes)
+        return None
+    try:
+        memory = mapper(ring.handle, ring.num_bytes)
+    except (OSError, RuntimeError, ValueError) as error:
+        _logger.info("features travel in messages: verify's memory cannot be mapped: %s", error)
+        return None
+    try:
+        ends = [memory.peek(place, MAGIC_BYTES) for place in (0, ring.num_bytes - MAGIC_BYTES)]
+    except (OSError, RuntimeError, ValueError) as error:
+        _logger.warning("features travel in messages: verify's memory cannot be read: %s", error)
+        ends = []
+    if ends != [ring.magic] * 2:
+        memory.close()
+        return None
+    _logger.info("features are read from verify's memory")
+    return RingReader(memory, ring.num_bytes)
+
+
+Read = Callable[[int, int], object]
+"""Bytes in a ring: offset and size to a copy of them, as bytes or as a tensor of bytes."""
+
+
+class JoinedRows:
+    """Features of several pieces, one behind the other, and what runners made of them."""
+
+    def __init__(self, rows: object, count: int) -> None:
+        self.rows = rows
+        """All of them, as `Features.rows` would be."""
+        self.count = count
+        """Positions."""
+        self._made: dict[int, Any] = {}
+
+    def made(self, maker: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns; it is called once for each maker, who must live as long as this."""
+        found = self._made.get(id(maker))
+        if found is None:
+            found = self._made[id(maker)] = make()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfRows:
+    """In place of `Features.rows`: positions of a message that others share. What came in it is in `data`, too."""
+
+    joined: JoinedRows
+    start: int
+    """Positions before these."""
+
+
+def with_rows(pieces: Sequence[Features], row_bytes: int, read: Read | None) -> list[Features]:
+    """Pieces of a message with their rows: those that lie behind each other are read at once and stay together.
+
+    `row_bytes`: of one position. `read` where there is a ring. Raises what it raises.
+    """
+    filled: list[Features] = []
+    for run in _runs(pieces, row_bytes):
+        first, count = run[0], sum(piece.count for piece in run)
+        if first.ring_offset is None:
+            if len(run) == 1:  # its bytes are in the message
+                filled += run
+                continue
+            rows: object = b"".join(piece.data for piece in run)
+        elif read is None:
+            raise ValueError("features in a ring that is not mapped")
+        else:
+            rows = read(first.ring_offset, count * row_bytes)
+        if len(run) == 1:
+            filled.append(replace(first, rows=rows))
+            continue
+        joined, start = JoinedRows(rows, count), 0
+        for piece in run:
+            filled.append(replace(piece, rows=PartOfRows(joined, start)))
+            start += piece.count
+    return filled
+
+
+def _runs(pieces: Sequence[Features], row_bytes: int) -> list[list[Features]]:
+    """Pieces that follow each other in the ring, or are all in the message."""
+    runs: list[list[Features]] = []
+    end: int | None = None  # in the ring
+    for piece in pieces:
+        if not runs or piece.ring_offset != end:
+            runs.append([])
+        runs[-1].append(piece)
+        end = None if piece.ring_offset is None else piece.ring_offset + piece.count * row_bytes
+    return runs
+
+
+Join = Callable[[Sequence[Any]], Any]
+"""Makes one of parts [N, feature_size] that follow each other; see BurstRunner.join."""
+
+_SMALL = 16
+"""Rows of a part that should be joined with others, and how many such parts in a row are."""
+
+
+class FeatureStore:
+    """Parts [N, feature_size] by the position of their first row, in order and without overlap.
+
+    What is needed are the features of the positions just before those tokens that are no context yet. A part may be a
+    view of what came for many requests at once; where many small ones wait they are joined, which lets go of the rest.
+    """
+
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        self._parts: list[tuple[int, int, Any]] = []  # start, end, values
+
+    def add(self, start: int, count: int, values: object, since: int) -> None:
+        """Keep features of positions `start`, ...; those before position `since`, and those that are here, go."""
+        start, end, values = self._cut(start, start + count, values, since)
+        if end > start and (not self._parts or self._parts[-1][1] <= start):
+            self._parts.append((start, end, values))
+            self._join_small()
+            return
+        kept: list[tuple[int, int, Any]] = []
+        for part in self._parts:
+            if part[1] <= start or part[0] >= end:
+                kept.append(part)
+                continue
+            if part[0] < start:
+                kept.append((part[0], start, part[2][: start - part[0]]))
+            if part[1] > end:
+                kept.append((end, part[1], part[2][end - part[0] :]))
+        if end > start:
+            kept.append((start, end, values))
+        self._parts = sorted(kept, key=lambda part: part[0])
+
+    def end_from(self, start: int) -> int:
+        """One past the last position of an unbroken run of features from `start` on; `start` if there is none."""
+        end = start
+        for first, past, _ in self._parts:
+            if first <= end < past:
+                end = past
+        return end
+
+    def cut(self, start: int, end: int) -> Iterator[tuple[int, int, object]]:
+        """First position, one past the last, and values of the parts that cover `start` to `end`, which are here."""
+        for first, past, values in self._parts:
+            low, high = max(first, start), min(past, end)
+            if low < high:
+                yield low, high, values[low - first : high - first]
+
+    def forget(self, position: int) -> None:
+        """Drop what lies before a position."""
+        while self._parts and self._parts[0][1] <= position:
+            del self._parts[0]
+
+    def _join_small(self) -> None:
+        """Make one of the last parts, if they are many, small, and follow each other."""
+        first = len(self._parts)
+        begin = self._parts[-1][1]
+        while first and self._parts[first - 1][1] == begin and begin - self._parts[first - 1][0] < _SMALL:
+            first -= 1
+            begin = self._parts[first][0]
+        small = self._parts[first:]
+        if len(small) >= _SMALL:
+            self._parts[first:] = [(begin, small[-1][1], self._join([values for _, _, values in small]))]
+
+    def _cut(self, start: int, end: int, values: Any, since: int) -> tuple[int, int, Any]:
+        if start < since:
+            return min(since, end), end, values[since - start :]
+        return start, end, values

@@ -1,0 +1,231 @@
+"""Draft models: EAGLE-1/2, EAGLE-3 and MTP heads on a target's features, and a small language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.cache.kv import KVCache
+from outrider.layers.linear import Linear
+from outrider.layers.norm import RMSNorm
+from outrider.models.decoder import CausalLM, DecoderLayer
+from outrider.models.drafters.base import DraftHead, DraftModel, required
+from outrider.models.drafters.config import HeadConfig
+
+
+class EagleHead(DraftHead):
+    """EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858).
+
+    A head extrapolates the target's hidden state after its final norm: fc of embedding and feature, side by side, then
+    decoder layers of which the first has no norm before its attention. The result is the feature of the child, and the
+    target's output matrix turns it to logits as it is.
+    """
+
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, dtype, device, target_ids)
+        self.fc = self.linear(2 * config.decoder.hidden_size, config.fc_bias)
+        for number in range(config.decoder.num_layers):
+            self.layers.append(DecoderLayer(config.decoder, number, dtype, device, input_norm=number > 0))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """See DraftHead."""
+        found = super().checkpoint_tensors()
+        found["fc.weight"] = self.fc.weight
+        if self.fc.bias is not None:
+            found["fc.bias"] = self.fc.bias
+        return found
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        super().finish_loading()
+        self.fc.pack()
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DraftModel."""
+        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
+        stream = self.fc(torch.cat((self.embed(batch.token_ids), required(features)), 1))
+        for layer in self.layers:
+            stream = layer(stream, plan)
+        return stream, stream
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 heads (arXiv 2503.01840), and the norms of EAGLE 3.1.
+
+    feature     fc of the target's residual stream at some layers, side by side
+    layer 0     attention over the normed embedding and the normed feature, side by side; the residual is the feature
+    to logits   norm, then an output matrix over a smaller vocabulary
+    to child    the stream before that norm
+    """
+
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, dtype, device, target_ids)
+        hidden, num_features = config.decoder.hidden_size, len(config.feature_layers)
+        self.fc: Linear | None = None
+        if config.projects:
+            self.fc = self.linear(num_features * config.target_hidden_size, config.fc_bias)
+        self.feature_norms: list[RMSNorm] = []
+        if config.norm_each:
+            self.feature_norms = [self.norm(config.target_hidden_size) for _ in range(num_features)]
+        self.joint_norm: RMSNorm | None = None
+        if config.norm_all:
+            self.joint_norm = self.norm(num_features * config.target_hidden_size)
+        self._projection: Tensor | None = None
+        self.token_norm = self.norm(hidden)
+        self.hidden_norm = self.norm(hidden)
+        self.final_norm = self.norm(hidden)
+        # The first layer's own input norm is the embedding's: see checkpoint_tensors.
+        self.layers.append(DecoderLayer(config.decoder, 0, dtype, device, input_size=2 * hidden, input_norm=False))
+        for number in range(1, config.decoder.num_layers):
+            self.layers.append(DecoderLayer(config.decoder, number, dtype, device))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """See DraftHead."""
+        found = super().checkpoint_tensors()
+        found["layers.0.input_layernorm.weight"] = self.token_norm.weight
+        found["layers.0.hidden_norm.weight"] = self.hidden_norm.weight
+        found["norm.weight"] = self.final_norm.weight
+        if self.fc is not None:
+            found["fc.weight"] = self.fc.weight
+            if self.fc.bias is not None:
+                found["fc.bias"] = self.fc.bias
+        for number, norm in enumerate(self.feature_norms):
+            found[f"fc_norm.{number}.weight"] = norm.weight
+        if self.joint_norm is not None:
+            found["input_norm.weight"] = self.joint_norm.weight
+        return found
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        super().finish_loading()
+        if self.fc is not None:
+            if not self.feature_norms and self.joint_norm is None:
+                # Before packing, which on a CPU lays it out anew.
+                self._projection = self.fc.weight
+            self.fc.pack()
+
+    @torch.inference_mode()
+    def project(self, features: Tensor) -> Tensor:
+        """See DraftModel."""
+        features = features.to(self.dtype)
+        if self.feature_norms:
+            parts = features.chunk(len(self.feature_norms), 1)
+            features = torch.cat(
+                [norm(part.contiguous()) for norm, part in zip(self.feature_norms, parts, strict=True)], 1
+            )
+        if self.joint_norm is not None:
+            features = self.joint_norm(features)
+        return features if self.fc is None else self.fc(features)
+
+    def projection(self) -> Tensor | None:
+        """See DraftModel."""
+        return self._projection
+
+    @torch.inference_mode()
+    def finish_product(self, product: Tensor) -> Tensor:
+        """See DraftModel."""
+        product = product.to(self.dtype)
+        return product if self.fc is None or self.fc.bias is None else product + self.fc.bias
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DraftModel."""
+        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
+        stream = required(features)
+        hidden = self.hidden_norm(stream)
+        rows = torch.cat((self.token_norm(self.embed(batch.token_ids)), hidden), 1)
+        stream = self.layers[0].run(rows, hidden if self.config.norm_before_residual else stream, plan)
+        for layer in self.layers[1:]:
+            stream = layer(stream, plan)
+        normed = self.final_norm(stream)
+        return normed, normed if self.config.norm_output else stream
+
+
+class MtpHead(DraftHead):
+    """The multi-token prediction head of MiMo checkpoints: one decoder layer on the target's last hidden state.
+
+    It takes that state after the target's final norm, and the embedding of the token after it; both are normed and
+    projected side by side, the state first. Its output after a norm of its own goes to the target's output matrix and,
+    as feature, to the child.
+    """
+
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, dtype, device, target_ids)
+        hidden = config.decoder.hidden_size
+        self.token_norm = self.norm(hidden)
+        self.hidden_norm = self.norm(hidden)
+        self.final_norm = self.norm(hidden)
+        self.input = self.linear(2 * hidden)
+        self.layers.append(DecoderLayer(config.decoder, 0, dtype, device))
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """See DraftHead."""
+        return super().checkpoint_tensors() | {
+            "token_layernorm.weight": self.token_norm.weight,
+            "hidden_layernorm.weight": self.hidden_norm.weight,
+            "final_layernorm.weight": self.final_norm.weight,
+            "input_proj.weight": self.input.weight,
+        }
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        super().finish_loading()
+        self.input.pack()
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DraftModel."""
+        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
+        tokens = self.token_norm(self.embed(batch.token_ids))
+        # The first pair of a sequence has no token, as in the engines that serve this head.
+        tokens = tokens.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
+        stream = self.input(torch.cat((self.hidden_norm(required(features)), tokens), 1))
+        rows = self.final_norm(self.layers[0](stream, plan))
+        return rows, rows
+
+
+class StandaloneDraft(DraftModel):
+    """Any causal language model; `target_ids` int32 are those of its output matrix's rows, None for all."""
+
+    def __init__(self, model: CausalLM, tokenizer_hash: str, target_ids: Tensor | None = None) -> None:
+        config = model.config
+        self.model = model
+        self.dtype = model.dtype
+        self.device = model.device
+        self.num_layers = config.num_layers
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.max_positions = config.max_positions
+        self.vocab_size = config.vocab_size if target_ids is None else target_ids.numel()
+        self.target_vocab_size = config.vocab_size
+        self.target_ids = target_ids
+        self.tokenizer_hash = tokenizer_hash
+        self.hidden_size = 0
+        self.feature_layers = ()
+        self.feature_size = 0
+
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DraftModel."""
+        return self.model.forward(batch, kv, attention), None
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """See DraftModel."""
+        return self.model.logits(rows)
