@@ -1,6 +1,6 @@
 """Trains small drafters of the other kinds for one target at small cost, and measures all of them.
 
-python benchmarks/train_drafters.py --text heads/smollm2 --out heads --eval-prompts mt_bench.jsonl --minutes 2 \
+python -m benchmarks.train_drafters --text heads/smollm2 --out heads --eval-prompts mt_bench.jsonl --minutes 2 \
     --results benchmarks/results/train_drafters_h200.json
 
 `--text` is the folder of an earlier `outrider train`, whose text is used again and whose own head is measured, too.
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from report import Row, cpu_name, write_report
+from outrider_tools.bench.report import Row, cpu_name, write_report
 
 KINDS = ("EAGLE", "NEXTN", "STANDALONE")
 PACKAGES = ("torch", "triton")

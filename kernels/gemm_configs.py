@@ -59,7 +59,8 @@ def tile_rows(num_rows: int) -> int:
     return size
 
 
-# What benchmarks/kernels_gemm.py found on an H200, by (num_out, size, gated, rows of a tile), for two-byte weights.
+# The fastest cuts on an H200 (benchmarks/results/kernels_gemm_h200.json), by (num_out, size, gated, rows of a tile),
+# for two-byte weights.
 # cuBLAS reads 3.07 TB/s against our 2.82 for (6144, 4096) at 64 rows, and 2.87 against 2.70 for (4096, 4096) there;
 # for (6144, 4096) and the gated product at up to 32 rows the two are within 3 % of each other. With rows on the left 64
 # rows were up to a tenth faster, but Triton 3.6 cannot compile that for every kind of output.

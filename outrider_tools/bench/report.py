@@ -46,7 +46,7 @@ def write_report(
         "device": device,
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command or [Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(command or [Path(sys.executable).name, *sys.orig_argv[1:]]),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "rows": [asdict(row) for row in rows],
         **(more or {}),

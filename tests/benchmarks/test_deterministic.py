@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from deterministic import EXACT, FAST, Mode, Run, cost
-from service_options import add_service_arguments, draft_options, verify_options
-from split_cases import Case
-from split_load import Answers
+from benchmarks.common.options import add_service_arguments, draft_options, verify_options
+from benchmarks.serving.deterministic import EXACT, FAST, Mode, Run, cost
+from benchmarks.split.cases import Case
+from benchmarks.split.load import Answers
 
 TEXTS = [[1, 2], [3, 4]]
 PLAIN = Run(Case("plain"), scarce=False)

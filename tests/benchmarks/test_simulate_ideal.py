@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-
-from simulate_ideal import ROUND_MS, TOKENS, Pace, Text, Tree, ahead, lockstep  # noqa: E402
-from simulate_language import Language  # noqa: E402
+from benchmarks.simulate.ideal import ROUND_MS, TOKENS, Pace, Text, Tree, ahead, lockstep
+from benchmarks.simulate.language import Language
 
 LANGUAGE = Language()
 

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-
-from simulate_language import ORIGIN, VOCAB, Language  # noqa: E402
-from simulate_pool import Memory, Pool  # noqa: E402
-from simulate_split import Scene, Simulation, parse_costs  # noqa: E402
-from simulate_world import Costs, World  # noqa: E402
-
-from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens  # noqa: E402
-from kernels.frontier_state import Pool as DevicePool  # noqa: E402
-from kernels.reference import frontier  # noqa: E402
-from outrider.drafting.model.buffers import BurstInput, RerootInput  # noqa: E402
-from outrider.drafting.model.burst import (  # noqa: E402
-    FORCED,
-    Bucket,
-    Burst,
-    BurstShape,
-    Reroots,
-    RowState,
-    RowStates,
-    Seeds,
-)
-from outrider.tree.author import TreeAuthor  # noqa: E402
+from benchmarks.simulate.language import ORIGIN, VOCAB, Language
+from benchmarks.simulate.pool import Memory, Pool
+from benchmarks.simulate.split import Scene, Simulation, parse_costs
+from benchmarks.simulate.world import Costs, World
+from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
+from kernels.frontier_state import Pool as DevicePool
+from kernels.reference import frontier
+from outrider.drafting.model.buffers import BurstInput, RerootInput
+from outrider.drafting.model.burst import FORCED, Bucket, Burst, BurstShape, Reroots, RowState, RowStates, Seeds
+from outrider.tree.author import TreeAuthor
 
 LANGUAGE = Language()
 REGION, WIDTH, SEEDS = 64, 8, 24

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-
-from pages import Cost, Histogram, Page  # noqa: E402
-from soak import Rest, judge  # noqa: E402
-from split_cases import Case  # noqa: E402
-from split_figures import Measured, compare, table, work_out  # noqa: E402
-from split_load import Answers, read_prompts  # noqa: E402
-
-from outrider.errors import ConfigError  # noqa: E402
+from benchmarks.common.pages import Cost, Histogram, Page
+from benchmarks.serving.soak import Rest, judge
+from benchmarks.split.cases import Case
+from benchmarks.split.figures import Measured, compare, table, work_out
+from benchmarks.split.load import Answers, read_prompts
+from outrider.errors import ConfigError
 
 
 def test_a_case_says_drafters_mode_load_and_options() -> None:

@@ -1,4 +1,4 @@
-"""The worlds of benchmarks/chaos.py on a tiny model."""
+"""The worlds of benchmarks/chaos on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 import pytest_asyncio
 
 ROOT = Path(__file__).parents[2]
-for _folder in (ROOT / "benchmarks", ROOT / "tests" / "verify"):
-    sys.path.append(str(_folder))
+sys.path.append(str(ROOT / "tests" / "verify"))
 
-from chaos_load import Question, Request, answered_plainly  # noqa: E402
-from chaos_worlds import Setup, World, open_world  # noqa: E402
 from tiny_service import tiny_folder, tiny_options  # noqa: E402
 
+from benchmarks.chaos.load import Question, Request, answered_plainly  # noqa: E402
+from benchmarks.chaos.worlds import Setup, World, open_world  # noqa: E402
 from outrider.config.draft import DraftOptions  # noqa: E402
 from outrider.config.gateway import GatewayOptions  # noqa: E402
 from outrider.v1 import common_pb2, gateway_pb2  # noqa: E402

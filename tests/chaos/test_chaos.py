@@ -6,15 +6,15 @@ import asyncio
 import random
 
 import pytest
-from chaos_cases import Case, stopped
-from chaos_link import Link
-from chaos_list import CASES
-from chaos_load import Load, Question
-from chaos_proxy import Proxy
-from chaos_relay import Relay
-from chaos_worlds import World
-from soak import settle
 from tiny_service import metric
+
+from benchmarks.chaos.cases import CASES, Case, stopped
+from benchmarks.chaos.link import Link
+from benchmarks.chaos.load import Load, Question
+from benchmarks.chaos.proxy import Proxy
+from benchmarks.chaos.relay import Relay
+from benchmarks.chaos.worlds import World
+from benchmarks.serving.soak import settle
 
 CLIENTS = 4
 QUICK = {

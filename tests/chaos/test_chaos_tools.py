@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos_list import CASES
-from chaos_messages import CORRUPTIONS, Corruption, Response
-from chaos_proxy import Proxy, Weather, vanish
-from chaos_table import PAGE, described, put, table
 
+from benchmarks.chaos.proxy import Proxy, Weather, vanish
+from benchmarks.chaos.relay import CORRUPTIONS, Corruption, Response
 from outrider.v1 import draft_pb2
 
 VOCAB = 61
@@ -71,16 +69,3 @@ def test_a_reset_is_what_vanishing_looks_like() -> None:
         vanish(near)
         with far, pytest.raises(ConnectionResetError):
             far.recv(1)
-
-
-def test_the_page_has_a_line_for_each_case() -> None:
-    names = "failed refused complete wrong_tokens stall_before_ms stall_ms during_over_before after_over_before"
-    zero = dict.fromkeys((*names.split(), "pages_leaked", "processes_alive"), 0.0)
-    made = table(dict.fromkeys(CASES, zero))
-    assert made.count("\n") == len(CASES) + 1 and made.count("| never |") == len(CASES)
-    assert all(f"`{name}`" in described() for name in CASES)
-
-
-def test_the_page_lists_the_cases_that_there_are() -> None:
-    text = PAGE.read_text("utf-8")
-    assert put(text, "cases", described()) == text, "run benchmarks/chaos_table.py"

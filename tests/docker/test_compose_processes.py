@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stack import compose_command, run
+
+from benchmarks.serving.compose_plan import Planned, plan, read_compose
+from outrider.cli.wiring import OPTION_TYPES
+from outrider.config.base import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from compose_plan import Planned, plan, read_compose  # noqa: E402
-from stack import compose_command, run  # noqa: E402
-
-from outrider.cli.wiring import OPTION_TYPES  # noqa: E402
-from outrider.config.base import parse_options  # noqa: E402
-
 SECRETS = Path("docker/compose.secrets.yaml")
 
 
@@ -103,8 +100,8 @@ def test_a_profile_runs_as_processes_and_outlives_its_draft(profile: str, model_
     words = ["--profile", profile, "--model", str(model_path), "--max-tokens", "32", "--out", str(out)]
     words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     words += [word for file in ("compose.yaml", SECRETS) for word in ("--file", str(ROOT / file))]
-    program = str(ROOT / "benchmarks" / "compose_processes.py")
-    done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True, timeout=800, check=False)
+    command = [sys.executable, "-m", "benchmarks.serving.compose_processes", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     values = {(row["case"].rpartition(" ")[2], row["metric"]): row["value"] for row in report["rows"]}

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from plot_results import IMAGES, PLOTS
-from results_tables import BEGIN, PAGES, RESULTS, TABLES, filled, targets
+
+from benchmarks.results_page.plots import IMAGES, PLOTS
+from benchmarks.results_page.reports import RESULTS, targets
+from benchmarks.results_page.tables import BEGIN, PAGES, TABLES, filled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -13,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_are_what_the_reports_say(page: Path) -> None:
     text = page.read_text("utf-8")
-    assert filled(text) == text, "run benchmarks/plot_results.py"
+    assert filled(text) == text, "run python -m benchmarks.results_page"
 
 
 def test_every_table_is_on_one_page() -> None:

@@ -1,9 +1,8 @@
-"""What other projects' clients do, against three real processes. benchmarks/clients.py runs the clients themselves."""
+"""What other projects' clients do, against three real processes; benchmarks/serving/clients.py runs them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from client import COPY_PROMPT, chat, stream
 
 from outrider.cli.cluster import Cluster
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 TEXT = "The capital of France is Paris, and the capital of Italy is Rome. 🙂"
 
@@ -84,14 +81,14 @@ async def test_the_trace_of_a_real_answer_fits_its_tokens(cluster: Cluster) -> N
 
 def test_a_load_generator_finds_models_counters_and_tokens(cluster: Cluster) -> None:
     pytest.importorskip("requests")
-    from client_checks import load_generator
+    from benchmarks.serving.client_checks import load_generator
 
     found = load_generator(cluster.rest_url, cluster.gateway_address)
     assert found["drafts"] > 0 and found["accepted_tokens"] > 0
 
 
 def test_grpcs_health_client_finds_every_service(cluster: Cluster) -> None:
-    from client_checks import health
+    from benchmarks.serving.client_checks import health
 
     assert health(cluster.rest_url, cluster.gateway_address)["names"] == 2
 
@@ -123,7 +120,7 @@ def test_sglangs_clients_compare_choices_and_stream(cluster: Cluster) -> None:
 @pytest.mark.parametrize(("name", "package"), [("openai", "openai"), ("langchain", "langchain_openai")])
 def test_chat_clients_get_what_they_expect(cluster: Cluster, name: str, package: str) -> None:
     pytest.importorskip(package)
-    from client_checks import CHECKS
+    from benchmarks.serving.client_checks import CHECKS
 
     assert CHECKS[name][0](cluster.rest_url, cluster.gateway_address)["text"]
 
@@ -131,8 +128,7 @@ def test_chat_clients_get_what_they_expect(cluster: Cluster, name: str, package:
 @pytest.mark.slow
 def test_lm_eval_scores_alike_with_and_without_speculation(cluster: Cluster, model_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from client_checks import lm_eval
-
+    from benchmarks.serving.client_checks import lm_eval
     from outrider.config.verify import VerifyOptions
 
     drafted = lm_eval(cluster.rest_url, cluster.gateway_address)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,8 @@ from chains import load
 from safetensors.torch import load_file
 from tiny_models import save_tiny
 
+from benchmarks.split.noisy_draft import make_noisy
 from outrider.errors import ConfigError
-
-sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-from noisy_draft import make_noisy
 
 CPU = torch.device("cpu")
 

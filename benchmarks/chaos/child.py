@@ -1,0 +1,39 @@
+"""A service in a network namespace, or with its log on a disk of its own: what the chaos benchmark runs in its place.
+
+CHAOS_NAMESPACE: file of the namespace to enter. CHAOS_LOGS: folder in which stdout and stderr are appended to a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import sys
+from pathlib import Path
+
+MODULES = {"draft": "draft_service", "verify": "verify_service", "gateway": "gateway"}
+_CLONE_NEWNET = 0x40000000
+
+
+def main() -> None:
+    """Move there, then become the service, whose name is that of its ready file."""
+    name = next(Path(text).stem for text in sys.argv if text.startswith("--ready-file="))
+    if namespace := os.environ.get("CHAOS_NAMESPACE"):
+        handle = os.open(namespace, os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(handle, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+        os.close(handle)
+    if folder := os.environ.get("CHAOS_LOGS"):
+        log = Path(folder)
+        target = os.open(
+            log if log.is_char_device() else log / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
+        for stream in (1, 2):
+            os.dup2(target, stream)
+        os.close(target)
+    sys.argv[0] = MODULES[name]
+    runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

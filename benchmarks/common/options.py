@@ -1,0 +1,69 @@
+"""Services of a benchmark, from its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from outrider.cli.cluster import Cluster
+from outrider.config.base import parse_options
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.models.shipped import choose_drafters
+from outrider_tools.bench.report import cpu_name
+
+PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "cpu.jsonl"
+
+
+def add_service_arguments(parser: argparse.ArgumentParser, label: str) -> None:
+    """Which model the services serve and where, what else they are told, and what is done with the results."""
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--label", default=label, help=f"the model's name in results; default {label}")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL, with "turns" or "prompt"')
+    parser.add_argument("--verify-device", default="auto")
+    parser.add_argument("--draft-device", default="auto")
+    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
+    parser.add_argument("--out", type=Path)
+
+
+def verify_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> VerifyOptions:
+    """What verify is told: `argv` too, but the command line has the last word. Raises ConfigError."""
+    told = [f"--model={arguments.model}", f"--device={arguments.verify_device}", *argv, *arguments.verify_option]
+    return parse_options(VerifyOptions, told)
+
+
+def draft_options(arguments: argparse.Namespace, argv: Sequence[str] = ()) -> DraftOptions:
+    """What the draft service is told, likewise; with the drafters that it would choose. Raises ConfigError."""
+    told = parse_options(DraftOptions, [f"--device={arguments.draft_device}", *argv, *arguments.draft_option])
+    return choose_drafters(told, arguments.model)
+
+
+def printer(verbose: bool) -> Callable[[str, str], None]:
+    """Prints lines of services' logs: all, or those that tell of trouble."""
+
+    def on_line(name: str, line: str) -> None:
+        if verbose or " ERROR " in line or "Traceback" in line:
+            print(f"{name}: {line}", flush=True)
+
+    return on_line
+
+
+def make_cluster(arguments: argparse.Namespace, verify: Sequence[str] = (), draft: Sequence[str] = ()) -> Cluster:
+    """All three services, not started yet. Raises ConfigError."""
+    return Cluster(
+        verify=verify_options(arguments, verify),
+        draft=draft_options(arguments, draft),
+        on_line=printer(arguments.verbose),
+    )
+
+
+def device_name() -> str:
+    """The GPUs, or the processor."""
+    if not torch.cuda.is_available():
+        return cpu_name()
+    return " + ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

@@ -1,0 +1,330 @@
+"""Time that the engine's Python takes between the end of a round and the launch of the next, on a fake device.
+
+Trees are grown and followed as in service, by a draft in the same process whose time is not counted. Needs no model.
+What it has grown after a commit comes as in service, too: spread over a round, for all requests at the same moments,
+in `--messages` messages a request, which the engine unpacks. With `--answer-ms` the first come so long after a commit,
+and rounds may be held for them, so that gaps after holds and beside late answers are seen.
+
+python -m benchmarks.engine.host_gap --out benchmarks/results/host_gap.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import heapq
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.host.garbage import take_over
+from outrider.protocol.messages import Commit, Grow, Open, VerifyMessage
+from outrider.protocol.part_codec import pack_drafts, unpack_drafts
+from outrider.protocol.parts import DraftPart
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import RequestSampler
+from outrider.tree.author import TreeAuthor
+from outrider_tools.bench.report import Row, cpu_name, write_report
+from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.figures import RoundFigures
+from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.frames.submission import Update
+from verify_service.speculation.budget import WIDTHS, CostModel
+
+VOCAB = 1000
+CHANCES = (0.9, 0.06, 0.04)
+"""Of the children of every node. The draft knows them, so that its trees are as good as trees can be."""
+
+
+class FakeRound:
+    """A round that ends at a given time."""
+
+    def __init__(self, device: FakeDevice, entries: Sequence[Entry], gpu_seconds: float) -> None:
+        self.gpu_seconds = gpu_seconds
+        self._device = device
+        now = time.perf_counter()
+        # From the end itself, which the engine may have seen late.
+        self.gap_seconds = None if device.idle_since is None else now - device.idle_since
+        device.idle_since = now + gpu_seconds
+        self._results = [Result(accepted(entry, device.luck)) if entry.samples else Result() for entry in entries]
+
+    def done(self) -> bool:
+        """Whether its time is up."""
+        if self._device.caught_up_at is None:
+            self._device.caught_up_at = time.perf_counter()
+        return self._device.idle_since is not None and time.perf_counter() >= self._device.idle_since
+
+    def wait(self) -> list[Result]:
+        """The results; from here on the device is idle."""
+        self._device.ended_at = time.perf_counter()
+        return self._results
+
+
+def accepted(entry: Entry, luck: random.Random) -> list[int]:
+    """Tokens along the nodes as far as they hold what is drawn, and one more; few, so that much of a tree is left."""
+    nodes = zip(entry.nodes.parents, entry.nodes.token_ids, strict=True)
+    below = {node: index for index, node in enumerate(nodes)}
+    tokens: list[int] = []
+    node: int | None = -1
+    while node is not None and len(tokens) < 3:
+        tokens.append(luck.choices(range(len(CHANCES)), CHANCES)[0])
+        node = below.get((node, tokens[-1]))
+    return tokens
+
+
+class FakeDevice:
+    """An executor that notes when it had nothing to do. Stops the engine after so many rounds."""
+
+    def __init__(self, round_seconds: float, num_rounds: int) -> None:
+        self.engine: VerifyEngine | None = None
+        self.draft: Draft | None = None
+        self.ended_at: float | None = None
+        self.caught_up_at: float | None = None
+        self.idle_since: float | None = None
+        """When the last round ends, or has ended."""
+        self.gaps: list[float] = []
+        self.busy: list[float] = []
+        """Time after a launch until the engine first looked for the round's end, the draft's own left out."""
+        self.messages: list[float] = []
+        """Time in a round for what drafts have said."""
+        self.num_nodes: list[int] = []
+        self.luck = random.Random(1)
+        self._round_seconds = round_seconds
+        self._num_rounds = num_rounds
+        self._launched_at = 0.0
+
+    def launch(self, entries: Sequence[Entry]) -> FakeRound:
+        """See Executor."""
+        now = time.perf_counter()
+        if self.ended_at is not None and self.caught_up_at is not None and self.draft is not None:
+            self.gaps.append(now - self.ended_at)
+            self.busy.append(self.caught_up_at - self._launched_at - self.draft.seconds)
+            self.num_nodes.append(sum(len(entry.nodes) for entry in entries))
+            self.messages.append(self.draft.receiving)
+            self.draft.seconds = self.draft.receiving = 0.0
+        self.caught_up_at = None
+        if len(self.gaps) >= self._num_rounds and self.engine is not None:
+            self.engine.stop()
+        launched = FakeRound(self, entries, self._round_seconds)
+        self._launched_at = time.perf_counter()
+        return launched
+
+    def postpone(self, seconds: float) -> None:
+        """End the round so much later, if it has not ended: a draft takes no time of a round."""
+        if self.idle_since is not None and self.ended_at is not None and self.ended_at < self._launched_at:
+            self.idle_since += seconds
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor."""
+
+    def forget(self, request: Request) -> None:
+        """See Executor."""
+
+
+class Pace(NamedTuple):
+    """How a draft answers a commit."""
+
+    answer_seconds: float
+    """When the first message comes."""
+    num_messages: int
+    every: float
+    """Seconds from one message to the next."""
+    most_nodes: int
+    """In all of them."""
+
+
+class Draft:
+    """A draft service that answers at once, and fills its credit with the best nodes that there are."""
+
+    address = "fake"
+
+    def __init__(self, engine: VerifyEngine, device: FakeDevice, wire: Wire, pace: Pace) -> None:
+        self._device = device
+        self._wire = wire
+        self._pace = pace
+        self.seconds = 0.0
+        """Time spent here, which a draft in a process of its own would spend there."""
+        self.receiving = 0.0
+        """The engine's time for what is said to it."""
+        self._engine = engine
+        self._authors: dict[int, TreeAuthor] = {}
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """See DraftPort."""
+        start = time.perf_counter()
+        for message in messages:
+            if isinstance(message, Open):
+                self._authors[message.request] = TreeAuthor(message, VOCAB)
+            elif isinstance(message, Commit):
+                self._authors[message.request].apply(message)
+        sizes = [math.ceil(self._grow(author) / self._pace.num_messages) for author in self._authors.values()]
+        said = [self._cut(author, max(size, 1)) for author, size in zip(self._authors.values(), sizes, strict=True)]
+        spent = time.perf_counter() - start
+        self.seconds += spent
+        self._device.postpone(spent)
+        now = time.monotonic()
+        for parts in said:
+            for number, part in enumerate(parts):
+                self._say(now + self._pace.answer_seconds + number * self._pace.every, part)
+
+    def reset(self) -> None:
+        """See DraftPort."""
+
+    def _grow(self, author: TreeAuthor) -> int:
+        first = author.next_id
+        frontier = [(-author.path_score(node), node) for node in author.live_ids()]
+        heapq.heapify(frontier)
+        while frontier and author.num_live < author.credit and author.next_id - first < self._pace.most_nodes:
+            score, node = heapq.heappop(frontier)
+            for token, edge in enumerate(map(math.log, CHANCES)):
+                child = author.add(node, token, edge, 0)
+                if child is not None:
+                    heapq.heappush(frontier, (score - edge, child))
+        return author.next_id - first
+
+    def _cut(self, author: TreeAuthor, size: int) -> list[DraftPart]:
+        grows: list[Grow] = []
+        while (grow := author.take(size)) is not None:
+            grows.append(grow)
+        return pack_drafts(grows)
+
+    def _say(self, at: float, part: DraftPart) -> None:
+        self._wire.post_later(at, lambda: self._wire.post(partial(self._receive, part, at)))
+
+    def _receive(self, part: DraftPart, arrived_at: float) -> None:
+        start = time.perf_counter()
+        self._engine.drafts.receive(self, unpack_drafts([part]), arrived_at)
+        self.receiving += time.perf_counter() - start
+
+
+class Wire(ThreadInbox):
+    """The engine's inbox, with messages that come later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def post_later(self, at: float, arrive: Callable[[], None]) -> None:
+        """Call `arrive` when the clock says `at`."""
+        heapq.heappush(self._later, (at, next(self._count), arrive))
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """See Inbox; sleeps as a wait for a socket does."""
+        self._arrive()
+        if timeout is not None and not len(self):
+            left = self._later[0][0] - time.monotonic() if self._later else timeout
+            time.sleep(max(min(timeout, left), 0.0))
+            self._arrive()
+        return super().take(None)
+
+    def _arrive(self) -> None:
+        while self._later and self._later[0][0] <= time.monotonic():
+            heapq.heappop(self._later)[2]()
+
+
+class Notes:
+    """An observer that notes gaps, in which holds do not count, and holds."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.holds: list[float] = []
+
+    def round(self, entries: object, updates: object, figures: RoundFigures) -> None:
+        """See Observer."""
+        if figures.gap is not None:
+            self.gaps.append(figures.gap)
+            self.holds.append(figures.held)
+
+    def flush(self) -> None:
+        """See Observer."""
+
+
+def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace: Pace) -> tuple[FakeDevice, Notes]:
+    """Run so many rounds of `batch` requests."""
+    device = FakeDevice(round_seconds, num_rounds)
+    limits = EngineLimits(
+        VOCAB,
+        1 << 20,
+        max_running=batch,
+        max_nodes=max_nodes,
+        max_hold_seconds=0.02 if pace.answer_seconds else 0.0,
+        root_apart=True,
+        max_depth=31,
+        spin=True,
+    )
+    # As if every round were padded to the same width: then all nodes that there are pay.
+    cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
+    notes, wire = Notes(), Wire()
+    engine = VerifyEngine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
+    device.engine, device.draft = engine, Draft(engine, device, wire, pace)
+    engine.draft_connected(device.draft)
+    params = SamplingParams(temperature=0.0)
+    for _ in range(batch):
+        prompt = [7] * 100
+        sampler = RequestSampler(params, prompt, VOCAB)
+        engine.submit(Request("r", prompt, 100, params, sampler, 1 << 20, frozenset(), True, drop))
+    take_over()
+    engine.run()
+    gc.enable()
+    return device, notes
+
+
+def drop(update: Update) -> None:
+    """A client that nobody is."""
+
+
+def measure(batch: int, options: argparse.Namespace) -> list[Row]:
+    """All rows of one batch size."""
+    num_rounds, answer = options.rounds + options.rounds // 5, options.answer_ms / 1e3
+    pace = Pace(answer, options.messages, options.round_ms / 1e3 / (options.messages + 1), options.grown)
+    device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, pace)
+    gaps = [gap * 1e3 for gap in notes.gaps[options.rounds // 5 :]]
+    holds = [held * 1e3 for held in notes.holds[options.rounds // 5 :]]
+    busy = [seconds * 1e3 for seconds in device.busy[options.rounds // 5 :]]
+    messages = [seconds * 1e3 for seconds in device.messages[options.rounds // 5 :]]
+    nodes = statistics.median(device.num_nodes[options.rounds // 5 :])
+    cuts = statistics.quantiles(gaps, n=100)
+    beside = (statistics.median(busy), statistics.median(messages), statistics.mean(holds))
+    figures = (cuts[9], statistics.median(gaps), cuts[89], cuts[98], *beside)
+    print(f"{batch:5d}{nodes:7.0f}" + "".join(f"{figure:10.3f}" for figure in figures))
+    case = f"host b{batch} m{nodes + batch:.0f}" + (f" answer {options.answer_ms:g} ms" if answer else "")
+    return [
+        Row(case, "host_gap_ms", statistics.median(gaps), "ms"),
+        Row(case, "host_gap_p99_ms", cuts[98], "ms"),
+        Row(case, "overlapped_host_ms", statistics.median(busy), "ms"),
+        Row(case, "messages_host_ms", statistics.median(messages), "ms"),
+        Row(case, "hold_ms", statistics.mean(holds), "ms"),
+    ]
+
+
+def main() -> None:
+    """Parse options, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32, 64])
+    parser.add_argument("--nodes", type=int, default=64, help="tree nodes in a round, over all requests")
+    parser.add_argument("--round-ms", type=float, default=5.0)
+    parser.add_argument("--answer-ms", type=float, default=0.0, help="time from a commit to the draft's answer")
+    parser.add_argument("--messages", type=int, default=6, help="in which a draft sends what it grows a round")
+    parser.add_argument("--grown", type=int, default=128, help="nodes that it grows a round at most")
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    print("batch  nodes    p10 ms    gap ms    p90 ms    p99 ms    beside  messages      held")
+    rows = [row for batch in options.batch for row in measure(batch, options)]
+    if options.out:
+        write_report(options.out, "host_gap", cpu_name(), rows, ("numpy",))
+
+
+if __name__ == "__main__":
+    main()

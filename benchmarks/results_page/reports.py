@@ -1,0 +1,110 @@
+"""Reports in benchmarks/results, and how their figures are written as Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from outrider_tools.bench.report import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Cells = Sequence[str]
+
+
+class Report:
+    """One file of benchmarks/results."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+        self._values = {(row["case"], row["metric"]): float(row["value"]) for row in self.data.get("rows", [])}
+
+    def __call__(self, case: str, metric: str = "tokens_per_second") -> float:
+        """A row's value; KeyError without such a row."""
+        return self._values[case, metric]
+
+    def cell(self, case: str, metric: str, form: str = ".2f") -> str:
+        """A row's value as text; KeyError without such a row."""
+        return format(self(case, metric), form)
+
+    def __contains__(self, row: tuple[str, str]) -> bool:
+        """Whether there is a row of this case and metric."""
+        return row in self._values
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows."""
+        return [Row(**row) for row in self.data["rows"]]
+
+    @property
+    def device(self) -> str:
+        """What it was measured on."""
+        device = str(self.data["device"])
+        return "2 x NVIDIA H200" if device in ("NVIDIA H200 + NVIDIA H200", "2x NVIDIA H200") else device
+
+    @property
+    def date(self) -> str:
+        """The day, as YYYY-MM-DD."""
+        return str(self.data["date"])[:10]
+
+    @property
+    def link(self) -> str:
+        """The file, from a page in docs."""
+        return f"[{self.name}.json](../benchmarks/results/{self.name}.json)"
+
+    def source(self, command: str = "command") -> str:
+        """Device, date, commit, file and command."""
+        commit = str(self.data["commit"]).split()[0][:9]
+        return f"{self.device}, {self.date}, commit {commit}, {self.link}:\n\n{_console(self.data[command])}"
+
+
+report = cache(Report)
+
+
+def table(head: Cells, lines: Iterable[Cells]) -> str:
+    """A Markdown table."""
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def targets(rows: Iterable[tuple[str, str, float, Sequence[tuple[str, float]]]]) -> str:
+    """What was aimed at beside what was measured: (what, comparison, target, measured values with their names)."""
+    lines = []
+    for what, comparison, target, values in rows:
+        met = [value <= target if comparison == "at most" else value >= target for _, value in values]
+        shown = [f"{name} {_number(value)}".strip() for name, value in values]
+        verdicts = ["met" if one else "**missed**" for one in met]
+        verdict = verdicts[0] if len(set(met)) == 1 else ", ".join(verdicts)
+        lines.append((what, f"{comparison} {target:g}", ", ".join(shown), verdict))
+    return table(("what", "target", "measured", ""), lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _words(command: str) -> Iterable[str]:
+    """A command's words, an option's first value with its name."""
+    found: list[str] = []
+    for word in re.findall(r"'[^']*'|[^\s']+", command):
+        if found and found[-1].startswith("--") and "=" not in found[-1] and " " not in found[-1] and word[0] != "-":
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _console(command: str) -> str:
+    lines: list[str] = []
+    for word in _words(command):
+        if lines and len(lines[-1]) + len(word) < 110:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}" if lines else word)
+    return "```console\n{}\n```".format(" \\\n".join(lines))

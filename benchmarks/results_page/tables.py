@@ -1,0 +1,440 @@
+"""Tables of docs/results.md, docs/reliability.md and README.md, made from the reports in benchmarks/results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from benchmarks.chaos.cases import CASES
+from benchmarks.engine.cost import Point, round_times
+from benchmarks.results_page.reports import ROOT, Cells, Report, report, table, targets
+from benchmarks.results_page.split_tables import (
+    ALL_80,
+    LOCKSTEP,
+    PLAIN,
+    PLAIN_16,
+    SIX,
+    SPLIT,
+    SPLIT_16,
+    split_table,
+    split_targets,
+    step_table,
+)
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "reliability.md")
+BEGIN, END = "<!-- {0}: made by benchmarks.results_page -->", "<!-- {0}: end -->"
+
+# The default model on a CPU.
+
+MT_PLAIN, MT_DEFAULT = "smollm2-135m plain split b1 bf16 greedy", "smollm2-135m eagle3+ngram split b1 bf16 greedy"
+KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+MT_BENCH = "mt_bench_cpu_again"
+
+
+def mt_table() -> str:
+    """The default against plain decoding, by kinds of questions."""
+    one = report(MT_BENCH)
+    lines = []
+    for kind in (*KINDS, ""):
+        plain, default = f"{MT_PLAIN} {kind}".strip(), f"{MT_DEFAULT} {kind}".strip()
+        ratio = f"{one(default, 'speedup_over_plain'):.2f}"
+        lines.append(
+            (kind or "**all**", f"{one(plain):.1f}", f"{one(default):.1f}", ratio, one.cell(default, "accept_length"))
+        )
+    head = ("kind", "plain, tokens/s", "default, tokens/s", "over plain", "accept length")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
+def mt_runs() -> str:
+    """Every run of the same benchmark."""
+    names = {
+        "mt_bench_cpu": "80, in turn with transformers",
+        MT_BENCH: "80",
+        "mt_bench_cpu_short": "24, three of each kind",
+    }
+    lines = []
+    for name, questions in names.items():
+        one = report(name)
+        ratio = one.cell(MT_DEFAULT, "speedup_over_plain")
+        accept = one.cell(MT_DEFAULT, "accept_length")
+        lines.append((one.link, one.date, questions, f"{one(MT_PLAIN):.1f}", f"{one(MT_DEFAULT):.1f}", ratio, accept))
+    return table(("run", "date", "questions", "plain", "default", "over plain", "accept length"), lines)
+
+
+def ngram_table() -> str:
+    """N-grams alone, by kinds of prompts."""
+    one = report("services_cpu")
+    lines = []
+    kinds = {"summary": "summaries", "code_edit": "code edits", "retrieval": "from a document", "creative": "creative"}
+    for kind, title in kinds.items():
+        ngram = f"smollm2-135m ngram split b1 bf16 greedy {kind}"
+        plain = one(f"smollm2-135m plain split b1 bf16 greedy {kind}")
+        other = one(f"smollm2-135m transformers b1 bf16 greedy {kind}")
+        ratios = (one.cell(ngram, f"speedup_over_plain{end}") for end in ("", "_lowest_prompt"))
+        lines.append(
+            (title, f"{other:.1f}", f"{plain:.1f}", f"{one(ngram):.1f}", *ratios, one.cell(ngram, "accept_length"))
+        )
+    head = ("prompts", "transformers", "plain", "n-grams", "over plain", "lowest prompt", "accept length")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
+# One GPU.
+
+TREE_32, TREE_64 = "llama-8b tree engine b1 m32 ctx1k", "llama-8b tree engine b16 m64 ctx1k"
+ENGINE = "engine_triton_h200"
+
+
+def engine_targets() -> str:
+    """Targets of the engine."""
+    rounds, parts, half = report(ENGINE), report("engine_h200"), report("engine_fp16_h200")
+    greedy = f"{TREE_32} bf16 greedy"
+    plain = rounds("llama-8b plain engine b1 m1 ctx1k bf16 greedy")
+    return targets(
+        [
+            ("plain decoding, batch 1, tokens/s (SGLang 0.5.17: 219)", "at least", 219, [("", plain)]),
+            ("the same, aim", "at least", 241, [("", plain)]),
+            ("round with 32 tree tokens, GPU ms", "at most", 5.0, [("", rounds(greedy, "round_gpu_ms"))]),
+            ("the same over its bare products", "at most", 1.15, [("", rounds(greedy, "round_gpu_over_gemm"))]),
+            ("the same, wall less GPU, ms", "at most", 0.25, [("", rounds(greedy, "host_gap_ms"))]),
+            (
+                "64 tree tokens over 16 requests, over their bare products",
+                "at most",
+                1.25,
+                [
+                    ("", rounds(f"{TREE_64} bf16 greedy", "round_gpu_over_gemm")),
+                    ("earlier the same day", parts(f"{TREE_64} bf16 greedy", "round_gpu_over_gemm")),
+                    ("float16", half(f"{TREE_64} fp16 greedy", "round_gpu_over_gemm")),
+                ],
+            ),
+            (
+                "tree attention, 32 queries, 1k context, us a layer",
+                "at most",
+                9,
+                [("", parts(f"{TREE_32} bf16", "attention_us_per_layer"))],
+            ),
+            (
+                "the same, 16k context",
+                "at most",
+                25,
+                [("", parts("llama-8b tree engine b1 m32 ctx16k bf16", "attention_us_per_layer"))],
+            ),
+            (
+                "prefill of 2,048 tokens, share of the matmul rate",
+                "at least",
+                0.6,
+                [("", parts("llama-8b prefill engine b1 m2048 bf16", "prefill_over_matmul"))],
+            ),
+        ]
+    )
+
+
+def engine_rounds() -> str:
+    """Rounds by batch and by context."""
+    one = report(ENGINE)
+    gpu = round_times(one.rows, "round_gpu_ms")
+
+    def ms(rows: int, tokens: int, context: int) -> str:
+        value = gpu.get(Point(rows, tokens, context))
+        return "-" if value is None else f"{value:.2f}"
+
+    batches, contexts = (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32)
+    speeds = (one(f"llama-8b plain engine b{n} m{n} ctx1k bf16 greedy") for n in batches)
+    batch = table(
+        ("GPU ms, 1k context, batch", *map(str, batches)),
+        [
+            ("plain", *(ms(n, n, 1024) for n in batches)),
+            ("64 tokens in all", *(ms(n, 64, 1024) for n in batches)),
+            ("plain, tokens/s", *(f"{speed:,.0f}" for speed in speeds)),
+        ],
+    )
+    context = table(
+        ("GPU ms, batch 1, context", *(f"{n}k" for n in contexts)),
+        [
+            ("plain", *(ms(1, 1, n * 1024) for n in contexts)),
+            ("32 tree tokens", *(ms(1, 32, n * 1024) for n in contexts)),
+        ],
+    )
+    return f"{one.source()}\n\n{batch}\n\n{context}"
+
+
+def live_table() -> str:
+    """Rounds with clients, gateway and draft alive."""
+    one = report("live_h200")
+    lines, aims = [], []
+    for drafter, title in (("plain", "plain"), ("ngram", "n-grams")):
+        for batch, target in ((1, 0.25), (32, 0.6)):
+            case = f"llama-8b {drafter} split b{batch} greedy"
+            gaps = (one.cell(case, f"host_gap_ms{end}") for end in ("_p50", "_p90", ""))
+            lines.append((f"{title}, batch {batch}", f"{one(case):,.0f}", one.cell(case, "accept_length"), *gaps))
+            aims.append((f"mean gap, {title}, batch {batch}, ms", "at most", target, [("", one(case, "host_gap_ms"))]))
+    head = ("case", "tokens/s", "accept length", "gap p50, ms", "gap p90", "gap mean")
+    return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
+
+
+def host_gap_table() -> str:
+    """The engine's Python between two rounds, on a fake device."""
+    one = report("host_gap_cpu")
+    cases = {"1": "host b1 m64", "16": "host b16 m79", "32": "host b32 m96"}
+    names = ("host_gap_ms", "host_gap_p99_ms", "messages_host_ms")
+    lines = [(batch, *(one.cell(case, name) for name in names)) for batch, case in cases.items()]
+    return f"{one.source()}\n\n{table(('requests', 'gap, ms', 'gap p99, ms', 'messages in a round, ms'), lines)}"
+
+
+def attention_table() -> str:
+    """Our attention against FlashInfer's."""
+    one = report("attention_backends_h200")
+    lines = []
+    for case, title in {
+        "prefill b1 m2048 ctx0k": "prompt of 2k tokens",
+        "prefill b1 m8192 ctx0k": "prompt of 8k tokens",
+        "tree b1 m32 ctx1k": "tree of 32 tokens, 1k context",
+        "tree b1 m32 ctx16k": "tree of 32 tokens, 16k context",
+    }.items():
+        ours, theirs = (one(f"{name} {case} bf16", "attention_us_per_layer") for name in ("triton", "flashinfer"))
+        plan = one(f"flashinfer {case} bf16", "attention_plan_ms")
+        lines.append((title, f"{ours:,.1f}", f"{theirs:,.1f}", f"{theirs / ours:.2f}", f"{plan:.1f}"))
+    head = ("us a layer", "ours", "FlashInfer", "FlashInfer over ours", "its planning on the host, ms a round")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
+def deterministic_table() -> str:
+    """What --deterministic costs, and how many answers equal plain decoding's."""
+    one = report("deterministic_8b_h200x2")
+    lines = []
+    for drafter, title in (("plain", "plain"), ("ngram", "n-grams"), ("standalone", "135M draft")):
+        for batch in (1, 16):
+            for decoding in ("greedy", "t0.8"):
+                exact, fast = (
+                    f"llama-8b {drafter} {mode} b{batch} bf16 {decoding}" for mode in ("deterministic", "fast")
+                )
+                cost = one.cell(f"llama-8b {drafter} b{batch} {decoding}", "deterministic_over_fast")
+                equal = (f"{one(case, 'equal_answers'):.0f} of 16" for case in (exact, fast))
+                lines.append(
+                    (f"{title}, batch {batch}, {decoding}", f"{one(exact):,.0f}", f"{one(fast):,.0f}", cost, *equal)
+                )
+    head = ("run", "deterministic, tokens/s", "without", "ratio", "equal answers, deterministic", "without")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
+# Draft models.
+
+
+def drafts_table() -> str:
+    """Accept lengths of the shipped head and of the noisy copy, offline."""
+    lines = []
+    for name, title in (("evaluate_eagle3_h200", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
+        for one in report(name).data["evaluation"]:
+            all_of = one["all"]
+            rates = (f"{all_of['rates'][depth - 1]:.2f}" for depth in (1, 6, 10))
+            lengths = (f"{all_of[kind]['accept_length']:.2f}" for kind in ("tree", "chain"))
+            lines.append((title, f"{one['temperature']:g}", *lengths, *rates))
+    one = report("evaluate_eagle3_h200")
+    head = ("draft", "temperature", "tree", "chain", "accept rate at depth 1", "6", "10")
+    by_heat = [answers["all"]["tree"]["accept_length"] for answers in one.data["evaluation"]]
+    deep = one.data["evaluation"][0]["all"]["deep_over_first"]
+    aims = targets(
+        [
+            ("head, tree, greedy", "at least", 3.2, [("", by_heat[0])]),
+            ("head, rate at depth 6 over depth 1, greedy", "at least", 0.85, [("", deep)]),
+            ("head, tree at temperature 1 over greedy", "at least", 0.8, [("", by_heat[1] / by_heat[0])]),
+        ]
+    )
+    return f"{one.source()}\n\n{table(head, lines)}\n\n{aims}"
+
+
+def kinds_table() -> str:
+    """Other kinds of drafters, trained at small cost."""
+    one = report("train_drafters_h200")
+    lines = []
+    for key, title, steps in (
+        ("eagle", "EAGLE-2", 250),
+        ("nextn", "MTP", 250),
+        ("standalone", "STANDALONE, 4 layers", 500),
+    ):
+        case = f"smollm2-135m {key} bf16"
+        tree = " tree 32 nodes depth 8"
+        lines.append(
+            (
+                title,
+                str(steps),
+                *(one.cell(f"{case} greedy", f"accept_rate_depth_{depth}") for depth in (1, 6)),
+                *(one.cell(f"{case} greedy{end}", "accept_length") for end in (" chain", tree)),
+                one.cell(f"{case} t1{tree}", "accept_length"),
+            )
+        )
+    head = ("kind", "steps", "accept rate at depth 1", "6", "chain", "tree", "tree at temperature 1")
+    return f"{one.source('description')}\n\n{table(head, lines)}"
+
+
+# Faults and long runs.
+
+
+def faults_table() -> str:
+    """What streams go through when parts fail."""
+    one = report("chaos_cpu")
+    return f"{one.source()}\n\n{table(FAULT_COLUMNS, fault_lines(one))}"
+
+
+FAULT_COLUMNS = (
+    "what happens",
+    "failed / refused / complete",
+    "wrong tokens",
+    "longest stall, before and from the fault on",
+    "speed during, after",
+    "accepted again after",
+    "pages leaked",
+    "services alive",
+)
+
+
+def fault_lines(one: Report) -> Iterable[Cells]:
+    """A line for each case that ran, in the order of `CASES`."""
+    labels = {match[2]: match[1] for row in one.rows if (match := re.match(r"(.* chaos (\w+)) ", row.case))}
+    for name, case in CASES.items():
+        if name not in labels:
+            continue
+        title = f"{labels[name]} fp32"
+        recovered = (title, "recovery_ms") in one
+        yield (
+            case.title,
+            " / ".join(one.cell(title, metric, "g") for metric in ("failed", "refused", "complete")),
+            one.cell(title, "wrong_tokens", "g"),
+            f"{one.cell(title, 'stall_before_ms', '.0f')}, {one.cell(title, 'stall_ms', '.0f')} ms",
+            f"{one.cell(title, 'during_over_before', '.0%')}, {one.cell(title, 'after_over_before', '.0%')}",
+            f"{one(title, 'recovery_ms') / 1000:.1f} s" if recovered else "never",
+            one.cell(title, "pages_leaked", "g"),
+            one.cell(title, "processes_alive", "g"),
+        )
+
+
+def cases_table() -> str:
+    """What users see in each case of the chaos benchmark."""
+    lines = [(f"`{name}`", case.title, case.seen) for name, case in CASES.items()]
+    return table(("case", "what happens", "what users see"), lines)
+
+
+def soak_table() -> str:
+    """Long runs under mixed load."""
+    blocks = []
+    for name, case in (("soak_cpu", "smollm2-135m ngram soak"), ("soak_h200", "llama-8b standalone soak")):
+        one = report(name)
+        counts = ("minutes", "complete", "cancelled", "preemptions", "failed")
+        spells = [row.case for row in one.rows if re.search(r" spell \d+$", row.case)]
+        spells = sorted(set(spells), key=spells.index)
+        left = sum(
+            one(spells[-1], f"outrider_{what}")
+            for what in ("verify_running_requests", "verify_kv_pages_used", "draft_open_requests", "draft_live_nodes")
+        )
+        memory = []
+        for service in ("verify", "draft", "gateway"):
+            values = [one(spell, f"{service}_resident_mib") for spell in spells[1:]]
+            memory.append(f"{min(values):,.0f} to {max(values):,.0f}")
+        cells = [*(f"{one(case, count):,.0f}" for count in counts), f"{left:.0f}", *memory]
+        head = (*counts[:1], "answers", *counts[2:], "left at the end")
+        head = (*head, *(f"{service}, MiB" for service in ("verify", "draft", "gateway")))
+        blocks.append(f"{one.source()}\n\n{table(head, [cells])}")
+    return "\n\n".join(blocks)
+
+
+def containers_table() -> str:
+    """GPU profiles of compose.yaml as plain processes: with the draft, while it is dead, and once it is back."""
+    lines, sources = [], []
+    for name, profile in (("compose_gpu1_h200", "gpu1"), ("compose_gpu2_h200x2", "gpu2")):
+        one = report(name)
+        case = f"compose {profile} SmolLM2-135M-Instruct"
+        start = one(f"{case} verify-{profile}", "seconds_to_healthy")
+        for door in ("rest", "grpc"):
+            states = (f"{case} {door} {state}" for state in ("draft-runs", "draft-killed", "draft-is-back"))
+            cells = (f"{one(state):,.0f} ({one(state, 'accept_length'):.2f})" for state in states)
+            lines.append((f"`{profile}`, {door}", f"{start:.0f} s", *cells, one.cell(case, "different_texts", ".0f")))
+        sources.append(one.source())
+    head = (
+        "profile, door",
+        "verify healthy after",
+        "draft runs: tokens/s (accept length)",
+        "draft dead",
+        "draft is back",
+    )
+    return "\n\n".join([*sources, table((*head, "distinct texts, all answers"), lines)])
+
+
+def load_table() -> str:
+    """Latencies of 64 streams."""
+    one = report("load_cpu")
+    case = "smollm2-135m eagle3+ngram split b64 greedy grpc"
+    ends = ("mean", "p50", "p90", "p99", "max")
+    names = {
+        "ttft_ms": "to the first token",
+        "itl_ms": "between tokens",
+        "message_gap_ms": "between messages",
+        "e2e_ms": "to the end",
+    }
+    lines = [(title, *(one.cell(case, f"{name}_{end}", ",.0f") for end in ends)) for name, title in names.items()]
+    rise = (f"{name} {one(case, f'{name}_second_half_rise_mib'):+.0f} MiB" for name in ("verify", "draft", "gateway"))
+    text = (
+        f"{one(case, 'requests'):,.0f} answers, {one(case, 'failed'):.0f} failed, {one(case):.0f} tokens/s, "
+        f"accept length {one(case, 'accept_length'):.2f}. Memory over the second half: {', '.join(rise)}."
+    )
+    return f"{one.source()}\n\n{text}\n\n{table(('ms', *ends), lines)}"
+
+
+# README.
+
+
+def readme_table() -> str:
+    """One line a configuration."""
+    cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
+
+    def line(what: str, source: Report, plain: str, drafted: str) -> Cells:
+        before, after = source(plain), source(drafted)
+        form = ",.1f" if before < 100 else ",.0f"
+        speeds = (f"{before:{form}}", f"{after:{form}}", f"**{after / before:.2f}**")
+        return (what, *speeds, source.cell(drafted, "accept_length"), source.device, source.date)
+
+    live = "llama-8b {} split b{} greedy"
+    lines = [
+        line("SmolLM2-135M, EAGLE-3 head and n-grams, one request", cpu, MT_PLAIN, MT_DEFAULT),
+        line("8B shape, 135M draft, one request", two, PLAIN, SPLIT),
+        line("the same in lockstep: draft and verify in turn", two, PLAIN, LOCKSTEP),
+        line("8B shape, 135M draft, 16 requests", two, PLAIN_16, SPLIT_16),
+        line("8B shape, n-grams, one request", one, live.format("plain", 1), live.format("ngram", 1)),
+        line("8B shape, n-grams, 32 requests", one, live.format("plain", 32), live.format("ngram", 32)),
+    ]
+    head = ("tokens/s", "plain", "with drafts", "ratio", "accept length", "device", "date")
+    return table(head, lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "measured": readme_table,
+    "mt_bench": mt_table,
+    "mt_bench_runs": mt_runs,
+    "ngram": ngram_table,
+    "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
+    "split_6": lambda: split_table("split_now_h200x2", SIX),
+    "split_targets": split_targets,
+    "draft_steps": step_table,
+    "engine_targets": engine_targets,
+    "engine_rounds": engine_rounds,
+    "live": live_table,
+    "host_gap": host_gap_table,
+    "attention": attention_table,
+    "deterministic": deterministic_table,
+    "drafts": drafts_table,
+    "kinds": kinds_table,
+    "faults": faults_table,
+    "cases": cases_table,
+    "soak": soak_table,
+    "load": load_table,
+    "containers": containers_table,
+}
+
+
+def filled(text: str) -> str:
+    """A page's text with every table between marks made anew. KeyError for a mark of an unknown table."""
+    for name in re.findall(BEGIN.format(r"(\w+)"), text):
+        head, _, rest = text.partition(BEGIN.format(name))
+        _, mark, tail = rest.partition(END.format(name))
+        if not mark:
+            raise ValueError(f"{name}: no {END.format(name)}")
+        text = f"{head}{BEGIN.format(name)}\n\n{TABLES[name]()}\n\n{mark}{tail}"
+    return text

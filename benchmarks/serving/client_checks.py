@@ -1,0 +1,238 @@
+"""What other projects' clients make of a running gateway. Runs in an environment with those clients, and prints JSON.
+
+python -m benchmarks.serving.client_checks CHECK --rest http://127.0.0.1:8000 --grpc 127.0.0.1:50051
+
+Nothing of this project is imported: requirements-clients.txt is all that it needs. A client that does not get what it
+expects raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TASKS = Path(__file__).parent / "client_tasks"
+HEALTH_NAMES = ("", "outrider.v1.GatewayService")
+CHAT = "Repeat this list:\n- red apples\n- brown eggs\n- rye bread"
+
+
+def lm_eval(rest: str, _grpc: str) -> dict[str, Any]:
+    """lm-eval's local-completions on local tasks: choices, last words, whole texts, and generated answers."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+        for source in TASKS.iterdir():
+            shutil.copy(source, folder)
+            if source.suffix == ".yaml":
+                (folder / source.name).write_text(source.read_text().replace("FOLDER", str(folder)))
+        tasks = sorted(path.stem for path in TASKS.glob("*.yaml"))
+        arguments = {
+            "model": model_name(rest),
+            "base_url": f"{rest}/v1/completions",
+            "tokenizer_backend": "remote",
+            "max_length": 1024,
+            "num_concurrent": 1,
+            "max_retries": 1,
+        }
+        found = simple_evaluate(
+            model="local-completions",
+            model_args=arguments,
+            tasks=tasks,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            log_samples=True,
+            bootstrap_iters=0,
+        )
+    scores = {task: {k: v for k, v in found["results"][task].items() if isinstance(v, float)} for task in tasks}
+    samples = {task: [sample["resps"] for sample in found["samples"][task]] for task in tasks}
+    return {"scores": scores, "samples": samples}
+
+
+def langchain(rest: str, _grpc: str) -> dict[str, Any]:
+    """LangChain's OpenAI chat model: whole, streamed, in a batch, with log-probabilities, and too long a prompt."""
+    from langchain_core.exceptions import ContextOverflowError
+    from langchain_core.messages import HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        base_url=f"{rest}/v1", api_key="none", model=model_name(rest), temperature=0, max_tokens=24, max_retries=0
+    )
+    messages = [SystemMessage("You are brief."), HumanMessage(CHAT)]
+    whole = model.invoke(messages)
+    require(whole.usage_metadata is not None and whole.usage_metadata["output_tokens"] > 0, "no usage")
+    pieces = list(model.stream(messages, stream_usage=True))
+    streamed = "".join(str(piece.content) for piece in pieces)
+    require(streamed == whole.content, f"the stream says {streamed!r}, the whole {whole.content!r}")
+    require(any(piece.usage_metadata for piece in pieces), "no usage in the stream")
+    batch = model.batch([messages, messages])
+    require([answer.content for answer in batch] == [whole.content] * 2, "a batch differs")
+    scored = model.bind(logprobs=True, top_logprobs=2).invoke(messages)
+    require(len(scored.response_metadata["logprobs"]["content"]) > 0, "no logprobs")
+    plain = model.bind(extra_body={"speculation": "off"}).invoke(messages)
+    require(plain.content == whole.content, "speculation changes the answer")
+    try:
+        model.invoke([HumanMessage("word " * 20_000)])
+    except ContextOverflowError:
+        pass
+    else:
+        raise RuntimeError("too long a prompt is no overflow to LangChain")
+    return {"text": whole.content, "output_tokens": whole.usage_metadata["output_tokens"], "events": len(pieces)}
+
+
+def openai(rest: str, _grpc: str) -> dict[str, Any]:
+    """OpenAI's own client: chat and completions, whole and streamed, errors."""
+    import openai as library
+
+    client = library.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    asked: dict[str, Any] = {"model": model.id, "temperature": 0, "max_completion_tokens": 24}
+    messages: list[Any] = [{"role": "user", "content": CHAT}]
+    whole = client.chat.completions.create(messages=messages, **asked)
+    stream = client.chat.completions.create(
+        messages=messages, stream=True, stream_options={"include_usage": True}, extra_body={"trace": True}, **asked
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    require(text == whole.choices[0].message.content, "the stream differs")
+    require(chunks[0].choices[0].delta.role == "assistant", "no role comes first")
+    require(chunks[-1].choices == [] and chunks[-1].usage is not None, "no usage")
+    tokens = [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        for token in (choice.model_extra or {}).get("trace", {}).get("tokens", [])
+    ]
+    require(len(tokens) == whole.usage.completion_tokens, "the trace lacks tokens")
+    echoed = client.completions.create(model=model.id, prompt="One, two, three", max_tokens=0, echo=True, logprobs=1)
+    require(echoed.choices[0].logprobs.token_logprobs[0] is None, "the first token has a logprob")
+    try:
+        client.completions.create(model=model.id, prompt=[1] * 100_000)
+    except library.BadRequestError as error:
+        require(error.code == "context_length_exceeded", f"code {error.code}")
+    else:
+        raise RuntimeError("too long a prompt is taken")
+    return {"text": text, "accepted": sum(token["origin"] == "accepted" for token in tokens), "tokens": len(tokens)}
+
+
+def load_generator(rest: str, _grpc: str) -> dict[str, Any]:
+    """As vLLM's load generator works: ready check, model, streamed completions, counters before and after."""
+    import requests
+
+    model = requests.get(f"{rest}/v1/models", timeout=30).json()["data"][0]
+    require(model["id"] == model["root"] and model["max_model_len"] > 0, "no model details")
+    require(requests.get(f"{rest}/health", timeout=30).status_code == 200, "no health")
+    before = spec_counters(rest)
+    num_tokens = 0
+    body = {
+        "model": model["id"],
+        "prompt": CHAT,
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 48,
+        "logprobs": None,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    for _ in range(3):
+        with requests.post(f"{rest}/v1/completions", json=body, stream=True, timeout=120) as response:
+            response.raise_for_status()
+            lines = [line.decode() for line in response.iter_lines() if line and not line.startswith(b":")]
+        require(lines[-1] == "data: [DONE]", "no end")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        num_tokens += events[-1]["usage"]["completion_tokens"]
+    after = spec_counters(rest)
+    drafts, drafted, accepted = (after[name] - before[name] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    positions = {place: count - before["per_pos"].get(place, 0) for place, count in after["per_pos"].items()}
+    require(num_tokens == 3 * 48, f"{num_tokens} tokens")
+    require(sum(positions.values()) == accepted, "positions do not add up")
+    return {"tokens": num_tokens, "drafts": drafts, "draft_tokens": drafted, "accepted_tokens": accepted}
+
+
+def spec_counters(rest: str) -> dict[str, Any]:
+    """Counters of speculation, found by the beginning of their lines as load generators find them."""
+    import requests
+
+    found: dict[str, Any] = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0, "per_pos": {}}
+    for line in requests.get(f"{rest}/metrics", timeout=30).text.splitlines():
+        name = line.removeprefix("vllm:spec_decode_num_")
+        if name == line:
+            continue
+        value = float(line.rsplit(" ", 1)[1])
+        if name.startswith("accepted_tokens_per_pos"):
+            place = name.split('position="')[1].split('"')[0]
+            found["per_pos"][place] = found["per_pos"].get(place, 0.0) + value
+        else:
+            kind = next(kind for kind in ("drafts", "draft_tokens", "accepted_tokens") if name.startswith(kind))
+            found[kind] += value
+    return found
+
+
+def health(_rest: str, grpc_address: str) -> dict[str, Any]:
+    """grpc-health-checking's client: Check and Watch of each service's name, and of one that is not there."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in HEALTH_NAMES:
+            request = health_pb2.HealthCheckRequest(service=name)
+            require(stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING, name)
+            require(next(stub.Watch(request, timeout=10)).status == health_pb2.HealthCheckResponse.SERVING, name)
+        try:
+            stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=10)
+        except grpc.RpcError as error:
+            require(error.code() == grpc.StatusCode.NOT_FOUND, str(error.code()))
+        else:
+            raise RuntimeError("a service that is not there is healthy")
+    return {"names": len(HEALTH_NAMES)}
+
+
+CHECKS: dict[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] = {
+    "lm-eval": (lm_eval, ("lm-eval",)),
+    "langchain": (langchain, ("langchain-openai", "langchain-core")),
+    "openai": (openai, ("openai",)),
+    "load-generator": (load_generator, ("requests",)),
+    "health": (health, ("grpcio-health-checking",)),
+}
+"""Each check, and the packages whose versions matter to it."""
+
+
+def model_name(rest: str) -> str:
+    """The served model."""
+    import requests
+
+    return str(requests.get(f"{rest}/v1/models", timeout=30).json()["data"][0]["id"])
+
+
+def require(condition: bool, problem: str) -> None:
+    """Raise RuntimeError unless the condition holds."""
+    if not condition:
+        raise RuntimeError(problem)
+
+
+def main() -> None:
+    """Run one check; the last line is its findings."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--rest", required=True, help="URL of the REST door")
+    parser.add_argument("--grpc", required=True, help="address of the gRPC door")
+    given = parser.parse_args()
+    check, packages = CHECKS[given.check]
+    found = check(given.rest, given.grpc)
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    print(json.dumps({"found": found, "versions": versions}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Rounds with everything alive: clients that stream through the gateway, a draft that grows trees, verify on a GPU.
+
+python -m benchmarks.serving.live --model /models/llama-8b --batches 1,32 --out benchmarks/results/live_h200.json
+
+Reads the time that the device idles between two rounds, and the time of a round on it, from verify's own metrics page
+before and after each run. Drafts are n-grams over prompts and outputs; plain decoding of the same prompts is run
+beside it. Greedy, `--max-tokens` tokens each; the prompts are used again and again until every client has its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.serving.services import PROMPTS, request
+from outrider.cli.cluster import Cluster
+from outrider.config.verify import VerifyOptions
+from outrider.rpc.channel import open_channel
+from outrider.v1 import gateway_pb2_grpc
+from outrider_tools.bench.report import Row, cpu_name, write_report
+
+HISTOGRAMS = {"host_gap_ms": "outrider_verify_host_gap_seconds", "round_gpu_ms": "outrider_verify_gpu_seconds"}
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A Prometheus histogram: seconds in all, observations in all, and up to each bound."""
+
+    total: float
+    count: float
+    bounds: dict[float, float]
+
+    def __sub__(self, other: Histogram) -> Histogram:
+        bounds = {bound: count - other.bounds.get(bound, 0.0) for bound, count in self.bounds.items()}
+        return Histogram(self.total - other.total, self.count - other.count, bounds)
+
+    def quantile(self, share: float) -> float:
+        """The least bound under which `share` of the observations lie."""
+        return next(
+            (bound for bound, count in sorted(self.bounds.items()) if count >= share * self.count), float("inf")
+        )
+
+
+def scrape(url: str) -> dict[str, Histogram]:
+    """The histograms of a metrics page."""
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    found = {}
+    held = rounds = 0.0
+    for family in text_string_to_metric_families(text):
+        if family.name == "outrider_verify_hold_seconds":
+            held = family.samples[0].value
+        if family.name == "outrider_verify_rounds":
+            rounds = family.samples[0].value
+        for metric, name in HISTOGRAMS.items():
+            if family.name == name:
+                samples = {sample.name.removeprefix(name): sample.value for sample in family.samples}
+                bounds = {
+                    float(sample.labels["le"]): sample.value for sample in family.samples if "le" in sample.labels
+                }
+                found[metric] = Histogram(samples["_sum"], samples["_count"], bounds)
+    found["hold_ms"] = Histogram(held, rounds, {})
+    return found
+
+
+Arrivals = list[tuple[float, int]]
+"""When tokens came, and how many."""
+
+
+async def client(
+    stub: gateway_pb2_grpc.GatewayServiceStub, prompts: list[str], max_tokens: int, on: bool, arrivals: Arrivals
+) -> list[int]:
+    """Answer after answer; returns tokens, rounds, draft tokens and accepted ones in all."""
+    totals = [0, 0, 0, 0]
+    for prompt in prompts:
+        async for response in stub.Generate(request(prompt, max_tokens, on)):
+            if response.token_ids:
+                arrivals.append((time.perf_counter(), len(response.token_ids)))
+            if response.HasField("usage"):
+                usage = response.usage
+                counts = (usage.completion_tokens, usage.num_rounds, usage.num_draft_tokens, usage.num_accepted_tokens)
+                totals = [total + count for total, count in zip(totals, counts, strict=True)]
+    return totals
+
+
+def steady_speed(arrivals: list[Arrivals]) -> float:
+    """Tokens per second from when every client has its first ones until the first client has its last.
+
+    Clients whose answers are easy to guess end early; what the others do after that is no full batch any more.
+    """
+    start, end = max(one[0][0] for one in arrivals), min(one[-1][0] for one in arrivals)
+    return sum(count for one in arrivals for at, count in one if start < at <= end) / (end - start)
+
+
+async def run(cluster: Cluster, prompts: list[str], batch: int, max_tokens: int, on: bool, label: str) -> list[Row]:
+    """`batch` clients at once, each with its own order of the prompts."""
+    channel = open_channel(cluster.gateway_address)
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    shares = [[prompts[(place + i) % len(prompts)] for i in range(3 if batch > 1 else 6)] for place in range(batch)]
+    await client(stub, prompts[:1], 16, on, [])
+    arrivals: list[Arrivals] = [[] for _ in shares]
+    before, start = scrape(cluster.metrics_url("verify")), time.perf_counter()
+    clients = zip(shares, arrivals, strict=True)
+    totals = await asyncio.gather(*(client(stub, share, max_tokens, on, came) for share, came in clients))
+    seconds, after = time.perf_counter() - start, scrape(cluster.metrics_url("verify"))
+    await channel.close()
+    tokens, rounds, drafted, accepted = (sum(column) for column in zip(*totals, strict=True))
+    case = f"{label} {'ngram' if on else 'plain'} split b{batch} greedy"
+    rows = [
+        Row(case, "tokens_per_second", tokens / seconds, "tokens/s"),
+        Row(case, "steady_tokens_per_second", steady_speed(arrivals), "tokens/s"),
+        Row(case, "accept_length", tokens / max(rounds, 1), "tokens"),
+        Row(case, "draft_tokens_per_round", drafted / max(rounds, 1), "tokens"),
+        Row(case, "accept_rate", accepted / max(drafted, 1), "ratio"),
+    ]
+    held = after["hold_ms"] - before["hold_ms"]
+    rows.append(Row(case, "hold_ms", 1e3 * held.total / max(held.count, 1), "ms"))
+    for metric in HISTOGRAMS:
+        seen = after[metric] - before[metric]
+        rows.append(Row(case, metric, 1e3 * seen.total / max(seen.count, 1), "ms"))
+        rows += [Row(case, f"{metric}_p{q}", 1e3 * seen.quantile(q / 100), "ms") for q in (50, 90, 99)]
+        rows.append(Row(case, f"{metric}_rounds", seen.count, "rounds"))
+    return rows
+
+
+async def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--label", default="llama-8b")
+    parser.add_argument("--batches", default="1,32")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    verify = VerifyOptions(
+        model=arguments.model,
+        disable_radix_cache=True,
+        max_running_requests=max(VerifyOptions().max_running_requests, *batches),
+    )
+    rows: list[Row] = []
+    start = time.perf_counter()
+    with Cluster(verify=verify, on_line=lambda name, line: print(f"{name}: {line}", flush=True)) as cluster:
+        rows.append(Row(f"{arguments.label} start", "seconds", time.perf_counter() - start, "s"))
+        for batch in batches:
+            for on in (False, True):
+                rows += await run(cluster, prompts, batch, arguments.max_tokens, on, arguments.label)
+    for row in rows:
+        print(f"{row.case:44} {row.metric:26} {row.value:10.3f} {row.unit}")
+    if arguments.out:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+        write_report(arguments.out, "live", device, rows, ("torch", "grpcio"))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

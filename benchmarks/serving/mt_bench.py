@@ -1,0 +1,256 @@
+"""Questions of several kinds, answered with the default's drafters, with n-grams alone, plainly, and by transformers.
+
+python -m benchmarks.serving.mt_bench --prompts mt_bench.jsonl --out benchmarks/results/mt_bench_cpu.json
+
+A line of the file is a JSON object with "turns", whose first is asked, or "prompt", and "category" or "kind". Every
+prompt is answered by each of `--runs` before the next prompt's turn comes, in an order that moves on by one each time,
+so that all of them see the same machine. Greedy, end of sequence obeyed, the radix cache off. Times run from the
+request to the last token. `plain` is the verify service of `default` with speculation off; `ngram` has services of its
+own, which sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.pages import Page
+from benchmarks.serving.services import SHORT, Run, Transformers, ours
+from outrider.cli.cluster import Cluster
+from outrider.config.base import parse_options
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.models.shipped import choose_drafters
+from outrider.rpc.channel import open_channel
+from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
+from outrider_tools.bench.report import Row, cpu_name, write_report
+
+PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
+RUNS = ("plain", "default", "ngram", "transformers")
+WARM = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
+MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A user turn, and the kind of question it is."""
+
+    category: str
+    text: str
+
+
+@dataclass
+class Tally:
+    """What one way of answering gave, by category, in the order of the questions."""
+
+    runs: defaultdict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
+
+    def of(self, category: str) -> list[Run]:
+        """Those of a category; of all, where its name is empty."""
+        return [run for name, runs in self.runs.items() if category in ("", name) for run in runs]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Questions of a JSONL file, in its order."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    return [
+        Question(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
+        for line in lines
+    ]
+
+
+def pick(questions: Sequence[Question], per_category: int) -> list[Question]:
+    """The first few of each category, category by category in turn; all of them for 0."""
+    if not per_category:
+        return list(questions)
+    taken: defaultdict[str, int] = defaultdict(int)
+    picked = []
+    for question in questions:
+        if taken[question.category] < per_category:
+            taken[question.category] += 1
+            picked.append(question)
+    return picked
+
+
+class Bench:
+    """The services of all runs, and what they answered."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._clusters: dict[str, Cluster] = {}
+        self._stubs: dict[str, Any] = {}
+        self._reference: Transformers | None = None
+        self.drafters = ""
+        self.dtype = ""
+        self.tallies = {name: Tally() for name in arguments.runs}
+
+    async def run(self, questions: Sequence[Question]) -> list[Row]:
+        """Answer all of them in every way; returns the figures."""
+        with ExitStack() as services:
+            self._start(services)
+            async with AsyncExitStack() as channels:
+                await self._open(channels)
+                before = {name: _pages(cluster) for name, cluster in self._clusters.items()}
+                for index, question in enumerate(questions):
+                    await self._ask(index, question)
+                # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
+                await asyncio.sleep(0.3)
+                pages = {
+                    name: [now.since(then) for now, then in zip(_pages(cluster), before[name], strict=True)]
+                    for name, cluster in self._clusters.items()
+                }
+        return list(self._rows(pages))
+
+    def _start(self, services: ExitStack) -> None:
+        arguments = self._arguments
+        verify = parse_options(VerifyOptions, ["--disable-radix-cache", *arguments.verify_option], env={})
+        verify = replace(verify, dtype=arguments.dtype)
+        for name in ("default", "ngram"):
+            if name not in arguments.runs and (name != "default" or "plain" not in arguments.runs):
+                continue
+            argv = [] if name == "default" else ["--speculative-algorithm=NGRAM"]
+            given = parse_options(DraftOptions, [*argv, *(arguments.draft_option if not argv else [])], env={})
+            draft = choose_drafters(given, verify.model, print)
+            if name == "default":
+                self.drafters = "+".join(draft.speculative_algorithm).lower()
+            on_line = print_line if arguments.verbose else None
+            cluster = Cluster(verify=verify, draft=draft, on_line=on_line)
+            self._clusters[name] = services.enter_context(cluster)
+        if "transformers" in arguments.runs:
+            self._reference = Transformers(arguments.dtype)
+            services.callback(self._reference.close)
+
+    async def _open(self, channels: AsyncExitStack) -> None:
+        for name, cluster in self._clusters.items():
+            channel = await channels.enter_async_context(open_channel(cluster.gateway_address))
+            self._stubs[name] = gateway_pb2_grpc.GatewayServiceStub(channel)
+        first = next(iter(self._clusters.values()), None)
+        if first is not None:
+            channel = await channels.enter_async_context(open_channel(first.verify_address))
+            info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
+            self.dtype = info.dtype
+        for text in WARM:
+            for name in self._arguments.runs:
+                await self._answer(name, text, self._arguments.warm_tokens)
+
+    async def _ask(self, index: int, question: Question) -> None:
+        names = self._arguments.runs
+        first = index % len(names)
+        for name in (*names[first:], *names[:first]):
+            run = await self._answer(name, question.text, self._arguments.max_tokens)
+            self.tallies[name].runs[question.category].append(run)
+        latest = {name: self.tallies[name].runs[question.category][-1] for name in names}
+        cells = [
+            f"{name} {run.tokens / run.seconds:5.1f}/s" + (f" x{run.tokens / run.rounds:.2f}" if run.rounds else "")
+            for name, run in latest.items()
+        ]
+        print(f"{index + 1:3} {question.category:12} {'  '.join(cells)}", flush=True)
+
+    async def _answer(self, name: str, text: str, max_tokens: int) -> Run:
+        if name == "transformers":
+            if self._reference is None:
+                raise RuntimeError("transformers was not started")
+            return await asyncio.to_thread(self._reference.generate, text, max_tokens)
+        return await ours(self._stubs["ngram" if name == "ngram" else "default"], text, max_tokens, name != "plain")
+
+    def _rows(self, pages: dict[str, list[Page]]) -> Iterator[Row]:
+        categories = ["", *dict.fromkeys(category for tally in self.tallies.values() for category in tally.runs)]
+        for category in categories:
+            rates = {name: _rate(tally.of(category)) for name, tally in self.tallies.items()}
+            for name, tally in self.tallies.items():
+                case = self._case(name, category)
+                yield Row(case, "tokens_per_second", rates[name], "tokens/s")
+                yield Row(case, "tokens", sum(run.tokens for run in tally.of(category)), "tokens")
+                for other in ("plain", "transformers"):
+                    if other in rates and name not in (other, "transformers"):
+                        yield Row(case, f"speedup_over_{other}", rates[name] / rates[other], "ratio")
+                rounds = sum(run.rounds for run in tally.of(category))
+                if rounds and name != "plain":
+                    yield from _drafting(case, tally.of(category), rounds)
+        for name, (verify, draft) in pages.items():
+            if name in self.tallies:
+                yield from _services(self._case(name, ""), verify, draft)
+
+    def _case(self, name: str, category: str) -> str:
+        drafter = self.drafters if name == "default" else name
+        mode = "" if name == "transformers" else "split"
+        dtype = SHORT.get(self.dtype or self._arguments.dtype, self._arguments.dtype)
+        return " ".join(word for word in (MODEL, drafter, mode, "b1", dtype, "greedy", category) if word)
+
+
+def _drafting(case: str, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
+    yield Row(case, "accept_length", sum(run.tokens for run in runs) / rounds, "tokens")
+    yield Row(case, "draft_tokens_per_round", sum(run.drafted for run in runs) / rounds, "tokens")
+
+
+def _services(case: str, verify: Page, draft: Page) -> Iterator[Row]:
+    """What verify and draft counted, plain answers of the same verify service aside where they leave no mark."""
+    drafted = max(verify.counter("outrider_verify_drafted_rounds"), 1)
+    yield Row(case, "hit_rate", verify.counter("outrider_verify_hit_rounds") / drafted, "ratio")
+    ready = verify.histogram("outrider_verify_ready_draft_tokens").mean
+    yield Row(case, "ready_draft_tokens", ready, "tokens")
+    yield Row(case, "hold_ms", 1e3 * verify.counter("outrider_verify_hold_seconds") / drafted, "ms")
+    answer = verify.histogram("outrider_verify_draft_answer_times_seconds")
+    yield Row(case, "draft_answer_ms", 1e3 * answer.mean, "ms")
+    accepted = [count for _, count in verify.labelled("outrider_verify_accepted_tokens_per_position")]
+    for depth, count in enumerate(accepted[:10], 1):
+        yield Row(case, f"rounds_accepting_depth_{depth}", count / drafted, "ratio")
+    for source, count in draft.labelled("outrider_draft_nodes_grown"):
+        yield Row(case, f"{source}_nodes_per_round", count / drafted, "tokens")
+    bursts = draft.counter("outrider_draft_bursts")
+    if bursts:
+        steps = draft.counter("outrider_draft_burst_steps")
+        yield Row(case, "draft_steps_per_round", steps / drafted, "steps")
+        yield Row(case, "draft_step_ms", 1e3 * draft.counter("outrider_draft_burst_seconds") / max(steps, 1), "ms")
+
+
+def _pages(cluster: Cluster) -> list[Page]:
+    return [Page.read(cluster.metrics_url(name)) for name in ("verify", "draft")]
+
+
+def _rate(runs: Sequence[Run]) -> float:
+    """Tokens per second over all of these."""
+    return sum(run.tokens for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
+
+
+def print_line(name: str, line: str) -> None:
+    """A service's log line."""
+    print(f"{name}: {line}", flush=True)
+
+
+def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--per-category", type=int, default=0, help="questions of each category; 0 takes all")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["plain", "default", "transformers"])
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--warm-tokens", type=int, default=64)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--verify-option", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--draft-option", action="append", default=[], metavar="--OPTION=VALUE", help="of `default`")
+    parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(None if argv is None else list(argv))
+
+
+def main() -> None:
+    """Run and report."""
+    arguments = parse_arguments()
+    questions = pick(read_questions(arguments.prompts), arguments.per_category)
+    rows = asyncio.run(Bench(arguments).run(questions))
+    for row in rows:
+        print(f"{row.case:60} {row.metric:28} {row.value:9.3f} {row.unit}")
+    if arguments.out:
+        write_report(arguments.out, "mt_bench", cpu_name(), rows, ("torch", "transformers", "grpcio"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""A long run under mixed load: nothing leaks in either service, and no request fails.
+
+python -m benchmarks.serving.soak --minutes 30 --out benchmarks/results/soak_cpu.json
+python -m benchmarks.serving.soak --minutes 8 --model /models/llama-8b --verify-device cuda:0 --draft-device cuda:1 \
+    --draft-option=--speculative-algorithm=STANDALONE --draft-option=--speculative-draft-model-path=/models/noisy-0.10
+
+Clients ask for answers of random length, temperature and kind; a third of the requests is cancelled half-way. KV memory
+is scarce, so that requests are preempted. The load runs in `--spells` parts. After each the services are left alone
+until they are idle: then pages, running requests, and requests and nodes of the draft must be none, and memory of
+each process, on the machine and on GPUs, may have grown since the second spell by no more than `--allow-mib` and 5 %.
+Exit code 1 on a leak or a failed request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from benchmarks.common.options import add_service_arguments, device_name, make_cluster
+from benchmarks.common.pages import Cost, Page, cost_of
+from benchmarks.split.load import read_prompts
+from outrider.cli.cluster import Cluster
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from outrider_tools.bench.report import Row, write_report
+
+CANCELLED_SHARE = 0.3
+PLAIN_SHARE = 0.15
+MANY_SHARE = 0.1
+"""Requests that ask for two answers."""
+
+
+@dataclass
+class Load:
+    """Clients that ask for answers until told to stop."""
+
+    address: str
+    prompts: list[str]
+    clients: int
+    max_tokens: int
+    seed: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Requests by how they ended, and tokens."""
+    failures: list[str] = field(default_factory=list)
+
+    async def run(self, seconds: float) -> None:
+        """Ask for `seconds`; returns when the last answer is complete."""
+        channel = open_channel(self.address)
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        end = time.monotonic() + seconds
+        generators = [random.Random(f"{self.seed} {place}") for place in range(self.clients)]
+        self.seed += 1
+        await asyncio.gather(*(self._client(stub, generator, end) for generator in generators))
+        await channel.close()
+
+    async def _client(self, stub: Any, generator: random.Random, end: float) -> None:
+        while time.monotonic() < end:
+            message = self._request(generator)
+            patience = generator.randrange(8) if generator.random() < CANCELLED_SHARE else -1
+            call = stub.Generate(message)
+            try:
+                finished = await self._read(call, patience)
+            except grpc.aio.AioRpcError as error:
+                self.failures.append(f"{error.code().name}: {error.details()}")
+                self.counts["failed"] += 1
+                continue
+            if patience < 0 and not finished:
+                self.failures.append("a stream ended before its answer was complete")
+            self.counts["complete" if finished else "cancelled"] += 1
+
+    async def _read(self, call: Any, patience: int) -> bool:
+        """Read an answer, or cancel it after so many messages; whether it came to its end."""
+        seen = 0
+        async for response in call:
+            self.counts["tokens"] += len(response.token_ids)
+            if response.HasField("usage"):
+                return True
+            if seen == patience:
+                call.cancel()
+                return False
+            seen += 1
+        return False
+
+    def _request(self, generator: random.Random) -> gateway_pb2.GatewayServiceGenerateRequest:
+        words = generator.choice(self.prompts).split()
+        prompt = " ".join(words[: generator.randint(1, len(words))])
+        sampling = common_pb2.SamplingParams(temperature=generator.choice((0.0, 0.0, 0.8, 1.2)))
+        if generator.random() < 0.3:
+            sampling.top_p = 0.9
+        if generator.random() < 0.2:
+            sampling.frequency_penalty = 0.5
+        return gateway_pb2.GatewayServiceGenerateRequest(
+            chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
+            sampling=sampling,
+            n=2 if generator.random() < MANY_SHARE else 1,
+            max_tokens=generator.randint(1, self.max_tokens),
+            ignore_eos=generator.random() < 0.5,
+            speculation=gateway_pb2.SPECULATION_OFF if generator.random() < PLAIN_SHARE else gateway_pb2.SPECULATION_ON,
+        )
+
+
+IDLE_SECONDS = 15.0
+AT_REST = {
+    "verify": ("outrider_verify_running_requests", "outrider_verify_waiting_requests", "outrider_verify_kv_pages_used"),
+    "draft": ("outrider_draft_open_requests", "outrider_draft_live_nodes"),
+}
+"""Gauges that must be 0 when nobody asks for anything; of the draft, all that a drafter adds with such a name too."""
+DRAFTER_WORDS = ("used", "open", "live", "rows")
+WARM_SPELLS = 2
+"""Spells until caches are full and every part of KV memory was used: what grows from then on leaks."""
+
+
+@dataclass
+class Rest:
+    """Both services at idle."""
+
+    gauges: dict[str, float]
+    costs: dict[str, Cost]
+    """By service."""
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def at_rest(page: Page, service: str) -> dict[str, float]:
+    """Gauges of a service that must come back to 0."""
+    found = {name: page.gauges[name] for name in AT_REST[service] if name in page.gauges}
+    for name, value in page.gauges.items():
+        words = name.removeprefix("outrider_draft_").split("_")
+        if service == "draft" and name.startswith("outrider_draft_") and any(word in DRAFTER_WORDS for word in words):
+            found[name] = value
+    return found
+
+
+def settle(cluster: Cluster) -> Rest:
+    """Wait until nothing is left, or as long as that may take; what is there then."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        gauges: dict[str, float] = {}
+        for service in AT_REST:
+            gauges |= at_rest(Page.read(cluster.metrics_url(service)), service)
+        if not any(gauges.values()) or time.monotonic() > deadline:
+            return Rest(gauges, {name: cost_of(cluster.children[name].pid) for name in cluster.services})
+        time.sleep(0.25)
+
+
+def grown(before: Cost, after: Cost, allowed_mib: float) -> list[str]:
+    """Memory of a service that grew by more than is allowed, in words."""
+    found = []
+    for name in ("resident_mib", "gpu_mib"):
+        old, new = getattr(before, name), getattr(after, name)
+        if new - old > allowed_mib + 0.05 * old:
+            found.append(f"{name} grew from {old:.0f} to {new:.0f}")
+    return found
+
+
+def judge(rests: list[Rest], allowed_mib: float) -> list[str]:
+    """What leaked, in words."""
+    leaks = [
+        f"after spell {number}: {name} is {value:g}, not 0"
+        for number, rest in enumerate(rests)
+        for name, value in rest.gauges.items()
+        if value
+    ]
+    # The first rest is the one before all spells.
+    if len(rests) > WARM_SPELLS + 1:
+        for service, cost in rests[-1].costs.items():
+            leaks += [f"{service}: {text}" for text in grown(rests[WARM_SPELLS].costs[service], cost, allowed_mib)]
+    return leaks
+
+
+def services(arguments: argparse.Namespace) -> Cluster:
+    """With little KV memory, and tries that are full soon."""
+    verify = ["--disable-radix-cache", f"--max-total-tokens={arguments.kv_tokens}"]
+    verify.append(f"--context-length={arguments.kv_tokens // 2}")
+    draft = [f"--target-model-path={arguments.model}", "--capacity=8192"]
+    return make_cluster(arguments, verify, [*draft, "--request-capacity=4096", "--total-capacity=65536"])
+
+
+def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Load]:
+    """All spells; the services at idle before the first and after each."""
+    prompts = read_prompts(arguments.prompts)
+    load = Load(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
+    rests = [settle(cluster)]
+    for spell in range(arguments.spells):
+        asyncio.run(load.run(60 * arguments.minutes / arguments.spells))
+        rest = settle(cluster)
+        rest.counts = dict(load.counts)
+        rests.append(rest)
+        memory = ", ".join(f"{name} {cost.resident_mib:.0f}+{cost.gpu_mib:.0f}" for name, cost in rest.costs.items())
+        print(f"spell {spell + 1}: {dict(load.counts)}; MiB {memory}; left {sum(rest.gauges.values()):g}", flush=True)
+        for name, child in cluster.children.items():
+            if not child.running:
+                load.failures.append(f"{name} ended")
+                return rests, load
+    return rests, load
+
+
+def rows_of(rests: list[Rest], load: Load, page: Page, label: str, minutes: float) -> list[Row]:
+    """Result rows."""
+    rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
+    rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]
+    for name in ("preemptions", "rounds", "draft_tokens", "accepted_tokens"):
+        rows.append(Row(f"{label} soak", name, page.counter(f"outrider_verify_{name}"), ""))
+    for number, rest in enumerate(rests):
+        case = f"{label} soak spell {number}" if number else f"{label} soak start"
+        for service, cost in rest.costs.items():
+            rows.append(Row(case, f"{service}_resident_mib", cost.resident_mib, "MiB"))
+            rows.append(Row(case, f"{service}_gpu_mib", cost.gpu_mib, "MiB"))
+        rows += [Row(case, name, value, "") for name, value in rest.gauges.items()]
+    return rows
+
+
+def main() -> int:
+    """Run, judge and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--spells", type=int, default=6)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--kv-tokens", type=int, default=1024)
+    parser.add_argument("--allow-mib", type=float, default=64.0)
+    add_service_arguments(parser, "smollm2-135m ngram")
+    arguments = parser.parse_args()
+    with services(arguments) as cluster:
+        rests, load = run(cluster, arguments)
+        page = Page.read(cluster.metrics_url("verify"))
+    leaks = judge(rests, arguments.allow_mib)
+    if arguments.out:
+        rows = rows_of(rests, load, page, arguments.label, arguments.minutes)
+        write_report(arguments.out, "soak", device_name(), rows, ("torch", "grpcio"))
+    for text in [*load.failures[:10], *leaks]:
+        print("FAILED", text)
+    preempted = page.counter("outrider_verify_preemptions")
+    print(f"{dict(load.counts)}: {len(load.failures)} failed, {preempted:g} preemptions, {len(leaks)} leaks")
+    return 1 if leaks or load.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""The draft service in virtual time: its real engine and growth on a runner whose model is a `Language`.
+
+The runner's device works beside the host: steps are computed when they are queued, and over when their time has come.
+What it holds is in `benchmarks.simulate.pool`. See `benchmarks.simulate.split`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import draft_service.engine.engine as draft_engine
+import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.drafter as options
+import outrider.drafting.model.forest as reroot
+import outrider.drafting.model.growth as growth
+import outrider.drafting.model.publisher as announce
+import outrider.drafting.model.runner as runner
+from benchmarks.simulate.language import VOCAB, Language
+from benchmarks.simulate.pool import CONTEXT, Memory, Pool
+from benchmarks.simulate.world import Actor, Costs
+from draft_service.engine.lines import HeardOnLine
+from draft_service.engine.reporter import SessionPeer
+from draft_service.engine.requests import Requests
+from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.model.burst import Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.host.garbage import Garbage
+from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
+from outrider.protocol.messages import DraftMessage, VerifyMessage
+from outrider.protocol.part_codec import pack_verify
+from outrider.sampling.params import SamplingParams
+
+_GLANCE = 3e-6
+"""Seconds between two looks at a device that works."""
+_SESSION = 1
+
+
+class Event:
+    """Where a part of a burst ends, as the host sees it."""
+
+    def __init__(self, actor: Actor, at: float) -> None:
+        self._actor = actor
+        self.at = at
+
+    def query(self) -> bool:
+        """Whether it has come to that; a look takes a moment."""
+        if self._actor.now < self.at:
+            self._actor.wait(min(self._actor.now + _GLANCE, self.at))
+        return self._actor.now >= self.at
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self._actor.now = max(self._actor.now, self.at)
+
+
+class ScriptedRunner(runner.Runner):
+    """See BurstRunner. What times it expects is the real runner's own."""
+
+    def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
+        self.shape = BurstShape(
+            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=options.BRANCHING, max_seeds=512,
+            max_steps=options.MOST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT,
+            feature_size=0, lone_branching=options.LONE_BRANCHING,
+        )  # fmt: skip
+        self.buckets = Buckets(self.shape)
+        self.busy = 0.0
+        """Seconds that the device has worked."""
+        self._actor, self._costs = actor, costs
+        self._cells = Memory(self.shape, language)
+        self._pools: dict[int, tuple[Burst, Pool]] = {}
+        self._results: dict[runner.Pending, BurstResult] = {}
+        self._free_at = 0.0
+        actor.pace = lambda: costs.host * (1.0 if self._free_at > actor.now else costs.idle_host)
+        self._step_seconds, self._launch_seconds = {}, 0.0
+
+    def open(self, row: int, sampling: SamplingParams) -> None:
+        """See BurstRunner."""
+
+    def close(self, row: int) -> None:
+        """See BurstRunner."""
+
+    def set_pages(self, row: int, pages: Sequence[int]) -> None:
+        """See BurstRunner."""
+
+    def extend(self, extents: Sequence[Extent]) -> None:
+        """See BurstRunner."""
+        began = self._actor.now
+        for extent in extents:
+            self._cells.extend(extent.row, extent.tokens, extent.start)
+        self._actor.spend("extend", self._costs.extend)
+        self._work(1e-3 * self._costs.extend, began)
+
+    def move(self, row: int, slots: Sequence[int], position: int) -> None:
+        """See BurstRunner."""
+        self._cells.context[row, position : position + len(slots)] = self._cells.states[row, list(slots)]
+
+    def launch(self, burst: Burst) -> runner.Pending:
+        """See BurstRunner."""
+        bucket = self.buckets.fit(burst.width, len(burst.rows))
+        pending = runner.Pending(self, burst, bucket, 0)
+        costs, rows = self._costs, len(burst.rows)
+        self._actor.spend("launch", costs.launch + costs.launch_row * rows + costs.launch_step * burst.num_steps)
+        pool = Pool(burst, bucket, self.shape, self._cells)
+        self._pools = {id(burst): (burst, pool)}
+        self._work(1e-3 * self._costs.begin)
+        self._run(pending, pool)
+        return pending
+
+    def go_on(self, pending: runner.Pending, num_steps: int, reroots: Reroots | None = None) -> runner.Pending | None:
+        """See BurstRunner."""
+        done = pending.first_step + pending.num_steps
+        found = self._pools.get(id(pending.burst))
+        if found is None or done + num_steps > self.shape.max_steps:
+            return None
+        more = runner.Pending(self, pending.burst, pending.bucket, 0, done, num_steps)
+        self._actor.spend("go_on", self._costs.go_on + self._costs.launch_step * num_steps)
+        if reroots is not None:
+            self._actor.spend("go_on", self._costs.go_on_roots + self._costs.go_on_row * len(reroots.rows))
+            found[1].reroot(reroots)
+            self._work(1e-3 * self._costs.reroot)
+        self._run(more, found[1])
+        return more
+
+    def finish(self, pending: runner.Pending) -> BurstResult:
+        """See Runner."""
+        if pending.event is not None:
+            pending.event.synchronize()
+        return self._results.pop(pending)
+
+    def _run(self, pending: runner.Pending, pool: Pool) -> None:
+        steps = [pool.run() for _ in range(pending.num_steps)]
+        columns: list[Any] = [np.stack(column) for column in zip(*steps, strict=True)]
+        first = self.shape.max_seeds + pending.first_step * pending.bucket.num_candidates
+        self._results[pending] = BurstResult(first, *columns)
+        self._work(pending.num_steps * self._costs.of_step(pending.bucket.width, len(pending.burst.rows)))
+        event: Any = Event(self._actor, self._free_at)
+        pending.event = event
+
+    def _work(self, seconds: float, began: float | None = None) -> None:
+        """Queue something on the device."""
+        start = max(self._free_at, self._actor.now if began is None else began)
+        self._free_at = start + seconds
+        self.busy += seconds
+
+    def _make_proposer(self) -> Any:
+        raise NotImplementedError
+
+    def _queue(self, pending: runner.Pending) -> None:
+        raise NotImplementedError
+
+    def _run_context(self, chunks: Sequence[Any], features: Any) -> None:
+        raise NotImplementedError
+
+
+class DraftInbox:
+    """Where the engine finds what verify sent: see draft_service.engine.inbox."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.ended: set[int] = set()
+        self.waiting = actor.waiting
+        self._actor = actor
+        self._heard: list[HeardOnLine] = []
+
+    def next(self) -> HeardOnLine | None:
+        """The next frame, if there is one."""
+        self._heard += self._actor.take()
+        return self._heard.pop(0) if self._heard else None
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until something comes."""
+        self._actor.wait(self._actor.now + (1e9 if timeout is None else timeout))
+
+
+class DraftService:
+    """A draft service's engine that lives in virtual time."""
+
+    def __init__(
+        self, actor: Actor, costs: Costs, language: Language, deliver: Callable[[float, list[DraftMessage]], None]
+    ) -> None:
+        """`deliver` is told when messages for verify arrive there."""
+        self.runner = ScriptedRunner(actor, costs, language, 128)
+        told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
+        self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
+        grown = self.requests.growth
+        assert isinstance(grown, growth.BurstGrowth)
+        self.growth = grown
+        self.totals: Counter[str] = Counter()
+        self._actor, self._costs, self._deliver = actor, costs, deliver
+        self._said: list[DraftMessage] = []
+        self._engine = self._make_engine()
+        self._charge()
+
+    def live(self) -> None:
+        """Take turns for ever."""
+        while True:
+            self._engine._turn()
+            self._actor.spend("turn", self._costs.turn)
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Verify says something, on its own thread and in its own time."""
+        at = self._actor.other.now + 1e-3 * self._costs.line
+        self._actor.post(at, HeardOnLine(_SESSION, pack_verify(messages)))
+
+    def _make_engine(self) -> draft_engine.DraftEngine:
+        """The real one, without the door's process."""
+        engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
+        engine.requests, engine.drafter, engine.inbox = self.requests, None, DraftInbox(self._actor)
+        reporter: Any = SimpleNamespace(
+            say=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
+            tally=SimpleNamespace(slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds)),
+        )  # fmt: skip
+        engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
+        engine._peers = {_SESSION: SessionPeer(_SESSION, VOCAB, None, reporter)}
+        engine._garbage, engine._stopping, engine._turns, engine._drains = Garbage(), False, 0, 0
+        made: draft_engine.DraftEngine = engine
+        return made
+
+    def _say(self, session: int, messages: Sequence[DraftMessage]) -> None:
+        self._actor.spend("say", self._costs.say * len(messages))
+        self._said += messages
+
+    def _flush(self, *, idle: bool) -> None:
+        self.growth.count_into(lambda name, value: self.totals.update({name: value}))
+        if self._said:
+            said, self._said = self._said, []
+            self._deliver(self._actor.now + 1e-3 * self._costs.line, said)
+
+    def _charge(self) -> None:
+        """Have host work take its time."""
+        costs, grown, rows = self._costs, self.growth, self.requests.__len__
+        for owner, name, ms in (
+            (grown._planner, "plan", lambda *_: costs.plan),
+            (grown._planner, "take", lambda *_: costs.merge + costs.merge_row * rows()),
+            (grown._planner, "more_steps", lambda *_: costs.more + costs.more_row * rows()),
+            (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
+            (grown._announcer, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
+            (grown._roster, "_look_at", lambda *_: costs.look),
+            (grown.ledger, "appended", lambda tree, source, count=1: costs.append * count),
+            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * grown.num_live / max(rows(), 1)),
+        ):
+            setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
+
+    def module_changes(self) -> list[tuple[Any, str, Any]]:
+        """What modules are to have while this lives: owner, name and value."""
+        costs, actor = self._costs, self._actor
+        follow: Any = actor.charged(
+            "follow", reroot.reroot, lambda _, steps: costs.follow + costs.follow_row * len(steps)
+        )
+        reaches = actor.charged("reaches", reroot.reaches, lambda *_: costs.reach)
+        clocks = [(one, "perf_counter", actor.clock) for one in (growth, announce, runner, draft_engine)]
+        return [*clocks, (roster, "reroot", follow), (roster, "reaches", reaches)]

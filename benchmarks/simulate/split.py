@@ -1,0 +1,391 @@
+"""The split in virtual time: the real engines of both services, two devices and two models that are scripted.
+
+What is run is the project's own code: growth, rosters and forests of the draft; engine, budget, calibration, holds and
+mirrors of verify. Time alone is invented: devices take what they were measured to take, and so does host work, charged
+phase by phase (`simulate_world.Costs`, each of which `--cost` changes). So the effect of a rule or of a faster phase on
+tokens per second can be seen in a minute on a CPU, without noise. Agreement of the models is that of SmolLM2 and its
+0.10-noise copy (`simulate_language.Language`).
+
+python -m benchmarks.simulate.split --batch 1 16 --answers 32
+python -m benchmarks.simulate.split --batch 16 --cost host=0.5 --set launch._ROW_WIDTH=6
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.drafter as options
+import outrider.drafting.model.growth as growth
+import outrider.drafting.model.planner as launch
+import outrider.drafting.model.publisher as announce
+import verify_service.engine.engine as verify_engine
+import verify_service.speculation.answer_tracker as expectations
+import verify_service.speculation.draft_wait as hold
+import verify_service.speculation.drafts as drafts
+import verify_service.speculation.link as link
+from benchmarks.simulate.draft import DraftService
+from benchmarks.simulate.language import VOCAB, Language
+from benchmarks.simulate.world import Actor, Costs, Notes, VerifyInbox, World
+from outrider.buckets import TOKEN_BUCKETS
+from outrider.protocol.messages import DraftMessage
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import RequestSampler
+from outrider_tools.bench.report import Row, cpu_name, write_report
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Result
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.frames.submission import Update
+from verify_service.speculation.budget import CostModel
+
+_MODULES = (announce, growth, launch, options, roster, hold, drafts, link, expectations)
+MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
+"""Of which `--set` changes constants."""
+MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is simulated."""
+
+    batch: int
+    answers: int
+    tokens: int = 256
+    speculate: bool = True
+    seed: int = 0
+    costs: Costs = field(default_factory=Costs)
+    language: Language = field(default_factory=Language)
+
+
+class Round:
+    """A round that ends at a given time."""
+
+    def __init__(self, actor: Actor, ends: float, gap: float | None, gpu: float, results: list[Result]) -> None:
+        self.gap_seconds, self.gpu_seconds = gap, gpu
+        self._actor, self.ends, self._results = actor, ends, results
+
+    def done(self) -> bool:
+        """Whether its time is up."""
+        return self._actor.now >= self.ends
+
+    def wait(self) -> list[Result]:
+        """The results."""
+        self._actor.now = max(self._actor.now, self.ends)
+        return self._results
+
+
+class Device:
+    """Runs rounds: see Executor. The target says what the language does behind the request's prompt."""
+
+    def __init__(self, actor: Actor, scene: Scene) -> None:
+        self._actor, self._scene = actor, scene
+        self._ends: float | None = None
+        self._round: Round | None = None
+        self._text = cache(lambda prompt: scene.language.text(prompt, scene.tokens + 1))
+
+    def launch(self, entries: Sequence[Entry]) -> Round:
+        """See Executor."""
+        costs, now = self._scene.costs, self._actor.now
+        decoded = [entry for entry in entries if entry.samples]
+        chunk = sum(entry.num_extend for entry in entries if not entry.samples)
+        gpu = costs.of_round(sum(entry.num_tokens for entry in decoded), len(decoded)) if decoded else 0.0
+        prefill = 1e-3 * (costs.prefill + costs.prefill_token * chunk) if chunk else 0.0
+        results = [Result(self._accepted(entry)) if entry.samples else Result() for entry in entries]
+        gap = None if self._ends is None else max(now - self._ends, 0.0)
+        self._ends = now + gpu + prefill
+        self._round = Round(self._actor, self._ends, gap, gpu, results)
+        return self._round
+
+    def rehearse(self, entries: Sequence[Entry]) -> None:
+        """See Executor."""
+
+    def idle(self, entries: Sequence[Entry]) -> None:
+        """The engine has nothing to do until something comes, or the round is over."""
+        ends = self._round.ends if self._round is not None else math.inf
+        self._actor.wait(ends if ends > self._actor.now else self._actor.now + 1e-5)
+
+    def forget(self, request: Request) -> None:
+        """See Executor."""
+
+    def _accepted(self, entry: Entry) -> list[int]:
+        request, nodes = entry.request, entry.nodes
+        text = self._text(tuple(request.tokens[: request.prompt_len]))
+        place = request.committed_len - request.prompt_len
+        below = {edge: node for node, edge in enumerate(zip(nodes.parents, nodes.token_ids, strict=True))}
+        node, count = below.get((-1, text[place])), 1
+        while node is not None and place + count < len(text):
+            node = below.get((node, text[place + count]))
+            count += 1
+        return text[place : place + count]
+
+
+@dataclass(eq=False)
+class Port:
+    """Verify's end of the line: see DraftPort."""
+
+    send: Callable[[list[Any]], None]
+    address: str = "draft"
+
+    def reset(self) -> None:
+        """See DraftPort."""
+        raise RuntimeError("the draft's session is reset")
+
+
+class Simulation:
+    """A verify engine, a draft service, and clients that ask for one answer after the other."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.world = World(1e-3 * scene.costs.line)
+        self.notes = Notes()
+        self.ends: Counter[str] = Counter()
+        """Why bursts ended."""
+        self._actor = self.world.verify
+        self._luck = random.Random(scene.seed)
+        self._waiting: list[list[int]] = []
+        self._left = 0
+        self._device = Device(self._actor, scene)
+        self.draft = DraftService(self.world.draft, scene.costs, scene.language, self._deliver)
+        self._port = Port(self.draft.send)
+        self.engine: verify_engine.VerifyEngine
+
+    def run(self) -> dict[str, float]:
+        """The figures of all answers but a first batch, which warms up."""
+        with self._in_virtual_time():
+            self.engine = self._make_engine()
+            self.world.run(self._verify, self.draft.live)
+        return self._figures
+
+    def _verify(self) -> None:
+        self.engine.draft_connected(self._port)
+        self._ask(self.scene.batch)
+        self.engine.run()
+
+    def _ask(self, answers: int) -> None:
+        """Clients begin to ask for so many."""
+        self._left = answers
+        self._waiting = [[self._luck.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(answers)]
+        for _ in range(min(self.scene.batch, answers)):
+            self._submit(self._actor.now)
+
+    def _submit(self, at: float) -> None:
+        if self._waiting:
+            prompt = self._waiting.pop()
+            self._actor.post(at, lambda _: self._begin(prompt))
+
+    def _begin(self, prompt: list[int]) -> None:
+        params = SamplingParams(temperature=0.0)
+        sampler = RequestSampler(params, prompt, VOCAB)
+        count = self.scene.tokens
+        self.engine.submit(
+            Request(
+                "r", list(prompt), len(prompt), params, sampler, count, frozenset(), self.scene.speculate, self._update
+            )
+        )
+
+    def _update(self, update: Update) -> None:
+        if not update.last:
+            return
+        if update.error is not None:
+            raise RuntimeError("an answer failed") from update.error
+        self._left -= 1
+        self._submit(self._actor.now + 1e-3 * self.scene.costs.client)
+        if self._left:
+            return
+        if hasattr(self, "_began"):
+            self._figures = self._work_out()
+            self.engine.stop()
+            return
+        self._began = self._actor.now + 1e-3 * self.scene.costs.client
+        self._actor.post(self._began, lambda _: self._start_to_count())
+
+    def _start_to_count(self) -> None:
+        draft = self.draft
+        self.notes.__init__()  # type: ignore[misc]
+        draft.totals.clear()
+        draft.requests.commits.clear()
+        self.ends.clear()
+        self.world.draft.spent.clear()
+        self._busy = draft.runner.busy
+        self._ask(self.scene.answers)
+
+    def _deliver(self, at: float, messages: list[DraftMessage]) -> None:
+        """The draft says something, on its own thread and in its own time."""
+        for message in messages:
+            self._actor.post(at, partial(self._receive, message))
+
+    def _receive(self, message: DraftMessage, arrived_at: float) -> None:
+        self._actor.spend("take_grow", self.scene.costs.take_grow)
+        self.engine.drafts.receive(self._port, [message], arrived_at)
+
+    def _make_engine(self) -> verify_engine.VerifyEngine:
+        costs = self.scene.costs
+        widths = [width for width in TOKEN_BUCKETS if width < MAX_RUNNING + MAX_NODES] + [MAX_RUNNING + MAX_NODES]
+        cost = CostModel(
+            [costs.of_round(width, 1) for width in widths],
+            widths,
+            lambda tokens: next((width for width in widths if width >= tokens), tokens),
+        )
+        limits = EngineLimits(
+            VOCAB, 1 << 20, max_running=MAX_RUNNING, chunk_size=2048, max_nodes=MAX_NODES, max_hold_seconds=0.05,
+            root_apart=True, max_depth=MAX_DEPTH, max_round_tokens=MAX_RUNNING + MAX_NODES, spin=True,
+        )  # fmt: skip
+        memory = Memory(MAX_RUNNING * 64, 16, keep_prefixes=False)
+        engine = verify_engine.VerifyEngine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
+        engine.drafts._clock = self._actor.clock
+        rehearsal: Any = SimpleNamespace(begin=lambda at: None, rehearse=self._device.idle)
+        engine._rehearsal = rehearsal
+        self._charge(engine)
+        return engine
+
+    def _charge(self, engine: verify_engine.VerifyEngine) -> None:
+        """Have verify's host work take its time."""
+        costs, running = self.scene.costs, engine.scheduler.running
+        trees = self.scene.speculate
+        for owner, name, ms in (
+            (engine.scheduler, "plan", lambda: costs.gap + costs.gap_row * max(len(running) - 1, 0)),
+            (engine.scheduler, "choose", lambda _: costs.gap_trees * trees),
+            (engine.scheduler, "take", lambda offer: costs.gap_node * offer.choice.num_nodes),
+            (engine._aftermath, "_tell_drafts", lambda _: costs.tell_commit * len(running)),
+            (engine.drafts, "learn", lambda: costs.settle + costs.settle_row * len(running)),
+        ):
+            setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
+
+    @contextmanager
+    def _in_virtual_time(self) -> Iterator[None]:
+        """Both services read the world's clocks, and functions of their modules take their time."""
+        changes = [
+            *self.draft.module_changes(),
+            (verify_engine, "time", SimpleNamespace(monotonic=self._actor.clock)),
+            (growth.BurstGrowth, "_land", self._noting_ends(growth.BurstGrowth._land)),
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+    def _noting_ends(self, land: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noting(grown: Any) -> None:
+            flight = grown._flight
+            if flight is not None:
+                plan, lists = flight.plan, grown._roster
+                reasons = {
+                    "outdated": flight.is_outdated,
+                    "all steps": plan.queued_steps >= plan.most_steps,
+                    "opening or closing": lists._opening or lists._closing,
+                    "news": lists._changed,
+                    "unsettled": lists._unsettled,
+                }
+                self.ends[next((name for name, holds in reasons.items() if holds), "nothing to run")] += 1
+            land(grown)
+
+        return noting
+
+    def _work_out(self) -> dict[str, float]:
+        notes, draft, seconds = self.notes, self.draft, self._actor.now - self._began
+        rounds = max(notes.rounds, 1)
+        cuts = statistics.quantiles(notes.answers, n=100) if len(notes.answers) > 1 else [0.0] * 99
+        figures = {
+            "tokens_per_second": notes.tokens / seconds,
+            "accept_length": notes.tokens / max(notes.request_rounds, 1),
+            "nodes": notes.drafted_tokens / rounds,
+            "hit_rate": notes.hits / max(notes.drafted, 1),
+            "ready_rate": notes.found / max(notes.drafted, 1),
+            "rounds": notes.rounds,
+            "round_wall_ms": 1e3 * seconds / rounds,
+            "gpu_ms": 1e3 * statistics.mean(notes.gpu),
+            "gap_ms": 1e3 * statistics.mean(notes.gaps),
+            "hold_ms": 1e3 * sum(notes.held) / rounds,
+            "held_rounds": sum(map(bool, notes.held)) / rounds,
+            "answer_ms_p50": 1e3 * cuts[49],
+            "answer_ms_p90": 1e3 * cuts[89],
+            "answer_ms_p99": 1e3 * cuts[98],
+            "device_busy": (draft.runner.busy - self._busy) / seconds,
+        }
+        for name, count in draft.totals.items():
+            figures[f"{name}_per_s"] = count / seconds
+        for outcome, count in draft.requests.commits.items():
+            figures[f"commits_{outcome.value}_per_s"] = count / seconds
+        for reason, count in self.ends.items():
+            figures[f"ends, {reason}_per_s"] = count / seconds
+        for what, spent in sorted(self.world.draft.spent.items()):
+            figures[f"host, {what}"] = spent / seconds
+        return figures
+
+
+def parse_costs(changes: Sequence[str]) -> Costs:
+    """Costs with some changed: name=ms, of tables name=factor; that of `step` is one of `lone_step`, too."""
+    usual = Costs()
+    known = {one.name for one in fields(Costs)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, value = change.split("=")
+        values[name] = float(value)
+    if "step" in values:
+        values.setdefault("lone_step", values["step"])
+    if unknown := values.keys() - known:
+        raise SystemExit(f"--cost: there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    for name, factor in values.items():
+        if isinstance(table := getattr(usual, name), tuple):
+            values[name] = tuple((size, factor * taken) for size, taken in table)
+    return replace(usual, **values)
+
+
+def main() -> None:
+    """Parse options, simulate, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--answers", type=int, default=0, help="0: 6 of one at a time, else two of each client")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=1, help="runs, each with other texts")
+    parser.add_argument(
+        "--cost", nargs="*", default=[], help="name=ms, of `round` and `step` name=factor: see simulate_world.Costs"
+    )
+    parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
+    parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    told = parser.parse_args()
+    for change in told.set:
+        name, value = change.split("=")
+        module, constant = name.split(".")
+        setattr(MODULES[module], constant, type(getattr(MODULES[module], constant))(float(value)))
+    rows: list[Row] = []
+    for batch in told.batch:
+        answers = told.answers or (6 if batch == 1 else 2 * batch)
+        language = Language(flatten=told.flatten)
+        scene = Scene(batch, answers, told.tokens, True, 0, parse_costs(told.cost), language)
+        scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
+        runs = [Simulation(one).run() for one in scenes]
+        plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]
+        names = list(dict.fromkeys(name for run in runs for name in run))
+        means = {name: float(np.mean([run.get(name, 0.0) for run in runs])) for name in names}
+        means["speedup"] = means["tokens_per_second"] / float(np.mean(plain))
+        print(f"batch {batch}, {answers} answers: {means['speedup']:.3f} times plain")
+        for name, value in means.items():
+            print(f"  {name:28}{value:12.3f}")
+        case = f"llama-8b standalone split simulated b{batch} bf16 greedy"
+        rows += [Row(case, name.replace(", ", "_").replace(" ", "_"), value, "") for name, value in means.items()]
+    if told.out:
+        write_report(told.out, "simulate_split", cpu_name(), rows, ("numpy",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Drafting on one GPU while another verifies: speed, accept length, hits, and where a round's time goes.
+
+python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --verify-device cuda:0 \
+    --draft-device cuda:1 --draft standalone=/models/noisy-0.10 --draft eagle3=/models/eagle3 \
+    --cases plain standalone standalone,lockstep,steps=4,topk=1 standalone,lockstep,steps=8,topk=4,nodes=32 ngram \
+    eagle3 standalone,t=0.8 standalone,t=0.8,rank_by_noise=false plain,b=16 standalone,b=16 \
+    --out benchmarks/results/split_h200.json
+
+A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
+that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `b=` requests
+at once, `t=` temperature, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones).
+Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
+anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
+answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
+gateway. Texts are compared with plain decoding's in the same batch: on a GPU without --deterministic rounding may
+part them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.options import add_service_arguments, device_name, verify_options
+from benchmarks.common.pages import Cost, cost_of
+from benchmarks.split.cases import Case
+from benchmarks.split.figures import Measured, compare, table, work_out
+from benchmarks.split.load import answer_all, read_prompts, warm_up
+from benchmarks.split.services import Draft, Lines, Target, start_together
+from outrider.config.verify import VerifyOptions
+from outrider.errors import OutriderError
+from outrider_tools.bench.report import write_report
+
+
+class Bench:
+    """All cases, on services that it starts."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.cases = [Case.parse(text) for text in arguments.cases]
+        self.paths = {label: Path(path) for label, _, path in (text.partition("=") for text in arguments.draft)}
+        self.runs: list[Measured] = []
+        self.failed: list[str] = []
+        self._prompts = read_prompts(arguments.prompts)
+        self._targets: dict[tuple[bool, float], Target] = {}
+        self._end = time.monotonic() + arguments.stop_after
+
+    def run(self) -> None:
+        """Run all cases; those that fail are noted in `failed`."""
+        at_once = self.arguments.drafts_at_once
+        drafting = [case for case in self.cases if case.drafts]
+        with ExitStack() as stack:
+            self._start_targets(stack)
+            for case in self.cases:
+                if not case.drafts:
+                    self._attempt(case, None)
+            for start in range(0, len(drafting), at_once):
+                for case, draft in self._started(drafting[start : start + at_once], stack):
+                    self._attempt(case, draft)
+
+    def _start_targets(self, stack: ExitStack) -> None:
+        """One verify service for each mode that the cases ask for, at the same time."""
+        modes = sorted({case.lockstep for case in self.cases})
+        options = self._verify_options(len(modes))
+        for lockstep in modes:
+            alike = [case for case in self.cases if case.drafts and case.lockstep == lockstep]
+            told = replace(options, lockstep=lockstep)
+            name = "verify-lockstep" if lockstep else "verify"
+            target = Target(told, sorted({_key(case) for case in alike}), self._printer(name))
+            self._targets[lockstep] = stack.enter_context(target)
+        with ThreadPoolExecutor(len(modes)) as pool:
+            seconds = list(pool.map(Target.start, self._targets.values()))
+        print("verify started in", ", ".join(f"{value:.1f} s" for value in seconds), flush=True)
+
+    def _verify_options(self, num_targets: int) -> VerifyOptions:
+        argv = ["--disable-radix-cache"]
+        if num_targets > 1:
+            # What is free differs while both start; so much holds every batch that is measured here.
+            argv.append("--max-total-tokens=65536")
+        return verify_options(self.arguments, argv)
+
+    def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
+        """Draft services of these cases, one after the other; all are started before the first is handed out."""
+        if time.monotonic() > self._end:
+            self.failed += [f"{self._title(case)}: no time left" for case in cases]
+            return
+        arguments = self.arguments
+        share = 0.5 / min(arguments.drafts_at_once, len(cases))
+        common = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}"]
+        common += [f"--mem-fraction-static={share:.3f}", *arguments.draft_option]
+        drafts = []
+        for case in cases:
+            try:
+                options = case.draft_options(self.paths, common)
+            except OutriderError as refusal:
+                self._fail(case, refusal)
+            else:
+                drafts.append((case, Draft(options, self._printer(f"draft {self._title(case)}"))))
+        for _, draft in drafts:
+            stack.callback(draft.close)
+        errors = start_together([draft for _, draft in drafts])
+        for (case, draft), error in zip(drafts, errors, strict=True):
+            if error is None:
+                yield case, draft
+            else:
+                self._fail(case, error)
+
+    def _attempt(self, case: Case, draft: Draft | None) -> None:
+        if time.monotonic() > self._end:
+            self.failed.append(f"{self._title(case)}: no time left")
+            return
+        target = self._targets[case.lockstep]
+        try:
+            if draft is not None:
+                target.connect(_key(case), draft)
+            measured = self._measure(case, target, draft)
+        except Exception as error:
+            self._fail(case, error)
+        else:
+            self.runs.append(measured)
+            compare(self.runs)
+            print(table([measured]), flush=True)
+            self._report()
+        if draft is not None:
+            draft.close()
+            target.disconnect(_key(case))
+
+    def _measure(self, case: Case, target: Target, draft: Draft | None) -> Measured:
+        arguments, address = self.arguments, target.cluster.gateway_address
+        prompts = self._prompts[: max(arguments.limit, 2 * case.batch if case.batch > 1 else 0)]
+        warm_up(address, case, prompts, arguments.warm_tokens)
+        verify, page = target.page(), draft.page() if draft else None
+        used = cost_of(draft.pid) if draft else None
+        answers = asyncio.run(answer_all(address, prompts, case, arguments.max_tokens))
+        # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
+        time.sleep(0.3)
+        measured = Measured(case, self._title(case), answers, target.page().since(verify))
+        if draft is not None and page is not None and used is not None:
+            now = cost_of(draft.pid)
+            measured.draft = draft.page().since(page)
+            measured.draft_cost = Cost(now.cpu_seconds - used.cpu_seconds, now.resident_mib, now.gpu_mib)
+            measured.start_seconds = draft.start_seconds
+        work_out(measured)
+        return measured
+
+    def _report(self) -> None:
+        if self.arguments.out:
+            rows = [row for run in self.runs for row in run.rows()]
+            write_report(self.arguments.out, "split", device_name(), rows, ("torch", "grpcio", "numpy"))
+
+    def _title(self, case: Case) -> str:
+        return case.title(self.arguments.label, self.arguments.dtype)
+
+    def _fail(self, case: Case, error: Exception) -> None:
+        text = f"{self._title(case)}: {type(error).__name__}: {error}"
+        self.failed.append(text.splitlines()[0])
+        print(f"FAILED {text}", flush=True)
+
+    def _printer(self, name: str) -> Lines:
+        def on_line(_: str, line: str) -> None:
+            if self.arguments.verbose or " ERROR " in line or "Traceback" in line:
+                print(f"{name}: {line}", flush=True)
+
+        return on_line
+
+
+def _key(case: Case) -> str:
+    """What verify learns apart: scores of different drafters, or ranked by different rules, mean different things."""
+    return f"{case.drafter} {case.options.get('rank_by_noise', '')}"
+
+
+def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bf16", help="the number format's name in results")
+    parser.add_argument("--limit", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--warm-tokens", type=int, default=96)
+    parser.add_argument("--draft", action="append", default=[], metavar="LABEL=PATH")
+    parser.add_argument("--cases", nargs="+", default=["plain", "ngram"])
+    parser.add_argument("--drafts-at-once", type=int, default=1, help="draft services started together")
+    parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no case begins")
+    add_service_arguments(parser, "llama-8b")
+    return parser.parse_args(None if argv is None else list(argv))
+
+
+def main() -> int:
+    """Run and report."""
+    bench = Bench(parse_arguments())
+    start = time.perf_counter()
+    bench.run()
+    print(f"\n{table(bench.runs)}\n{time.perf_counter() - start:.0f} s in all")
+    for text in bench.failed:
+        print("FAILED", text[:300])
+    return 1 if bench.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The cases of the split benchmark, as the command line writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from outrider.config.base import parse_options
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+
+SHORT_NAMES = {
+    "steps": "speculative_num_steps",
+    "topk": "speculative_eagle_topk",
+    "nodes": "speculative_num_draft_tokens",
+}
+"""Draft options that a case may shorten; all others are written as the option is, with - or _."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to answer all prompts."""
+
+    drafter: str
+    """"plain", or the algorithms as in --speculative-algorithm, joined by "+", with "@LABEL" for another model."""
+    lockstep: bool = False
+    batch: int = 1
+    temperature: float = 0.0
+    options: dict[str, str] = field(default_factory=dict)
+    """Further draft options by field name."""
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """A case from `standalone,lockstep,steps=4,topk=1,t=0.8,b=16`. Raises ConfigError."""
+        drafter, *words = text.split(",")
+        case = cls(drafter)
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals:
+                if name != "lockstep":
+                    raise ConfigError(f"{text}: {name!r} is neither lockstep nor name=value")
+                case = replace(case, lockstep=True)
+            elif name == "b":
+                case = replace(case, batch=int(value))
+            elif name == "t":
+                case = replace(case, temperature=float(value))
+            else:
+                full = SHORT_NAMES.get(name, name.replace("-", "_"))
+                case = replace(case, options={**case.options, full: value})
+        return case
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft."""
+        return self.drafter != "plain"
+
+    @property
+    def algorithms(self) -> list[str]:
+        """As --speculative-algorithm takes them."""
+        return [part.partition("@")[0].upper() for part in self.drafter.split("+")] if self.drafts else []
+
+    @property
+    def models(self) -> list[str]:
+        """Labels of the draft models: the algorithm's own name where none is given."""
+        parts = [part for part in self.drafter.split("+") if part != "ngram"]
+        return [part.rpartition("@")[2] for part in parts] if self.drafts else []
+
+    @property
+    def mode(self) -> str:
+        """Of drafting."""
+        return "" if not self.drafts else "lockstep" if self.lockstep else "split"
+
+    @property
+    def decoding(self) -> str:
+        """How tokens are chosen."""
+        return f"t{self.temperature:g}" if self.temperature else "greedy"
+
+    def title(self, model: str, dtype: str) -> str:
+        """The case's name in results."""
+        long_names = {full: name for name, full in SHORT_NAMES.items()}
+        options = [f"{long_names.get(name, name)}={value}" for name, value in self.options.items()]
+        words = [model, self.drafter, self.mode, *options, f"b{self.batch}", dtype, self.decoding]
+        return " ".join(word for word in words if word)
+
+    def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
+        """The draft service's options; `paths` are model folders by label. Raises ConfigError."""
+        argv = [*common, f"--speculative-algorithm={','.join(self.algorithms)}"]
+        for label in self.models:
+            if label not in paths:
+                raise ConfigError(f"{self.drafter}: give its folder with --draft {label}=PATH")
+            argv.append(f"--speculative-draft-model-path={paths[label]}")
+        if self.lockstep:
+            argv.append("--lockstep")
+        argv += [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
+        return parse_options(DraftOptions, argv)

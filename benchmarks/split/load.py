@@ -1,0 +1,86 @@
+"""Answers for the split benchmark, as a client of the gateway sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.split.cases import Case
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+WARM_PROMPTS = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
+
+
+@dataclass
+class Answers:
+    """All answers of a case."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    """Token ids of each, in the order of the prompts."""
+    seconds: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """In all."""
+        return sum(map(len, self.texts))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+
+
+def request(prompt: str, seed: int, max_tokens: int, case: Case) -> gateway_pb2.GatewayServiceGenerateRequest:
+    """A user turn."""
+    return gateway_pb2.GatewayServiceGenerateRequest(
+        chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
+        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        speculation=gateway_pb2.SPECULATION_ON if case.drafts else gateway_pb2.SPECULATION_OFF,
+    )
+
+
+async def _answer(stub: Any, message: gateway_pb2.GatewayServiceGenerateRequest, answers: Answers) -> list[int]:
+    tokens: list[int] = []
+    async for response in stub.Generate(message):
+        tokens += response.token_ids
+        if response.HasField("usage"):
+            answers.rounds += response.usage.num_rounds
+            answers.drafted += response.usage.num_draft_tokens
+            answers.accepted += response.usage.num_accepted_tokens
+    return tokens
+
+
+async def answer_all(address: str, prompts: list[str], case: Case, max_tokens: int) -> Answers:
+    """Answer all prompts, `case.batch` at a time."""
+    channel = open_channel(address)
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    answers = Answers()
+    places = asyncio.Semaphore(case.batch)
+
+    async def one(index: int, prompt: str) -> list[int]:
+        async with places:
+            return await _answer(stub, request(prompt, index, max_tokens, case), answers)
+
+    start = time.perf_counter()
+    answers.texts = list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+    answers.seconds = time.perf_counter() - start
+    await channel.close()
+    return answers
+
+
+def warm_up(address: str, case: Case, prompts: list[str], max_tokens: int) -> None:
+    """Some answers before those that count: drafts are calibrated, and code is warm, for such prompts, too."""
+    asyncio.run(answer_all(address, prompts, case, 2))
+    others = [WARM_PROMPTS[place % len(WARM_PROMPTS)] for place in range(max(case.batch, 2))]
+    asyncio.run(answer_all(address, others, case, max_tokens))

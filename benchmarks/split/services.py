@@ -1,0 +1,125 @@
+"""The services of the split benchmark: verify stays, the draft changes from case to case."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.common.pages import Page
+from outrider.cli.cluster import Cluster
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+
+CONNECT_SECONDS = 30.0
+PREPARE_SECONDS = 180.0
+"""A draft that takes features gets them once verify's graphs store them."""
+_WAITING = "outrider_verify_drafts_waiting_for_features"
+_PENDING = "outrider_verify_graphs_pending"
+
+Lines = Callable[[str, str], None]
+
+
+class Target:
+    """Verify and gateway, dialling one address per drafter, so that what is learned of one is not taken for another.
+
+    An address is a link to the socket of whichever draft service is to serve, or to none.
+    """
+
+    def __init__(self, options: VerifyOptions, drafters: Sequence[str], on_line: Lines) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="split-")
+        self._links = {drafter: Path(self._folder.name) / f"{number}.sock" for number, drafter in enumerate(drafters)}
+        options = replace(options, draft=tuple(f"unix:{link}" for link in self._links.values()))
+        self.cluster = Cluster(services=("verify", "gateway"), verify=options, on_line=on_line)
+
+    def start(self) -> float:
+        """Start; returns the seconds it took."""
+        start = time.perf_counter()
+        self.cluster.__enter__()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """End both services."""
+        self.cluster.close()
+        self._folder.cleanup()
+
+    def page(self) -> Page:
+        """Verify's metrics now."""
+        return Page.read(self.cluster.metrics_url("verify"))
+
+    def connect(self, drafter: str, draft: Draft) -> None:
+        """Let a draft service serve, with features if it takes any. Raises TimeoutError if that takes too long."""
+        link = self._links[drafter]
+        link.unlink(missing_ok=True)
+        link.symlink_to(draft.cluster.draft_address.removeprefix("unix:"))
+        self._wait(lambda page: page.gauges.get("outrider_verify_healthy_drafts") == 1, "connect to the draft")
+        # Requests that begin before would be answered without, and beside captures.
+        what = "store features for the draft"
+        self._wait(lambda page: not page.gauges.get(_WAITING) and not page.gauges.get(_PENDING), what, PREPARE_SECONDS)
+
+    def disconnect(self, drafter: str) -> None:
+        """Wait until verify has noticed that the draft service is gone."""
+        self._links[drafter].unlink(missing_ok=True)
+        self._wait(lambda page: page.gauges.get("outrider_verify_healthy_drafts") == 0, "lose the draft")
+
+    def _wait(self, reached: Callable[[Page], bool], what: str, seconds: float = CONNECT_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not reached(self.page()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"verify did not {what} within {seconds:.0f} s")
+            time.sleep(0.05)
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Draft:
+    """A draft service on a socket of its own."""
+
+    def __init__(self, options: DraftOptions, on_line: Lines) -> None:
+        self.cluster = Cluster(services=("draft",), draft=options, on_line=on_line)
+        self.start_seconds = 0.0
+
+    def start(self) -> None:
+        """Start, and wait until it serves. Raises ServiceFailedError."""
+        start = time.perf_counter()
+        self.cluster.__enter__()
+        self.start_seconds = time.perf_counter() - start
+
+    def page(self) -> Page:
+        """Its metrics now."""
+        return Page.read(self.cluster.metrics_url("draft"))
+
+    @property
+    def pid(self) -> int:
+        """Of the service's process."""
+        return self.cluster.draft.pid
+
+    def close(self) -> None:
+        """End the service."""
+        self.cluster.close()
+
+
+def start_together(drafts: Sequence[Draft]) -> list[Exception | None]:
+    """Start all at once; what went wrong with each."""
+
+    def start(draft: Draft) -> Exception | None:
+        try:
+            draft.start()
+        except Exception as error:
+            return error
+        return None
+
+    if not drafts:
+        return []
+    with ThreadPoolExecutor(len(drafts)) as pool:
+        return list(pool.map(start, drafts))
