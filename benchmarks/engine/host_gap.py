@@ -124,7 +124,7 @@ class FakeDevice:
         if self.idle_since is not None and self.ended_at is not None and self.ended_at < self._launched_at:
             self.idle_since += seconds
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor."""
 
     def forget(self, request: Request) -> None:

@@ -110,7 +110,7 @@ class Device:
         self._round = Round(self._actor, self._ends, gap, gpu, results)
         return self._round
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor."""
 
     def idle(self, entries: Sequence[Entry]) -> None:
@@ -247,8 +247,8 @@ class Simulation:
         memory = Memory(MAX_RUNNING * 64, 16, keep_prefixes=False)
         engine = verify_engine.VerifyEngine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
         engine.drafts._clock = self._actor.clock
-        rehearsal: Any = SimpleNamespace(begin=lambda at: None, rehearse=self._device.idle)
-        engine._rehearsal = rehearsal
+        warmer: Any = SimpleNamespace(pause_until=lambda at: None, run=self._device.idle)
+        engine._warmer = warmer
         self._charge(engine)
         return engine
 
@@ -259,8 +259,8 @@ class Simulation:
         for owner, name, ms in (
             (engine.scheduler, "plan", lambda: costs.gap + costs.gap_row * max(len(running) - 1, 0)),
             (engine.scheduler, "choose", lambda _: costs.gap_trees * trees),
-            (engine.scheduler, "take", lambda offer: costs.gap_node * offer.choice.num_nodes),
-            (engine._aftermath, "_tell_drafts", lambda _: costs.tell_commit * len(running)),
+            (engine.scheduler, "take", lambda plan: costs.gap_node * plan.choice.num_nodes),
+            (engine._postprocessor, "_send_commits", lambda _: costs.tell_commit * len(running)),
             (engine.drafts, "learn", lambda: costs.settle + costs.settle_row * len(running)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))

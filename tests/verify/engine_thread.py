@@ -76,7 +76,7 @@ async def engine_thread(engine: VerifyEngine) -> AsyncIterator[EngineThread]:
     codes: list[int] = []
 
     def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
-        engine._inbox, engine._observer, engine._aftermath._observer = inbox, observer, observer
+        engine._inbox, engine._observer, engine._postprocessor._observer = inbox, observer, observer
         return Built(engine, ready_of(engine))
 
     def run() -> None:

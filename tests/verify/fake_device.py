@@ -69,7 +69,7 @@ class FakeDevice:
             assert covered >= entry.request.cached_len + entry.num_tokens, "pages must cover the round"
         return FakeRound(self, entries)
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor."""
 
     def forget(self, request: Request) -> None:

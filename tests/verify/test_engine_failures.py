@@ -51,7 +51,7 @@ class Scripted:
         self._before()
         return Finished([Result([7]) if entry.samples else Result() for entry in entries])
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor."""
 
     def forget(self, request: Request) -> None:
@@ -189,7 +189,7 @@ def test_a_draft_that_answers_during_a_long_round_is_not_lost() -> None:
 def test_a_round_is_not_held_for_a_request_that_can_accept_nothing_more() -> None:
     engine = scripted_engine(Scripted(), max_hold_seconds=30.0)
     asked = threading.Event()
-    engine._hold.seconds = lambda *arguments: float(asked.set() or 0.0)  # type: ignore[method-assign, func-returns-value]
+    engine._draft_wait.seconds = lambda *arguments: float(asked.set() or 0.0)  # type: ignore[method-assign, func-returns-value]
     engine.draft_connected(Silent())
     answer = submit(engine, max_tokens=1)
     engine.start()

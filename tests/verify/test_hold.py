@@ -336,8 +336,8 @@ def test_no_round_waits_longer_than_it_may_however_often_it_is_woken(monkeypatch
     )
     engine.draft_connected(Recorder())
     submit(engine)
-    engine._take_inbox(None)
-    engine._attend()
+    engine._process_messages(None)
+    engine._maintain()
     start = clock.now
-    _, held, _ = engine._choose(engine.scheduler.plan())
+    held = engine._schedule().wait_seconds
     assert 0.019 < held <= clock.now - start <= 0.0201

@@ -13,7 +13,7 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 from outrider.protocol.messages import Grow
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.round import Entry
-from verify_service.engine.scheduler import Offer
+from verify_service.engine.scheduler import NodePlan
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
@@ -73,11 +73,11 @@ class Scene:
         self.first = self.all[0]
         self._budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
 
-    def offer(self) -> Offer:
+    def offer(self) -> NodePlan:
         forest = Forest([one.link.mirror for one in self.all], [99] * len(self.all))
         choice = self._budget.choose(len(self.all), len(self.all), forest.best())
         awaited = [one.link for one in self.all if one.link.expects]
-        return Offer([Entry(one.request, 1) for one in self.all], forest, choice, awaited, len(self.all), 0.0)
+        return NodePlan([Entry(one.request, 1) for one in self.all], forest, choice, awaited, len(self.all), 0.0)
 
     def wait(self) -> float:
         """How long the next round would be held."""
@@ -171,7 +171,7 @@ def test_a_round_is_not_held_for_nodes_that_it_cannot_take(scene: Scene, depth: 
     scene.first.part(2)
     forest = Forest([scene.first.link.mirror], [depth])
     choice = Budget(CostModel([ROUND] * len(WIDTHS)), most).choose(1, 1, forest.best())
-    offer = Offer([Entry(scene.first.request, 1)], forest, choice, [scene.first.link], 1, 0.0)
+    offer = NodePlan([Entry(scene.first.request, 1)], forest, choice, [scene.first.link], 1, 0.0)
     offer.look_for_ends(most)
     assert scene.first.link.ends == 0
 
@@ -192,7 +192,7 @@ def test_a_message_without_nodes_is_no_part(scene: Scene) -> None:
 
 
 def test_choices_are_not_learned_from(scene: Scene) -> None:
-    """They are rehearsed while a round runs, with whatever is there."""
+    """Choices are also made in dry runs while a round runs, with whatever is there."""
     scene.first.part(1)
     ends = scene.first.link.reach_ends
     scene.offer().look_for_ends(1)

@@ -14,7 +14,7 @@ from outrider.host.garbage import Garbage
 from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.host_gap import LONG_SECONDS, tell_long
+from verify_service.engine.host_gap import LONG_GAP_SECONDS, log_long_gap
 from verify_service.engine.inbox import Action, ThreadInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.scheduler import EngineLimits
@@ -205,37 +205,37 @@ def test_garbage_is_swept_beside_rounds_that_leave_no_time(monkeypatch: pytest.M
 def test_a_long_gap_is_taken_apart(caplog: pytest.LogCaptureFixture) -> None:
     phases = (("commit", 0.0001), ("launch", 0.009), ("CPU time", 0.0002), ("taken off the CPU", 3.0))
     with caplog.at_level("DEBUG"):
-        tell_long(LONG_SECONDS / 2, phases)
-        tell_long(None, phases)
+        log_long_gap(LONG_GAP_SECONDS / 2, phases)
+        log_long_gap(None, phases)
         assert not caplog.messages
-        tell_long(0.0093, phases)
+        log_long_gap(0.0093, phases)
     assert caplog.messages == [
         "the device was idle for 9.3 ms: commit 0.10 ms, launch 9.00 ms, CPU time 0.20 ms, taken off the CPU 3 times"
     ]
 
 
-def test_a_rehearsal_leaves_no_trace() -> None:
+def test_a_dry_run_leaves_no_trace() -> None:
     device = FakeDevice(spin=True)
     engine = fake_engine(device, root_apart=True)
     engine.draft_connected(LocalDraft(engine, VOCAB, lambda author: chain(author, [count_up(author.committed_len)])))
     answer = submit(engine, max_tokens=12)
     states: list[object] = []
 
-    def rehearse() -> None:
+    def dry_run() -> None:
         request = answer.request
         assert request is not None
         link = engine.drafts.link(request)
         assert link is not None
         for _ in range(3):
-            engine._rehearsal._due_at = 0.0
-            engine._rehearsal.rehearse(engine.scheduler.plan())
+            engine._warmer._due_at = 0.0
+            engine._warmer.run(engine.scheduler.plan())
             states.append((len(request.tokens), request.cached_len, link.mirror.root_len, link.num_answers))
         assert len(set(states[-3:])) == 1
         assert len(engine.drafts._links) == len(engine.scheduler.running) == 1
 
-    device.during = rehearse
+    device.during = dry_run
     engine.start()
     assert answer.done.wait(10)
     engine.stop()
     assert states and answer.token_ids == [count_up(position) for position in range(3, 15)]
-    assert len(engine._rehearsal._request.tokens) == 1
+    assert len(engine._warmer._request.tokens) == 1

@@ -21,8 +21,8 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.observer import Observer
 from verify_service.engine.postprocessor import Commit, RoundDone, RoundPostprocessor
 from verify_service.engine.request import ActiveRequests, Request
-from verify_service.engine.round import Entry, Executor, Pending, Result
-from verify_service.engine.scheduler import EngineLimits, Offer, Scheduler
+from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
+from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import Budget, CostModel
@@ -32,8 +32,8 @@ from verify_service.speculation.link import DraftPort, SpeculativeRequest
 
 log = get_logger(__name__)
 
-_IDLE_SECONDS = 0.25
-"""How often an engine without requests looks after its peers."""
+_IDLE_POLL_SECONDS = 0.25
+"""How often an engine without requests looks after its drafts."""
 
 _CALM_SECONDS = 0.25
 """Without a round for so long, an engine takes up work that requests would wait for: clients often ask again soon."""
@@ -41,8 +41,11 @@ _CALM_SECONDS = 0.25
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
 
-_MOST_LEFT = 2
-"""Actions a request, and for two at least, that may wait over a round's start; with more, slow hosts fall behind."""
+_MAX_DEFERRED_ACTIONS = 2
+"""Actions for each request of a round, two requests at least, that may wait until the next one is launched.
+
+With more of them slow hosts would fall behind."""
+_NOTHING = Batch([], 0.0, 0)
 
 
 class VerifyEngine:
@@ -75,19 +78,19 @@ class VerifyEngine:
         self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)
         self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget, self.grammars)
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
-        self._hold = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
+        self._draft_wait = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
-        self._rehearsal = HotPathWarmer(self.scheduler, executor, self._commit)
+        self._warmer = HotPathWarmer(self.scheduler, executor, self._commit)
         self._observer = observer
         self._inbox = inbox if inbox is not None else ThreadInbox()
         self._stopping = False
-        self._unfinished, self._unread = ActiveRequests(limits.max_running, limits.max_waiting), Unread()
-        self._arrived: deque[Action] = deque()
-        """Taken from the inbox and not done yet."""
+        self._active_requests, self._unread = ActiveRequests(limits.max_running, limits.max_waiting), Unread()
+        self._actions: deque[Action] = deque()
+        """What messages ask that were received and not processed yet."""
         self._garbage = Garbage()
         self._gaps = GapWatch()
-        self._aftermath = RoundPostprocessor(
-            self.scheduler, self.drafts, self.features, self._unfinished, observer, cost, limits.max_nodes
+        self._postprocessor = RoundPostprocessor(
+            self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes
         )
         self._ended_at: float | None = None
         self._alive, self._worked_at = False, float("-inf")
@@ -108,12 +111,12 @@ class VerifyEngine:
                 self._step()
         except OutriderError as error:
             log.exception("the engine failed; the service must be restarted")
-            self._abandon(error)
+            self._fail_all(error)
         except Exception:
             log.exception("the engine failed; the service must be restarted")
-            self._abandon(InternalError("the verify engine failed; the service restarts"))
+            self._fail_all(InternalError("the verify engine failed; the service restarts"))
         else:
-            self._abandon(UnavailableError("the verify service stopped before the answer was complete"))
+            self._fail_all(UnavailableError("the verify service stopped before the answer was complete"))
         finally:
             self._alive = False
 
@@ -133,7 +136,7 @@ class VerifyEngine:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
         if self._stopping:
             raise UnavailableError("the verify service is stopping")
-        self._unfinished.add(request, self._begin, self._inbox)
+        self._active_requests.add(request, self._begin, self._inbox)
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
@@ -178,138 +181,146 @@ class VerifyEngine:
         self._inbox.post(question)
 
     def _step(self) -> None:
-        """One round, or a wait for something to do."""
+        """One round: schedule it, launch it, finish the one before and receive while it runs, commit its tokens.
+
+        Messages are received behind the launch, so that the device has work meanwhile; without a round to run, `_idle`
+        waits for them.
+        """
+        batch = self._schedule()
+        if not batch.entries:
+            return self._idle()
+        start = time.monotonic()
+        pending = self._executor.launch(batch.entries)
+        self.drafts.launched(start)
+        phases = self._gaps.end()
+        self._postprocessor.process()
+        num_tokens = sum(entry.num_tokens for entry in batch.entries)
+        prefills = any(entry.prefills for entry in batch.entries)
+        self._receive_beside(pending, batch.entries, start)
+        results = pending.wait()
+        end = time.monotonic()
+        self._gaps.begin(end)
+        self._receive_behind(len(batch.entries))
+        commits = [self._commit(entry, result) for entry, result in zip(batch.entries, results, strict=True)]
+        gap = None if self._ended_at is None else start - self._ended_at - batch.wait_seconds
+        self._postprocessor.add(RoundDone(batch, commits, pending, num_tokens, prefills, end - start, gap, phases))
+        self._ended_at = self._worked_at = end
+        self._gaps.mark("commit")
+
+    def _schedule(self) -> Batch:
+        """The next round, its tree nodes and grammar masks included; without entries if there is nothing to run."""
         if self.features.preparing:
             self.features.advance()
         entries = self.scheduler.plan()
         self._gaps.mark("plan")
-        if entries:
-            entries, held, ready = self._choose(entries)
-            if entries := self.grammars.mask(entries):
-                return self._round(entries, held, ready)
-        self._ended_at = None
-        self._aftermath.settle()
-        self._garbage.idle()
-        busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
-        idle_seconds = POLL_SECONDS if self.grammars.compiling else _IDLE_SECONDS
-        calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS
-        self._take_inbox(None if busy or (calm and self.features.refresh()) else idle_seconds)
-        self._attend()
-        self.features.work()
-        self._observer.flush()
-
-    def _choose(self, entries: list[Entry]) -> tuple[list[Entry], float, int]:
-        """Add tree nodes to a planned round, holding it for drafts as long as that pays.
-
-        Returns the entries whose requests have not ended meanwhile, the seconds spent holding, and the nodes that a
-        round without hold would have taken.
-        """
-        offer = self.scheduler.choose(entries)
-        held, ready = 0.0, offer.choice.num_nodes
+        if not entries:
+            return _NOTHING
+        plan = self.scheduler.choose(entries)
+        wait_seconds, num_ready = 0.0, plan.choice.num_nodes
         self._gaps.mark("choose")
-        if offer.awaited:
-            start = time.monotonic()
-            while (seconds := self._hold_seconds(offer)) and held < self.limits.max_hold_seconds and not self._stopping:
-                self.drafts.waits_for(offer.awaited)
-                # A draft cannot answer what it has not been told.
-                self._aftermath.settle()
-                self._wait_in_hold(min(seconds, self.limits.max_hold_seconds - held), entries, offer.awaited)
-                self.drafts.flush()
-                entries = [entry for entry in entries if not entry.request.finished]
-                offer = self.scheduler.choose(entries)
-                held = time.monotonic() - start
-            if self.limits.spin and not offer.choice.num_nodes:
-                self._aftermath.tell_few_drafts()
-            self._gaps.mark("hold")
-        self.scheduler.take(offer)
+        if plan.awaited:
+            entries, plan, wait_seconds = self._wait_for_drafts(entries, plan)
+            self._gaps.mark("draft wait")
+        self.scheduler.take(plan)
         self._gaps.mark("take")
-        return entries, held, ready
+        return Batch(self.grammars.mask(entries), wait_seconds, num_ready)
 
-    def _hold_seconds(self, offer: Offer) -> float:
-        return self._hold.seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
+    def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:
+        """Wait for nodes of drafts as long as that pays.
 
-    def _wait_in_hold(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[SpeculativeRequest]) -> None:
-        """Wait for something to come, at most so long, and do it."""
+        Returns the entries whose requests have not ended meanwhile, what they take now, and the seconds waited.
+        """
+        start = time.monotonic()
+        waited, longest = 0.0, self.limits.max_hold_seconds
+        while waited < longest and not self._stopping and (seconds := self._wait_seconds(plan)):
+            self.drafts.waits_for(plan.awaited)
+            # A draft cannot answer what it has not been told.
+            self._postprocessor.process()
+            self._receive_for(min(seconds, longest - waited), entries, plan.awaited)
+            self.drafts.flush()
+            entries = [entry for entry in entries if not entry.request.finished]
+            plan = self.scheduler.choose(entries)
+            waited = time.monotonic() - start
+        if self.limits.spin and not plan.choice.num_nodes:
+            self._postprocessor.send_commits_early()
+        return entries, plan, waited
+
+    def _wait_seconds(self, plan: NodePlan) -> float:
+        return self._draft_wait.seconds(plan.awaited, plan.num_tokens, plan.choice, plan.beside)
+
+    def _receive_for(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[SpeculativeRequest]) -> None:
+        """Wait for messages, at most so long, and do what they ask, or enough of it that no draft is awaited."""
         if not self.limits.spin:
-            self._take_inbox(seconds)
+            self._process_messages(seconds)
             self.features.work()
             return
         # An engine that slept here would launch the round with cold code, and wake some 50 us late.
         now = time.monotonic()
         end = now + seconds
-        self._rehearsal.begin(now)
-        while not self._hear(None) and now < end and not self._stopping:
+        self._warmer.pause_until(now)
+        while not self._receive(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
-            self._rehearsal.rehearse(entries)
+            self._warmer.run(entries)
             now = time.monotonic()
-        while self._arrived and any(link.expects for link in awaited):
-            self._arrived.popleft()()
+        while self._actions and any(spec.expects for spec in awaited):
+            self._actions.popleft()()
 
-    def _round(self, entries: Sequence[Entry], held: float, ready: int) -> None:
-        """Run a round and commit what it brings; what others are to know waits for `RoundPostprocessor.settle`."""
-        start = time.monotonic()
-        pending = self._executor.launch(entries)
-        self.drafts.launched(start)
-        phases = self._gaps.end()
-        self._aftermath.settle()
-        num_tokens = sum(entry.num_tokens for entry in entries)
-        prefills = any(entry.prefills for entry in entries)
+    def _receive_beside(self, pending: Pending, entries: Sequence[Entry], launched_at: float) -> None:
+        """Receive and do all that needs no results of the round, piece by piece, until it has ended."""
+        sleep_until = launched_at
         if self.limits.spin:
-            # The rest of what `_attend` does waits until all that came was taken, which may be after this round.
+            # The rest of what `_maintain` does waits until all that came was taken, which may be after this round.
             self.scheduler.admit()
             self.drafts.flush()
+            if self._garbage.overdue:
+                self._garbage.sweep()
         else:
-            self._take_inbox(None)
-            self._attend()
-        # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
-        if not self.limits.spin or self._garbage.overdue:
+            self._process_messages(None)
+            self._maintain()
+            # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
             self._garbage.sweep()
-        self._watch(pending, entries, start + self._sleep_seconds(entries))
-        results = pending.wait()
-        end = time.monotonic()
-        self._gaps.begin(end)
-        # Where the device waits, what has come since is for the round after.
-        if not self.limits.spin and self._take_inbox(None):
-            self._attend()
-        while len(self._arrived) > _MOST_LEFT * max(len(entries), 2):
-            self._arrived.popleft()()
-        commits = [self._commit(entry, result) for entry, result in zip(entries, results, strict=True)]
-        gap = None if self._ended_at is None else start - self._ended_at - held
-        self._aftermath.note(
-            RoundDone(entries, commits, pending, num_tokens, prefills, end - start, held, gap, ready, phases)
-        )
-        self._ended_at = self._worked_at = end
-        self._gaps.mark("commit")
-
-    def _sleep_seconds(self, entries: Sequence[Entry]) -> float:
-        """How long to sleep after the launch of a round, before its end is looked for without sleeping."""
-        if self.limits.spin:
-            return 0.0
-        num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
-        return _SLEEP_SHARE * self.budget.cost.seconds(num_decoded)
-
-    def _watch(self, pending: Pending, entries: Sequence[Entry], sleep_until: float) -> None:
-        """Deal with what comes in, piece by piece, until the round has ended."""
-        self._rehearsal.begin(sleep_until)
-        attended = False
-        # Also of a round that is over by now.
-        self._hear(None)
+            num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
+            sleep_until += _SLEEP_SHARE * self.budget.cost.seconds(num_decoded)
+        self._warmer.pause_until(sleep_until)
+        is_maintained = False
+        # Also for a round that is over by now.
+        self._receive(None)
         while not pending.done():
             if self.features.busy:
                 self.features.work()
             now = time.monotonic()
-            if self._arrived or self._hear(None):
-                self._arrived.popleft()()
-                attended = False
-            elif sleep_until > now and self._hear(sleep_until - now):
+            if self._actions or self._receive(None):
+                self._actions.popleft()()
+                is_maintained = False
+            elif sleep_until > now and self._receive(sleep_until - now):
                 continue
-            elif not attended:
-                self._attend()
-                attended = True
+            elif not is_maintained:
+                self._maintain()
+                is_maintained = True
                 self._garbage.sweep()
             elif not self.grammars.work(entries):
-                self._rehearsal.rehearse(entries)
+                self._warmer.run(entries)
+
+    def _receive_behind(self, num_entries: int) -> None:
+        """Receive what came until the round's end: where a device waits, no more of it is done than must be."""
+        if not self.limits.spin and self._process_messages(None):
+            self._maintain()
+        while len(self._actions) > _MAX_DEFERRED_ACTIONS * max(num_entries, 2):
+            self._actions.popleft()()
+
+    def _idle(self) -> None:
+        """Finish the last round, wait for messages, and do what requests would have to wait for if there were any."""
+        self._ended_at = None
+        self._postprocessor.process()
+        self._garbage.idle()
+        busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
+        timeout = POLL_SECONDS if self.grammars.compiling else _IDLE_POLL_SECONDS
+        calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS
+        self._process_messages(None if busy or (calm and self.features.refresh()) else timeout)
+        self._maintain()
+        self.features.work()
+        self._observer.flush()
 
     def _commit(self, entry: Entry, result: Result) -> Commit | None:
         """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
@@ -336,20 +347,20 @@ class VerifyEngine:
             self.scheduler.end(request)
         return Commit(entry, result, tokens, finish)
 
-    def _hear(self, timeout: float | None) -> bool:
-        """Take what others ask, after waiting for it up to `timeout` seconds; whether anything is to be done."""
-        self._arrived += self._inbox.take(timeout)
-        return bool(self._arrived)
+    def _receive(self, timeout: float | None) -> bool:
+        """Take messages, after waiting for one up to `timeout` seconds; whether any are to be processed."""
+        self._actions += self._inbox.take(timeout)
+        return bool(self._actions)
 
-    def _take_inbox(self, timeout: float | None) -> bool:
-        """Do what others ask, after waiting for it up to `timeout` seconds; whether there was anything."""
-        heard = self._hear(None if self._arrived else timeout)
-        while self._arrived:
-            self._arrived.popleft()()
-        return heard
+    def _process_messages(self, timeout: float | None) -> bool:
+        """Do what messages ask, after waiting for one up to `timeout` seconds; whether there was any."""
+        received = self._receive(None if self._actions else timeout)
+        while self._actions:
+            self._actions.popleft()()
+        return received
 
-    def _attend(self) -> None:
-        """Look after drafts and the queue, once all that came in was taken."""
+    def _maintain(self) -> None:
+        """Look after grammars, drafts and the queue, once all messages that came in were processed."""
         self.grammars.poll()
         self.drafts.attend()
         self.scheduler.admit()
@@ -362,32 +373,32 @@ class VerifyEngine:
     def _fail(self, request: Request, error: OutriderError) -> None:
         """End a request that was not scheduled."""
         request.finished = True
-        self._unfinished.discard(request)
+        self._active_requests.discard(request)
         request.sink(Update(error=error))
 
     def _cancel(self, request: Request) -> None:
         if not request.finished:
             request.finished = True
-            self._unfinished.discard(request)
+            self._active_requests.discard(request)
             self.scheduler.end(request)
             self.scheduler.release_ended()
 
-    def _abandon(self, error: OutriderError) -> None:
+    def _fail_all(self, error: OutriderError) -> None:
         """Tell all unfinished requests how it ended."""
         self._stopping = True
         self.grammars.stop()
-        self._unfinished.refuse()
+        self._active_requests.refuse()
         # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
-        self._in_any_case(partial(self._aftermath.settle, with_features=False))
-        for request in self._unfinished.take():
+        self._try(partial(self._postprocessor.process, with_features=False))
+        for request in self._active_requests.take():
             request.finished = True
             self.scheduler.end(request)
-            self._in_any_case(self.scheduler.release_ended)
-            self._in_any_case(partial(request.sink, Update(error=error)))
-        self._in_any_case(self.drafts.flush)
-        self._in_any_case(self._observer.flush)
+            self._try(self.scheduler.release_ended)
+            self._try(partial(request.sink, Update(error=error)))
+        self._try(self.drafts.flush)
+        self._try(self._observer.flush)
 
-    def _in_any_case(self, action: Callable[[], None]) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception:

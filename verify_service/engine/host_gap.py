@@ -19,7 +19,7 @@ from verify_service.speculation.drafts import Drafts
 
 log = get_logger(__name__)
 
-LONG_SECONDS = 5e-3
+LONG_GAP_SECONDS = 5e-3
 
 Phases = tuple[tuple[str, float], ...]
 """Names and seconds."""
@@ -55,9 +55,9 @@ class GapWatch:
         return (*phases, ("CPU time", cpu), ("taken off the CPU", float(switches)))
 
 
-def tell_long(gap: float | None, phases: Phases) -> None:
+def log_long_gap(gap: float | None, phases: Phases) -> None:
     """Log a long gap. One with little CPU time was not the engine's own work: it was not let run."""
-    if phases and gap is not None and gap > LONG_SECONDS:
+    if phases and gap is not None and gap > LONG_GAP_SECONDS:
         parts = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in phases[:-1])
         log.debug("the device was idle for %.1f ms: %s, %s %d times", gap * 1e3, parts, phases[-1][0], phases[-1][1])
 
@@ -68,46 +68,46 @@ def _usage() -> tuple[float, int]:
     return usage.ru_utime + usage.ru_stime, usage.ru_nivcsw
 
 
-_SECONDS = 2.5e-4
-_PAUSE = 8
-"""How many times as long as a rehearsal takes lies between two: a round that ends meanwhile is seen late."""
+_MIN_PAUSE_SECONDS = 2.5e-4
+_PAUSE_PER_RUN = 8
+"""Times as long as a run takes that lie between two: the end of a round that falls in one is seen late."""
 
 
 class HotPathWarmer:
-    """Commits, plans, chooses nodes and lays a round out for nothing, now and then, while the engine waits.
+    """Runs the code between two rounds without effect, now and then, while the engine waits.
 
-    After 5 ms without it that code took 5 to 8 times as long on an H200's host.
+    After 5 ms without a run that code took 5 to 8 times as long on an H200's host.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, commit: Callable[[Entry, Result], object]) -> None:
-        """`commit`: what the engine does with a result; here it gets one for a request that is nobody's."""
+        """`commit`: what the engine does with a result; it is called for a request that no client has sent."""
         self._scheduler = scheduler
         self._executor = executor
         self._commit = commit
         params = SamplingParams()
         self._request = Request(
-            "", [0], 1, params, RequestSampler(params, [0], 1), 1 << 30, frozenset(), speculate=True, sink=_nobody
+            "", [0], 1, params, RequestSampler(params, [0], 1), 1 << 30, frozenset(), speculate=True, sink=_discard
         )
         self._drafts = Drafts(vocab_size=1, max_nodes=1)
-        """Its own: those of others know nothing of it."""
+        """Holds this request alone."""
         self._drafts.admit(self._request)
         self._result = Result([0])
         self._due_at = 0.0
 
-    def begin(self, at: float) -> None:
-        """A wait has begun; nothing is rehearsed before the time `at`, on the monotonic clock."""
+    def pause_until(self, at: float) -> None:
+        """Do nothing before the time `at`, on the monotonic clock."""
         self._due_at = at
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
-        """Rehearse a round of these entries, if it is time to."""
+    def run(self, entries: Sequence[Entry]) -> None:
+        """Go through a round of these entries, unless that was done a moment ago."""
         now = time.monotonic()
         if now >= self._due_at:
-            self._rehearse_commit()
-            self._scheduler.rehearse(entries)
-            self._executor.rehearse(entries)
-            self._due_at = now + max(_SECONDS, _PAUSE * (time.monotonic() - now))
+            self._commit_nothing()
+            self._scheduler.dry_run(entries)
+            self._executor.dry_run(entries)
+            self._due_at = now + max(_MIN_PAUSE_SECONDS, _PAUSE_PER_RUN * (time.monotonic() - now))
 
-    def _rehearse_commit(self) -> None:
+    def _commit_nothing(self) -> None:
         request = self._request
         self._commit(Entry(request, 1), self._result)
         self._drafts.committed(request)
@@ -115,5 +115,5 @@ class HotPathWarmer:
         request.cached_len = 0
 
 
-def _nobody(update: Update) -> None:
-    """Where updates go that there are none of."""
+def _discard(update: Update) -> None:
+    """No client hears of it."""

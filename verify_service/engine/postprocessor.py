@@ -7,29 +7,29 @@ from typing import NamedTuple
 
 from outrider.protocol.tokens import FinishReason, RoundTree, TokenOrigin
 from verify_service.engine.figures import RoundFigures
-from verify_service.engine.host_gap import Phases, tell_long
+from verify_service.engine.host_gap import Phases, log_long_gap
 from verify_service.engine.observer import Observer
 from verify_service.engine.request import ActiveRequests
-from verify_service.engine.round import Entry, Pending, Result, round_tree
+from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.drafts import Drafts
 
-_FEW_COMMITS = 4
-"""A commit takes some 20 us to tell, and the device may have nothing to do meanwhile."""
+_MAX_EARLY_COMMITS = 4
+"""Commits that may be sent before the next round is launched: each takes 20 us, and the device is idle meanwhile."""
 
 
 class RoundPostprocessor:
-    """Tells drafts, clients and metrics of the last round, and learns from it. The engine thread alone uses it."""
+    """Tells drafts, clients and metrics of the last round, and learns from it. The engine's thread alone uses it."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         drafts: Drafts,
         features: FeatureSender,
-        unfinished: ActiveRequests,
+        active_requests: ActiveRequests,
         observer: Observer,
         cost: CostModel,
         max_nodes: int,
@@ -38,61 +38,61 @@ class RoundPostprocessor:
         self._scheduler = scheduler
         self._drafts = drafts
         self._features = features
-        self._unfinished = unfinished
+        self._active_requests = active_requests
         self._observer = observer
         self._cost = cost
         self._max_nodes = max_nodes
         self._done: RoundDone | None = None
-        self._told = False
-        """Whether drafts know of the round that was noted."""
+        self._commits_sent = False
+        """Whether the commits of that round were sent to drafts."""
         self._prefilled = False
 
-    def note(self, done: RoundDone) -> None:
-        """A round was committed; `settle` deals with the rest."""
-        self._done, self._told = done, False
+    def add(self, done: RoundDone) -> None:
+        """Take a round that was committed, for `process`."""
+        self._done, self._commits_sent = done, False
 
-    def tell_few_drafts(self) -> None:
-        """Tell drafts of the round that was noted before the next one is launched, if that takes a moment.
+    def send_commits_early(self) -> None:
+        """Send drafts the last round's commits before the next round is launched, if that takes a moment only.
 
-        To be called where that one has no nodes: it brings little, and the draft's answer is what the one after needs.
+        Called where the next round has no nodes: it brings little, and the round after needs the drafts' answers.
         """
-        if self._done is not None and not self._told and len(self._done.commits) <= _FEW_COMMITS:
-            self._tell_drafts(self._done)
-            self._told = True
+        if self._done is not None and not self._commits_sent and len(self._done.commits) <= _MAX_EARLY_COMMITS:
+            self._send_commits(self._done)
+            self._commits_sent = True
 
-    def settle(self, with_features: bool = True) -> None:
-        """Deal with the round that was noted, if that has not been done.
+    def process(self, with_features: bool = True) -> None:
+        """Do what follows from the last round, if that has not been done.
 
         `with_features`: also have features copied that drafts lack, which takes a device that works.
         """
         done, self._done = self._done, None
         if done is None:
             return
-        if not self._told:
-            self._tell_drafts(done)
+        if not self._commits_sent:
+            self._send_commits(done)
         if with_features:
             self._features.collect(done.pending)
-        updates = [self._tell(commit) for commit in done.commits]
-        drafted = any(entry.samples and self._drafts.serves(entry.request) for entry in done.entries)
+        updates = [self._send_update(commit) for commit in done.commits]
+        drafted = any(entry.samples and self._drafts.serves(entry.request) for entry in done.batch.entries)
         self._scheduler.release_ended()
         figures = RoundFigures(
             seconds=done.seconds,
-            held=done.held,
+            held=done.batch.wait_seconds,
             gap=done.gap,
             gpu=done.pending.gpu_seconds,
-            ready=done.ready if drafted else None,
+            ready=done.batch.num_ready_nodes if drafted else None,
             answers=self._drafts.take_answers(),
         )
-        self._observer.round(done.entries, updates, figures)
+        self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()
-        tell_long(done.gap, done.phases)
+        log_long_gap(done.gap, done.phases)
         self._drafts.learn()
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
             self._cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
         self._prefilled = done.prefills
 
-    def _tell_drafts(self, done: RoundDone) -> None:
+    def _send_commits(self, done: RoundDone) -> None:
         share = self._max_nodes // max(len(self._scheduler.running), 1)
         for commit in done.commits:
             if commit is None or not commit.tokens or (request := commit.entry.request).finished:
@@ -101,11 +101,11 @@ class RoundPostprocessor:
             self._drafts.report(request, len(commit.tokens), credit)
         self._drafts.flush()
 
-    def _tell(self, commit: Commit | None) -> Update:
+    def _send_update(self, commit: Commit | None) -> Update:
         """Send a request what the round did for it, if anything."""
         update = Update() if commit is None else commit.update()
         if commit is not None and update.last:
-            self._unfinished.discard(commit.entry.request)
+            self._active_requests.discard(commit.entry.request)
         if commit is not None and (update.token_ids or update.last or update.prompt_logprobs is not None):
             commit.entry.request.sink(update)
         return update
@@ -150,7 +150,7 @@ class Commit(NamedTuple):
 class RoundDone(NamedTuple):
     """A round that was committed and that nobody has been told of. Times in seconds."""
 
-    entries: Sequence[Entry]
+    batch: Batch
     commits: Sequence[Commit | None]
     """None for a request that was cancelled while the round ran."""
     pending: Pending
@@ -158,17 +158,14 @@ class RoundDone(NamedTuple):
     prefills: bool
     """Whether prefill was part of it, so that its time says little of a round of so many tokens."""
     seconds: float
-    held: float
     host_gap: float | None
-    """From the end of the round before to this one's launch, holding aside; None after a pause."""
-    ready: int = 0
-    """Nodes that it would have taken without any hold."""
+    """From the end of the round before to this one's launch, without the wait for drafts; None after a pause."""
     phases: Phases = ()
     """What lay between the round before and this one."""
 
     @property
     def gap(self) -> float | None:
-        """How long the device had nothing to do before it, holding aside; as it measured itself if it did."""
+        """How long the device was idle before it, without the wait for drafts; as it measured itself, if it did."""
         if self.host_gap is None or self.pending.gap_seconds is None:
             return self.host_gap
-        return max(self.pending.gap_seconds - self.held, 0.0)
+        return max(self.pending.gap_seconds - self.batch.wait_seconds, 0.0)

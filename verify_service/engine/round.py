@@ -87,6 +87,16 @@ class Entry:
         return self.num_extend + len(self.nodes.token_ids)
 
 
+class Batch(NamedTuple):
+    """What a round runs."""
+
+    entries: Sequence[Entry]
+    wait_seconds: float
+    """How long the round waited for drafts."""
+    num_ready_nodes: int
+    """Tree nodes that it would have taken without a wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """What the target says to an entry: the accepted draft tokens and the bonus token, or nothing after a chunk."""
@@ -135,10 +145,10 @@ class Executor(Protocol):
         the engine takes messages in, which may end requests of the round.
         """
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
-        """Go through what `launch` does on the host, without effect, also while a round runs; or do nothing.
+    def dry_run(self, entries: Sequence[Entry]) -> None:
+        """Run what `launch` does on the host, without effect, also while a round runs; or do nothing.
 
-        Where the engine never sleeps: code that has lain idle for a round is slow at first.
+        Called where the engine never sleeps: code that has not run for a round's time is slow at first.
         """
 
     def forget(self, request: Request) -> None:

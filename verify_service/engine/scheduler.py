@@ -61,7 +61,7 @@ def _rank(request: Request) -> tuple[int, int]:
     return request.rank
 
 
-class Offer(NamedTuple):
+class NodePlan(NamedTuple):
     """The trees of a round, and which of their nodes pay."""
 
     entries: Sequence[Entry]
@@ -200,7 +200,7 @@ class Scheduler:
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
 
-    def choose(self, entries: Sequence[Entry]) -> Offer:
+    def choose(self, entries: Sequence[Entry]) -> NodePlan:
         """Which tree nodes pay, over all requests of a planned round."""
         growing: list[Entry] = []
         mirrors: list[TreeMirror] = []
@@ -230,26 +230,26 @@ class Scheduler:
         most = self._limits.max_round_tokens - num_tokens
         beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
         choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
-        offer = Offer(growing, forest, choice, awaited, num_tokens, beside)
+        plan = NodePlan(growing, forest, choice, awaited, num_tokens, beside)
         if awaited:
-            offer.look_for_ends(min(most, self._budget.max_nodes))
-        return offer
+            plan.look_for_ends(min(most, self._budget.max_nodes))
+        return plan
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
-        """Plan and choose for nothing while a round runs: code that has lain idle for milliseconds is slow at first."""
+    def dry_run(self, entries: Sequence[Entry]) -> None:
+        """Plan and choose without effect while a round runs, to keep the code warm."""
         self._plain_round()
-        offer = self.choose(entries)
-        offer.forest.take(offer.choice.num_nodes)
+        plan = self.choose(entries)
+        plan.forest.take(plan.choice.num_nodes)
 
-    def take(self, offer: Offer) -> None:
+    def take(self, plan: NodePlan) -> None:
         """Give a round the nodes that were chosen, but for those that a grammar forbids."""
-        self._budget.took(offer.choice)
-        if not offer.choice.num_nodes:
+        self._budget.took(plan.choice)
+        if not plan.choice.num_nodes:
             return
-        taken: Sequence[Nodes] = offer.forest.take(offer.choice.num_nodes)
+        taken: Sequence[Nodes] = plan.forest.take(plan.choice.num_nodes)
         if self._grammars is not None:
-            taken = self._grammars.allowed(offer.entries, taken)
-        for entry, nodes in zip(offer.entries, taken, strict=True):
+            taken = self._grammars.allowed(plan.entries, taken)
+        for entry, nodes in zip(plan.entries, taken, strict=True):
             # Nodes are worth no preemption: without pages the round goes without them.
             if nodes.token_ids and self._memory.reserve(
                 entry.request, entry.request.cached_len + entry.num_extend + len(nodes)

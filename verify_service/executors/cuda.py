@@ -90,7 +90,7 @@ class CudaExecutor:
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
         self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device)
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
-        self._rehearsal = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
+        self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
         self._no_rows = NoRows(self.rows.spare)
         self._output = RoundOutput(rows, device)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
@@ -151,12 +151,12 @@ class CudaExecutor:
         complete = self._mark() if self._features is not None and decode and prefill else done
         return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
         decode = [entry for entry in entries if self._decodes(entry)]
         if decode:
             self._output.read(len(decode))
-            self._rehearsal.fill(decode, self._no_rows, self._bucket(decode))
+            self._dry_run_input.fill(decode, self._no_rows, self._bucket(decode))
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""

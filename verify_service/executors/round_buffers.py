@@ -242,7 +242,7 @@ class Rows(Protocol):
 
 
 class NoRows:
-    """Rows of a round that is only rehearsed: nobody gets one, and no page is told of."""
+    """Rows of a dry run: no request gets one, and no page becomes known."""
 
     def __init__(self, spare: int) -> None:
         self._spare = spare

@@ -109,7 +109,7 @@ class TorchExecutor:
         batch = self._batch(parts)
         return TorchRound(lambda: self._run(parts, batch))
 
-    def rehearse(self, entries: Sequence[Entry]) -> None:
+    def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor; a forward on the CPU leaves no code in its caches anyway."""
 
     def forget(self, request: Request) -> None:
