@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import msgspec
 
-from draft_service.door.profile import Profile
 from outrider.config.draft import DraftOptions
+from outrider.host.frames import Ready, Refused, Start, Stop
 from outrider.protocol.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
 
 GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 """Bounds by which slices of growth are counted."""
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """door -> engine, first: load the drafters and serve them."""
+class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
+    """A drafter in words and numbers; zero or empty means "as the target has it" or "nothing"."""
 
-    options: DraftOptions
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """door -> engine: end."""
+    sources: tuple[str, ...]
+    """Names of where its nodes come from."""
+    vocab_size: int = 0
+    tokenizer_hash: str = ""
+    hidden_size: int = 0
+    feature_layers: tuple[int, ...] = ()
+    max_positions: int = 0
+    """Tokens of the longest sequence that is served; 0 for any."""
+    projection_columns: int = 0
+    projection_hash: str = ""
+    """Of the matrix that it offers, if it does."""
+    modest: frozenset[int] = frozenset()
+    """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
+    maps_memory: bool = False
+    """Whether features may lie in memory of verify's."""
+    gauges: tuple[str, ...] = ()
+    """Names of the sizes that it tells."""
+    line: LineFrame | None = None
+    """Where verify engines of this host may call, without a token."""
 
 
 class Serve(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -52,7 +66,7 @@ class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
     session: int
 
 
-class Heard(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class FromVerify(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """door -> engine: what verify sent in one message, or in a part of one, in order."""
 
     session: int
@@ -70,33 +84,19 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Comes back in `State.answers`."""
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """engine -> door, first: the drafters are loaded and warm."""
-
-    profile: Profile
-    line: LineFrame | None = None
-    """Where verify engines of this host may call, without a token."""
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
-
-    message: str
-
-
-class Said(msgspec.Struct, frozen=True, array_like=True):
+class ToVerify(msgspec.Struct, frozen=True, array_like=True):
     """Messages for the verify service of a session, in order."""
 
     session: int
     messages: list[DraftPart]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: what a turn of the engine brought."""
 
-    said: list[Said]
-    read: dict[int, int]
-    """`Heard` frames that were handled since the last time, by session."""
+    messages: list[ToVerify]
+    num_handled: dict[int, int]
+    """`FromVerify` frames that were handled since the last time, by session."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -194,8 +194,8 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
     data: memoryview
 
 
-FromDoor = Start | Stop | Serve | SessionUp | SessionDown | Heard | Drain | Ask
-FromEngine = Ready | Refused | Told | State | Drained | LineLost
+FromDoor = Start[DraftOptions] | Stop | Serve | SessionUp | SessionDown | FromVerify | Drain | Ask
+FromEngine = Ready[DrafterProfile] | Refused | TurnUpdates | State | Drained | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart
 

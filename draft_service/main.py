@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from draft_service.door.engine_process import DraftEngineProcess
+from draft_service.door.features import RemoteFeatures
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import RemoteDraftEngine
 from draft_service.door.servicer import DraftServicer
-from draft_service.frames import Ready
+from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
-from outrider.host.child import share_interpreter, until_stopped
+from outrider.host.process import EngineProcess, share_interpreter
 from outrider.logs import get_logger
 from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
@@ -28,8 +28,9 @@ from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)
 
+ENGINE_MODULE = "draft_service.engine.worker"
 _GC_THRESHOLD = 50_000
-"""Messages are many small objects without cycles: look at them seldom."""
+"""The door's messages are many small objects without cycles: the collector looks at them seldom."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,31 +47,41 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         check_free(options.address, "--address")
     was_open = options.speculative_algorithm == AUTO
     options = _choose(options)
-    process = await DraftEngineProcess.start(options)
+    process, engine, features = await start_engine(options)
     try:
-        ready = await process.ready(stop)
-        if ready is None:
+        profile = await process.ready(stop)
+        if profile is None:
             return EXIT_OK
-        return await _serve_engine(options, ways, stop, process, ready, may_leave_out=was_open)
+        metrics = DraftMetrics(profile.sources)
+        engine.on_state = metrics.take
+        servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=was_open)
+        watch(metrics, engine, servicer, profile.gauges)
+        return await _serve_engine(options, ways, stop, process, engine, servicer, metrics)
     finally:
         await process.close()
+
+
+async def start_engine(
+    options: DraftOptions,
+) -> tuple[EngineProcess[DrafterProfile], RemoteDraftEngine, RemoteFeatures]:
+    """Start the engine process and have it load its drafters; it is not ready yet. Call it on the main thread."""
+    engine, features = RemoteDraftEngine(), RemoteFeatures()
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(options.threads))
+    # The engine opens no door: it needs no tokens.
+    process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token=""), engine, [features], threads)
+    return process, engine, features
 
 
 async def _serve_engine(
     options: DraftOptions,
     ways: DoorOptions,
     stop: asyncio.Event,
-    process: DraftEngineProcess,
-    ready: Ready,
-    *,
-    may_leave_out: bool,
+    process: EngineProcess[DrafterProfile],
+    engine: RemoteDraftEngine,
+    servicer: DraftServicer,
+    metrics: DraftMetrics,
 ) -> int:
     """Open the door, and drain at the end."""
-    profile = ready.profile
-    engine, metrics = process.engine, DraftMetrics(profile.sources)
-    engine.on_state = metrics.take
-    servicer = DraftServicer(engine, process.features, profile, options, metrics, may_leave_out, ready.line)
-    watch(metrics, engine, servicer, profile.gauges)
     server = GrpcServer(
         **ways,
         service_names=["outrider.v1.DraftService"],
@@ -85,7 +96,7 @@ async def _serve_engine(
             _settle_memory()
             server.set_serving(True)
             write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-            await until_stopped(stop, engine)
+            await process.until_stopped(stop)
             server.set_serving(False)
             await drain(engine, options.drain_seconds)
             await server.stop(grace=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ from outrider import __version__
 from outrider.config.base import parse_options
 from outrider.config.secrets import read_secret
 from outrider.config.verify import VerifyOptions
-from outrider.host.child import share_interpreter, until_stopped
+from outrider.host.process import EngineProcess, share_interpreter
 from outrider.metrics import MetricsPage
 from outrider.models.store import served_name
 from outrider.protocol.messages import PROTOCOL_VERSION, Hello
@@ -21,16 +23,15 @@ from outrider.rpc.transport import unix_path
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
-from verify_service.door.engine_process import VerifyEngineProcess
-from verify_service.door.feature_stream import Dial
 from verify_service.door.grammar_check import GrammarChecker
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
-from verify_service.door.session import DraftDialer
-from verify_service.frames.engine import Ready
+from verify_service.door.session import Dial, DraftDialer
+from verify_service.frames.engine import RoundReport, ServedModel
 
 SERVICE = "outrider.v1.VerifyService"
+ENGINE_MODULE = "verify_service.engine.worker"
 LAST_WORDS_SECONDS = 2.0
 """How long answers of an engine that failed may take to reach their clients with its status. They end by themselves."""
 
@@ -56,34 +57,44 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
         check_free(options.address, "--address")
     metrics = VerifyMetrics()
     with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
-        process = await VerifyEngineProcess.start(options, metrics.observe)
+        process, engine = await start_engine(options, metrics.observe)
         try:
-            ready = await process.ready(stop)
-            if ready is None:
+            served = await process.ready(stop)
+            if served is None:
                 return EXIT_OK
-            return await _serve_engine(options, ways, stop, process, ready, metrics, metrics_address)
+            return await _serve_engine(options, ways, stop, process, engine, served, metrics, metrics_address)
         finally:
             await process.close()
+
+
+async def start_engine(
+    options: VerifyOptions, on_round: Callable[[RoundReport], None]
+) -> tuple[EngineProcess[ServedModel], RemoteVerifyEngine]:
+    """Start the engine process and have it load its model; it is not ready yet. Call it on the main thread."""
+    engine = RemoteVerifyEngine(on_round)
+    # The engine opens no door and calls nobody: it needs no tokens.
+    process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token="", draft_auth_token=""), engine)
+    return process, engine
 
 
 async def _serve_engine(
     options: VerifyOptions,
     ways: _Ways,
     stop: asyncio.Event,
-    process: VerifyEngineProcess,
-    ready: Ready,
+    process: EngineProcess[ServedModel],
+    engine: RemoteVerifyEngine,
+    served: ServedModel,
     metrics: VerifyMetrics,
     metrics_address: str,
 ) -> int:
     """Open the door, and drain at the end."""
-    engine = process.engine
-    info = _info(options, ready)
+    info = _info(options, served)
     addresses = () if options.no_speculation else options.draft
-    dialers = [DraftDialer(address, _hello(info, ready), engine, dial=ways.out) for address in addresses]
+    dialers = [DraftDialer(address, _hello(info, served), engine, dial=ways.out) for address in addresses]
     metrics.watch(engine, dialers)
-    admission = Admission(ready.vocab_size, ready.context_length, tuple(ready.eos_token_ids), bool(dialers))
+    admission = Admission(served.vocab_size, served.context_length, tuple(served.eos_token_ids), bool(dialers))
     engine.backlog.max_tokens = options.max_queued_tokens
-    grammars = GrammarChecker(ready.model_path, ready.vocab_size, ready.eos_token_ids)
+    grammars = GrammarChecker(served.model_path, served.vocab_size, served.eos_token_ids)
     servicer = VerifyServicer(
         engine,
         admission,
@@ -98,7 +109,7 @@ async def _serve_engine(
     sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
     server.set_serving(True)
     write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-    await until_stopped(stop, engine)
+    await process.until_stopped(stop)
     servicer.draining = True
     await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
     for session in sessions:
@@ -116,20 +127,20 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
-def _info(options: VerifyOptions, ready: Ready) -> verify_pb2.VerifyServiceGetInfoResponse:
+def _info(options: VerifyOptions, served: ServedModel) -> verify_pb2.VerifyServiceGetInfoResponse:
     return verify_pb2.VerifyServiceGetInfoResponse(
         model=options.served_model_name or served_name(options.model),
-        model_path=ready.model_path,
-        tokenizer_hash=ready.tokenizer_hash,
-        vocab_size=ready.vocab_size,
-        context_length=ready.context_length,
-        dtype=ready.dtype,
-        eos_token_ids=ready.eos_token_ids,
+        model_path=served.model_path,
+        tokenizer_hash=served.tokenizer_hash,
+        vocab_size=served.vocab_size,
+        context_length=served.context_length,
+        dtype=served.dtype,
+        eos_token_ids=served.eos_token_ids,
         version=__version__,
     )
 
 
-def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, ready: Ready) -> Hello:
+def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, served: ServedModel) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -137,8 +148,8 @@ def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, ready: Ready) -> Hello
         tokenizer_hash=info.tokenizer_hash,
         vocab_size=info.vocab_size,
         max_positions=info.context_length,
-        hidden_size=ready.hidden_size,
-        num_layers=ready.num_layers,
+        hidden_size=served.hidden_size,
+        num_layers=served.num_layers,
     )
 
 

@@ -32,12 +32,12 @@ from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.figures import RoundFigures
 from verify_service.engine.inbox import Action, ThreadInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
 from verify_service.engine.scheduler import EngineLimits
+from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import WIDTHS, CostModel
 

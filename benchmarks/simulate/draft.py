@@ -23,7 +23,7 @@ import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, Memory, Pool
 from benchmarks.simulate.world import Actor, Costs
-from draft_service.engine.lines import HeardOnLine
+from draft_service.engine.inbox import LineMessages
 from draft_service.engine.reporter import SessionPeer
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
@@ -165,9 +165,9 @@ class DraftInbox:
         self.ended: set[int] = set()
         self.waiting = actor.waiting
         self._actor = actor
-        self._heard: list[HeardOnLine] = []
+        self._heard: list[LineMessages] = []
 
-    def next(self) -> HeardOnLine | None:
+    def next(self) -> LineMessages | None:
         """The next frame, if there is one."""
         self._heard += self._actor.take()
         return self._heard.pop(0) if self._heard else None
@@ -205,7 +205,7 @@ class DraftService:
     def send(self, messages: list[VerifyMessage]) -> None:
         """Verify says something, on its own thread and in its own time."""
         at = self._actor.other.now + 1e-3 * self._costs.line
-        self._actor.post(at, HeardOnLine(_SESSION, pack_verify(messages)))
+        self._actor.post(at, LineMessages(_SESSION, pack_verify(messages)))
 
     def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""

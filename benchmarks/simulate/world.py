@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from verify_service.engine.figures import RoundFigures
 from verify_service.engine.inbox import Action
 from verify_service.engine.round import Entry
+from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
 
 _USUAL_LEARN = 0.05

@@ -1,15 +1,15 @@
-"""What this drafter says of itself, and whether the verify services of one draft service have the same target."""
+"""What this draft service says of its drafter, and whether its verify services have the same target."""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
 
-from draft_service.door.profile import Profile
+from draft_service.frames import DrafterProfile
 from outrider.config.draft import DraftOptions
 from outrider.drafting.registry import named_drafters
 from outrider.logs import get_logger
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.protocol.messages import PROTOCOL_VERSION, Hello, LineOffer
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
 
@@ -29,47 +29,44 @@ class Answer:
     """What a verify service is answered."""
 
     hello: Hello
+    target: Target
     parts: frozenset[int] | None = None
     """Numbers of the drafters that guess for it; None for all."""
 
 
-def longest_sequence(max_positions: int, options: DraftOptions) -> int:
-    """Tokens of the longest sequence that is served, where the drafter serves so many; 0 for any."""
-    return min(max_positions or options.max_positions, options.max_positions)
-
-
-def own_hello(profile: Profile, options: DraftOptions) -> Hello:
+def own_hello(profile: DrafterProfile, options: DraftOptions) -> Hello:
     """The hello of a new session; one whose drafter takes features gets a token for them."""
-    hello = _hello(profile, "+".join(named_drafters(options)), options)
+    hello = _hello(profile, "+".join(named_drafters(options)))
     # In lockstep nothing is said before a tree is complete, features and all.
     optional = bool(profile.feature_layers and profile.modest) and not options.lockstep
     return replace(hello, features_optional=optional)
 
 
-def answer_hello(theirs: Hello, profile: Profile, options: DraftOptions, *, may_leave_out: bool) -> Answer:
+def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool) -> Answer:
     """What to answer a verify service. Raises what `agree` raises.
 
     `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
     that take any target guess alone.
     """
-    ours = own_hello(profile, options)
+    ours, parts = own_hello(profile, options), None
     try:
-        agree(theirs, ours)
+        terms = agree(theirs, ours)
     except HandshakeError as error:
         if not profile.modest or not may_leave_out:
             raise
         names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in profile.modest)
-        alone = _hello(Profile(profile.sources), names, options)
-        agree(theirs, alone)
+        alone = DrafterProfile(profile.sources, max_positions=options.max_positions, line=profile.line)
+        refused, ours, parts = ours, _hello(alone, names), profile.modest
+        terms = agree(theirs, ours)
         _logger.warning(
             "%s alone drafts for %s, which %s does not fit: %s",
-            *(names, theirs.model or "this target", ours.model, error.message),
+            *(names, theirs.model or "this target", refused.model, error.message),
         )
-        return Answer(alone, profile.modest)
-    return Answer(ours)
+    return Answer(ours, Target(terms.vocab_size, theirs.tokenizer_hash), parts)
 
 
-def _hello(profile: Profile, model: str, options: DraftOptions) -> Hello:
+def _hello(profile: DrafterProfile, model: str) -> Hello:
+    line = profile.line
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -78,18 +75,14 @@ def _hello(profile: Profile, model: str, options: DraftOptions) -> Hello:
         vocab_size=profile.vocab_size,
         hidden_size=profile.hidden_size,
         feature_layers=profile.feature_layers,
-        max_positions=longest_sequence(profile.max_positions, options),
+        max_positions=profile.max_positions,
         # Those of all: nodes name them by their numbers among these.
         sources=profile.sources,
         features_token=secrets.token_hex(16) if profile.feature_layers else "",
         projection_columns=profile.projection_columns,
         projection_hash=profile.projection_hash,
+        line=None if line is None else LineOffer(line.host, line.path, secrets.token_hex(16)),
     )
-
-
-def check_target(theirs: Hello, ours: Hello) -> Target:
-    """The target of a session that begins with these two hellos. Raises what `agree` raises."""
-    return Target(agree(theirs, ours).vocab_size, theirs.tokenizer_hash)
 
 
 def check_same_target(target: Target, served: Target) -> None:

@@ -1,51 +1,127 @@
-"""The engine as the door sees it: sessions and features go in, trees and figures come out."""
+"""The engine as the door sees it: sessions and their messages go in, trees and figures come out."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
-from draft_service.door.feature_door import FeatureInflow
-from draft_service.door.session import Session
 from draft_service.frames import (
     Ask,
-    AskMatrix,
+    DrafterProfile,
     Drain,
     Drained,
-    FeaturesFromEngine,
     FromEngine,
-    Heard,
+    FromVerify,
     LineLost,
-    MatrixPart,
-    Pieces,
-    Ready,
-    Refused,
     Serve,
     SessionDown,
     SessionUp,
     State,
-    Stop,
-    StreamDown,
-    StreamReady,
-    StreamUp,
-    Taken,
-    Told,
-    features_from_engine,
+    TurnUpdates,
     from_engine,
 )
-from outrider.errors import UnavailableError
-from outrider.host.remote import EngineEnd, FrameEnd
-from outrider.protocol.messages import FEATURE_ITEM_BYTES, Features, FeaturesBegin, VerifyMessage
-from outrider.protocol.part_codec import pack_features, pack_ring, pack_verify, unpack_drafts
-from outrider.tree.projection import ProjectionPart
+from outrider.errors import OverloadedError, UnavailableError
+from outrider.host.process import EngineConnection
+from outrider.protocol.messages import DraftMessage, VerifyMessage
+from outrider.protocol.part_codec import pack_verify, unpack_drafts
 
+MAX_UNREAD_BATCHES = 256
+"""Batches of messages that may wait for the engine before the stream is read no further."""
 _STATE_SECONDS = 1.0
 """How long an engine may take to tell its state; then the last one is what is known."""
 
 
-class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
+class VerifySession:
+    """Bounded queues between the engine and one speculation stream's tasks. Used on the event loop alone.
+
+    `admit` holds the reader back while too much of what verify sends waits for the engine. What the engine answers
+    waits here; a verify service that does not read loses its session and harms no other.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None, line_token: str = ""
+    ) -> None:
+        self.vocab_size = vocab_size
+        """Token ids at or past this are illegal."""
+        self.parts = parts
+        """Numbers of the drafters that guess for it; None for all."""
+        self.line_token = line_token
+        """Names the session where its verify engine may call the engine here; empty if it may not."""
+        self._line_lost = asyncio.Event()
+        self._max_queued = max_queued
+        self._outbound: deque[DraftMessage] = deque()
+        self._overflowed = asyncio.Event()
+        self._has_outbound = asyncio.Event()
+        self._num_unread = 0
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._ended = asyncio.Event()
+
+    def send(self, messages: Sequence[DraftMessage]) -> None:
+        """Queue answers."""
+        if self._ended.is_set() or self._overflowed.is_set():
+            return
+        self._outbound.extend(messages)
+        if len(self._outbound) > self._max_queued:
+            self._outbound.clear()
+            self._overflowed.set()
+        self._has_outbound.set()
+
+    async def next_answers(self) -> list[DraftMessage]:
+        """Wait for answers and take all of them; none once the queue has overflowed."""
+        await self._has_outbound.wait()
+        self._has_outbound.clear()
+        answers = list(self._outbound)
+        self._outbound.clear()
+        return answers
+
+    async def overflow(self) -> NoReturn:
+        """Wait until too many answers wait to be read. Raises OverloadedError.
+
+        Apart from `next_answers`, because a writer whose peer reads nothing comes back from no write.
+        """
+        await self._overflowed.wait()
+        raise OverloadedError(
+            f"more than {self._max_queued} answers wait to be read; read the stream faster", code="slow_reader"
+        )
+
+    def lose_line(self) -> None:
+        """The verify engine has hung up where it spoke to the engine here."""
+        self._line_lost.set()
+
+    async def line_lost(self) -> NoReturn:
+        """Wait until the session's line is lost. Raises UnavailableError."""
+        await self._line_lost.wait()
+        raise UnavailableError("the line between the engines is lost; begin a new session")
+
+    async def admit(self) -> None:
+        """Wait until the engine has caught up; before each batch that is handed to it."""
+        await self._may_read.wait()
+        self._num_unread += 1
+        if self._num_unread >= MAX_UNREAD_BATCHES:
+            self._may_read.clear()
+
+    def batches_done(self, count: int) -> None:
+        """The engine has handled so many admitted batches."""
+        self._num_unread -= count
+        if self._num_unread <= MAX_UNREAD_BATCHES // 2:
+            self._may_read.set()
+
+    def close(self) -> None:
+        """Answers are dropped from here on."""
+        self._outbound.clear()
+        self._ended.set()
+
+    async def ended(self) -> None:
+        """Wait until the session is closed."""
+        await self._ended.wait()
+
+
+class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
 
     def __init__(self, on_state: Callable[[State], None] | None = None) -> None:
@@ -55,12 +131,12 @@ class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
         """What was open a moment ago."""
         self.on_state = on_state
         self._numbers = itertools.count(1)
-        self._sessions: dict[int, Session] = {}
-        self._session_numbers: dict[Session, int] = {}
+        self._sessions: dict[int, VerifySession] = {}
+        self._session_numbers: dict[VerifySession, int] = {}
         self._asked: dict[int, asyncio.Future[State]] = {}
         self._drained: list[asyncio.Future[None]] = []
 
-    def attach(self, session: Session) -> None:
+    def attach(self, session: VerifySession) -> None:
         """A session began."""
         number = next(self._numbers)
         self._sessions[number] = session
@@ -68,16 +144,16 @@ class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
         parts = None if session.parts is None else sorted(session.parts)
         self.send(SessionUp(number, session.vocab_size, parts, session.line_token))
 
-    def number_of(self, session: Session) -> int:
+    def number_of(self, session: VerifySession) -> int:
         """The number under which the engine knows a session; 0 for one that has ended."""
         return self._session_numbers.get(session, 0)
 
-    def submit(self, session: Session, messages: Sequence[VerifyMessage]) -> None:
+    def submit(self, session: VerifySession, messages: Sequence[VerifyMessage]) -> None:
         """Have a batch of an admitted session's messages applied."""
         if number := self.number_of(session):
-            self.send(Heard(number, pack_verify(messages)))
+            self.send(FromVerify(number, pack_verify(messages)))
 
-    def detach(self, session: Session) -> None:
+    def detach(self, session: VerifySession) -> None:
         """Have everything of a session freed."""
         number = self._session_numbers.pop(session)
         del self._sessions[number]
@@ -107,26 +183,18 @@ class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
         self._asked.pop(number, None)
         return self.state
 
-    def send_stop(self) -> None:
-        """Let the engine end."""
-        self.send(Stop())
-
-    def take(self, frame: FromEngine) -> None:
-        """A frame has come."""
+    def receive(self, frame: FromEngine) -> None:
+        """See FrameConnection."""
         match frame:
-            case Told():
-                self._hear(frame)
+            case TurnUpdates():
+                self._deliver(frame)
             case State():
-                self._note(frame)
+                self._take_state(frame)
             case Drained():
                 self._settle_drained()
             case LineLost():
                 if (session := self._sessions.get(frame.session)) is not None:
                     session.lose_line()
-            case Ready():
-                self.serves(frame)
-            case Refused():
-                self.refused(frame.message)
 
     def on_lost(self) -> None:
         """Whoever waits for an answer gets none."""
@@ -135,16 +203,16 @@ class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
             if not answer.done():
                 answer.set_exception(UnavailableError("the draft engine is gone"))
 
-    def _hear(self, told: Told) -> None:
-        for said in told.said:
+    def _deliver(self, updates: TurnUpdates) -> None:
+        for answers in updates.messages:
             # A session that ended meanwhile is not there any more.
-            if (session := self._sessions.get(said.session)) is not None:
-                session.send(unpack_drafts(said.messages))
-        for number, count in told.read.items():
+            if (session := self._sessions.get(answers.session)) is not None:
+                session.send(unpack_drafts(answers.messages))
+        for number, count in updates.num_handled.items():
             if (session := self._sessions.get(number)) is not None:
                 session.batches_done(count)
 
-    def _note(self, state: State) -> None:
+    def _take_state(self, state: State) -> None:
         self.state = state
         if self.on_state is not None:
             self.on_state(state)
@@ -157,85 +225,3 @@ class RemoteDraftEngine(EngineEnd[FromEngine, Ready]):
             if not drained.done():
                 drained.set_result(None)
         self._drained.clear()
-
-
-class RemoteFeatures(FrameEnd[FeaturesFromEngine]):
-    """The door's end of the socket that features take."""
-
-    def __init__(self) -> None:
-        super().__init__(features_from_engine)
-        self._numbers = itertools.count(1)
-        self._streams: dict[int, FeatureStream] = {}
-
-    async def open(self, session: int, begin: FeaturesBegin, inflow: FeatureInflow) -> FeatureStream:
-        """Begin a features stream of the session of this number; returns once the engine has mapped its ring, or not.
-
-        A beginning without a ring waits for nothing.
-        """
-        number = next(self._numbers)
-        stream = self._streams[number] = FeatureStream(self, number, inflow)
-        row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
-        self.send(StreamUp(number, session, row_bytes, begin.dtype, begin.projected, pack_ring(begin.ring)))
-        if begin.ring is not None:
-            try:
-                stream.uses_ring = await stream.ready
-            except asyncio.CancelledError:
-                stream.close()
-                raise
-        return stream
-
-    def forget(self, number: int) -> None:
-        """A stream has ended."""
-        if self._streams.pop(number, None) is not None:
-            self.send(StreamDown(number))
-
-    def take(self, frame: FeaturesFromEngine) -> None:
-        """A frame has come."""
-        # A stream that ended meanwhile is not there any more.
-        if (stream := self._streams.get(frame.stream)) is not None:
-            stream.take(frame)
-
-
-class FeatureStream:
-    """One features stream on its way to the engine."""
-
-    def __init__(self, remote: RemoteFeatures, number: int, inflow: FeatureInflow) -> None:
-        self.uses_ring = False
-        self.broken = False
-        """Whether its ring cannot be read any more."""
-        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether the engine has mapped the ring."""
-        self._remote = remote
-        self._number = number
-        self._inflow = inflow
-        self._part: asyncio.Future[tuple[ProjectionPart, bool]] | None = None
-
-    async def submit(self, pieces: Sequence[Features], sequences: Sequence[int]) -> None:
-        """Hand over what came in one message; numbers of all that is released with it. Returns when there is room."""
-        self._inflow.hand_over(sequences)
-        self._remote.send(Pieces(self._number, pack_features(pieces)))
-        await self._remote.has_room()
-
-    async def matrix_part(self, offset: int) -> tuple[ProjectionPart, bool]:
-        """The bytes of the drafter's projection from `offset` on, and whether they are the last."""
-        self._part = asyncio.get_running_loop().create_future()
-        self._remote.send(AskMatrix(self._number, offset))
-        return await self._part
-
-    def close(self) -> None:
-        """It has ended."""
-        self._remote.forget(self._number)
-
-    def take(self, frame: FeaturesFromEngine) -> None:
-        """A frame has come."""
-        match frame:
-            case Taken():
-                self.broken = frame.broken
-                self._inflow.taken()
-            case StreamReady():
-                if not self.ready.done():
-                    self.ready.set_result(frame.uses_ring)
-            case MatrixPart():
-                if self._part is not None and not self._part.done():
-                    part = ProjectionPart(frame.num_columns, frame.dtype, frame.offset, bytes(frame.data))
-                    self._part.set_result((part, frame.offset + len(frame.data) >= frame.total))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
-from draft_service.door.feature_door import FeatureInflow
-from draft_service.door.handshake import Answer, Target, answer_hello, check_same_target, check_target
+from draft_service.door.features import FeatureStream, RemoteFeatures
+from draft_service.door.handshake import Answer, Target, answer_hello, check_same_target
 from draft_service.door.metrics import DraftMetrics
-from draft_service.door.profile import Profile
-from draft_service.door.remote import FeatureStream, RemoteDraftEngine, RemoteFeatures
-from draft_service.door.session import Session
+from draft_service.door.remote import RemoteDraftEngine, VerifySession
+from draft_service.frames import DrafterProfile
 from outrider import __version__
 from outrider.config.draft import DraftOptions
 from outrider.errors import InternalError, InvalidRequestError, OverloadedError
@@ -35,10 +33,8 @@ from outrider.protocol.messages import (
     FeaturesBegin,
     FeaturesReleased,
     Hello,
-    LineOffer,
     VerifyMessage,
 )
-from outrider.protocol.parts import LineFrame
 from outrider.tree.handshake import HandshakeError
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -57,15 +53,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self,
         engine: RemoteDraftEngine,
         features: RemoteFeatures,
-        profile: Profile,
+        profile: DrafterProfile,
         options: DraftOptions,
         metrics: DraftMetrics,
         may_leave_out: bool = False,
-        line: LineFrame | None = None,
     ) -> None:
-        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused. `line`:
-        where verify engines of this host may call the engine."""
-        self._line = line
+        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
         self._maps_memory = profile.maps_memory
         self._may_leave_out = may_leave_out
         self._engine = engine
@@ -73,8 +66,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._profile = profile
         self._options = options
         self._metrics = metrics
-        self._sessions: set[Session] = set()
-        self._awaiting: dict[str, Session] = {}
+        self._sessions: set[VerifySession] = set()
+        self._awaiting: dict[str, VerifySession] = {}
         """Sessions whose features stream has not begun, by their tokens."""
         self._target: Target | None = None
 
@@ -87,27 +80,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
         answer = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
-        ours = answer.hello
-        if self._line is not None:
-            ours = replace(ours, line=LineOffer(self._line.host, self._line.path, secrets.token_hex(16)))
-            answer = replace(answer, hello=ours)
         session = self._begin(hello, answer)
-        tasks: list[asyncio.Task[None]] = []
         try:
-            if ours.features_token:
-                self._awaiting[ours.features_token] = session
-            await context.write(encode_draft([ours]))
-            work = (self._read(session, rest, context), _write(session, context), session.overflow(), session.lost())
-            tasks = [asyncio.create_task(one) for one in work]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            if answer.hello.features_token:
+                self._awaiting[answer.hello.features_token] = session
+            await context.write(encode_draft([answer.hello]))
+            await _until_first(
+                self._read(session, rest, context), _write(session, context), session.overflow(), session.line_lost()
+            )
         finally:
             session.close()
-            self._awaiting.pop(ours.features_token, None)
+            self._awaiting.pop(answer.hello.features_token, None)
             self._sessions.discard(session)
             self._engine.detach(session)
-            await _end(tasks)
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
 
     async def Features(self, request_iterator: object, context: _FeaturesContext) -> None:
@@ -122,25 +107,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidRequestError("begin.token", "names no session that waits for features")
         if not self._maps_memory:
             begin = replace(begin, ring=None)
-        inflow = FeatureInflow()
-        stream = await self._features.open(self._engine.number_of(session), begin, inflow)
+        stream = await self._features.open(self._engine.number_of(session), begin)
         if not stream.uses_ring:
             begin = replace(begin, ring=None)
-        tasks: list[asyncio.Task[None]] = []
         try:
             accept = FeaturesAccept(stream.uses_ring, projects=begin.wants_projection, takes_batches=True)
             await context.write(encode_accept(accept))
-            work = (
-                self._read_features(stream, begin, inflow, context),
-                _answer(stream if begin.wants_projection else None, inflow, context),
+            await _until_first(
+                self._read_features(stream, begin, context),
+                _write_features(stream, context, with_projection=begin.wants_projection),
                 session.ended(),
             )
-            tasks = [asyncio.create_task(one) for one in work]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
         finally:
-            await _end(tasks)
             stream.close()
 
     async def GetInfo(
@@ -156,8 +134,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             version=__version__,
         )
 
-    def _begin(self, hello: Hello, answer: Answer) -> Session:
-        target = check_target(hello, answer.hello)
+    def _begin(self, hello: Hello, answer: Answer) -> VerifySession:
+        target = answer.target
         if len(self._sessions) >= self._options.max_sessions:
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
@@ -166,7 +144,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._target = target
         self._engine.serve_target(target.tokenizer_hash, anew=anew)
         line = answer.hello.line
-        session = Session(target.vocab_size, self._options.max_queued, answer.parts, line.token if line else "")
+        session = VerifySession(target.vocab_size, self._options.max_queued, answer.parts, line.token if line else "")
         self._engine.attach(session)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
@@ -183,9 +161,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if theirs != wanted:
                 raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
 
-    async def _read_features(
-        self, stream: FeatureStream, begin: FeaturesBegin, inflow: FeatureInflow, context: _FeaturesContext
-    ) -> None:
+    async def _read_features(self, stream: FeatureStream, begin: FeaturesBegin, context: _FeaturesContext) -> None:
         ring_bytes = begin.ring.num_bytes if begin.ring is not None else 0
         while True:
             try:
@@ -200,7 +176,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 self._maps_memory = False
                 raise InternalError("the ring of features cannot be read any more")
             found = decode_pieces(message, begin, ring_bytes)
-            admitted = await inflow.admit_all([(number, len(piece.data) if piece else 0) for number, piece in found])
+            admitted = await stream.inflow.admit([(number, len(piece.data) if piece else 0) for number, piece in found])
             held = [one for one, fits in zip(found, admitted, strict=True) if fits]
             pieces = [piece for _, piece in held if piece is not None]
             if len(pieces) < len(found):
@@ -209,9 +185,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if pieces:
                 await stream.submit(pieces, numbers)
             elif held:
-                inflow.release(*numbers)
+                stream.inflow.release(*numbers)
 
-    async def _read(self, session: Session, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
+    async def _read(self, session: VerifySession, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
         while True:
             try:
@@ -223,7 +199,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 return
             await self._hand_over(session, batch)
 
-    async def _hand_over(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
+    async def _hand_over(self, session: VerifySession, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
         for part in in_parts(batch):
             try:
                 messages = decode_verify(part)
@@ -237,7 +213,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 self._engine.submit(session, said)
             await asyncio.sleep(0)  # other sessions have their turn
 
-    def _decode_each(self, session: Session, batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
+    def _decode_each(
+        self, session: VerifySession, batch: draft_pb2.DraftServiceSpeculateRequest
+    ) -> list[VerifyMessage]:
         """Decode what can be, and decline the requests of the other events."""
         messages: list[VerifyMessage] = []
         for event in batch.events:
@@ -265,25 +243,31 @@ def _request_of(event: draft_pb2.VerifyEvent) -> int:
     return int(getattr(getattr(event, kind), "request", 0)) if kind else 0
 
 
-async def _write(session: Session, context: _Context) -> None:
+async def _write(session: VerifySession, context: _Context) -> None:
     while True:
         if answers := await session.next_answers():
             await context.write(encode_draft(answers))
 
 
-async def _answer(offering: FeatureStream | None, inflow: FeatureInflow, context: _FeaturesContext) -> None:
+async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, with_projection: bool) -> None:
     """Send the projection, if it is wanted, and then what is released."""
-    offset, whole = 0, offering is None
-    while offering is not None and not whole:
-        part, whole = await offering.matrix_part(offset)
+    offset, whole = 0, not with_projection
+    while not whole:
+        part, whole = await stream.matrix_part(offset)
         await context.write(encode_projection(part))
         offset += len(part.data)
     while True:
-        await context.write(encode_released(FeaturesReleased(await inflow.next_release())))
+        await context.write(encode_released(FeaturesReleased(await stream.inflow.next_release())))
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+async def _until_first(*work: Coroutine[Any, Any, None]) -> None:
+    """Run all until one of them ends; the others are cancelled. Raises what that one raised."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
-from draft_service.engine.feature_inlet import FeatureInlet
-from draft_service.engine.inbox import DraftInbox
-from draft_service.engine.lines import HeardOnLine
+from draft_service.engine.features import FeatureInlet
+from draft_service.engine.inbox import DraftInbox, LineMessages
 from draft_service.engine.reporter import DraftReporter, SessionPeer
 from draft_service.engine.requests import Requests
 from draft_service.frames import (
@@ -17,13 +16,11 @@ from draft_service.frames import (
     Drain,
     FeaturesFromDoor,
     FromDoor,
-    Heard,
+    FromVerify,
     Pieces,
     Serve,
     SessionDown,
     SessionUp,
-    Start,
-    Stop,
     StreamDown,
     StreamUp,
 )
@@ -31,13 +28,13 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
 from outrider.errors import InternalError, is_device_failure, raise_device_failure
+from outrider.host.frames import Start, Stop
 from outrider.host.garbage import Garbage
 from outrider.host.line import Listener
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.messages import Features
+from outrider.protocol.messages import Features, VerifyMessage
 from outrider.protocol.part_codec import unpack_verify
-from outrider.protocol.parts import VerifyPart
 
 _logger = get_logger(__name__)
 
@@ -75,7 +72,7 @@ class DraftEngine:
         self.requests = Requests(drafter, options)
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
-        self._inlet = FeatureInlet(features, drafter, mapper, self._apply_features, self._fail_features)
+        self._inlet = FeatureInlet(features, drafter, mapper, self._apply, self._fail_features)
         self._peers: dict[int, SessionPeer] = {}
         self._garbage = Garbage()
         self._stopping = False
@@ -108,7 +105,7 @@ class DraftEngine:
             if growth.pressed and self.inbox.waiting():
                 self._take_frames()
                 growth.grow(perf_counter() + _SLICE_SECONDS, self.inbox.waiting)
-            self._reporter.tally.slice(perf_counter() - began)
+            self._reporter.count_slice(perf_counter() - began)
         self._turns += 1
         if growth.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
             self.requests.work(perf_counter() + _SLICE_SECONDS)
@@ -146,13 +143,13 @@ class DraftEngine:
                 return
             self._handle(frame)
 
-    def _handle(self, frame: FromDoor | FeaturesFromDoor | HeardOnLine) -> None:
+    def _handle(self, frame: FromDoor | FeaturesFromDoor | LineMessages) -> None:
         match frame:
-            case HeardOnLine():
-                self._apply(frame.session, frame.messages)
-            case Heard():
-                self._apply(frame.session, frame.messages)
-                self._reporter.read(frame.session)
+            case LineMessages():
+                self._apply(frame.session, unpack_verify(frame.messages))
+            case FromVerify():
+                self._apply(frame.session, unpack_verify(frame.messages))
+                self._reporter.handled(frame.session)
             case SessionUp():
                 parts = None if frame.parts is None else frozenset(frame.parts)
                 self._peers[frame.session] = SessionPeer(frame.session, frame.vocab_size, parts, self._reporter)
@@ -178,29 +175,18 @@ class DraftEngine:
             case Start():
                 raise InternalError("the door started twice")
 
-    def _apply(self, session: int, parts: Sequence[VerifyPart]) -> None:
-        peer = self._peers[session]
-        if session in self.inbox.ended:
+    def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
+        """Do what a session's messages ask, unless it has ended meanwhile."""
+        peer = self._peers.get(session)
+        if peer is None or session in self.inbox.ended:
             return
-        for message in unpack_verify(parts):
+        for message in messages:
             try:
                 self.requests.handle(peer, message)
             except Exception as error:
                 raise_device_failure(error)
                 _logger.error("a message could not be handled", exc_info=error)
                 self.requests.fail(peer, message)
-
-    def _apply_features(self, session: int, pieces: Sequence[Features]) -> None:
-        peer = self._peers.get(session)
-        if peer is None or session in self.inbox.ended:
-            return
-        for features in pieces:
-            try:
-                self.requests.handle(peer, features)
-            except Exception as error:
-                raise_device_failure(error)
-                _logger.error("features could not be handled", exc_info=error)
-                self.requests.fail(peer, features)
 
     def _fail_features(self, session: int, pieces: Sequence[Features]) -> None:
         """Give the requests up whose features could not be read."""

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import TypeVar
 
-from draft_service.engine.lines import VerifyLines
+from draft_service.engine.inbox import VerifyLines
 from draft_service.engine.requests import Requests
-from draft_service.engine.tally import Tally
-from draft_service.frames import Drained, FromDoor, LineLost, Said, Told
+from draft_service.frames import GROWTH_SECONDS, Drained, FromDoor, LineLost, State, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
 from outrider.host.pipe import Pipe
 from outrider.protocol.messages import DraftMessage
 from outrider.protocol.part_codec import pack_drafts
 from outrider.protocol.parts import DraftPart
 
+_Key = TypeVar("_Key")
+
 STATE_SECONDS = 0.25
 """Least time between two states that were not asked for."""
-_MOST_UNTOLD = 32
-"""Batches that were read before the door is told of that alone; mostly it is told beside an answer."""
+_MAX_UNTOLD_BATCHES = 32
+"""Batches that were handled before the door is told of that alone; mostly it is told beside an answer."""
 
 
 class DraftReporter:
-    """The engine's words to the door. Answers leave with `flush`, turn by turn."""
+    """The engine's words to the door. Answers leave with `flush`, turn by turn; counts with the state."""
 
     def __init__(
         self,
@@ -33,64 +36,95 @@ class DraftReporter:
         lines: VerifyLines,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.tally = Tally()
         self._pipe = pipe
         self._drafter = drafter
         self._requests = requests
         self._lines = lines
         self._clock = clock
-        self._said: dict[int, list[DraftPart]] = {}
-        self._read: Counter[int] = Counter()
-        self._num_read = 0
-        self._told_at = float("-inf")
+        self._answers: dict[int, list[DraftPart]] = {}
+        self._num_handled: Counter[int] = Counter()
+        self._num_untold = 0
+        """Sum of `_num_handled`."""
+        self._state_at = float("-inf")
         self._changed = False
+        self._slices = [0] * (len(GROWTH_SECONDS) + 1)
+        self._slice_seconds = 0.0
 
-    def say(self, session: int, messages: Sequence[DraftMessage]) -> None:
+    def answer(self, session: int, messages: Sequence[DraftMessage]) -> None:
         """Answers for a session."""
-        self._said.setdefault(session, []).extend(pack_drafts(messages))
+        self._answers.setdefault(session, []).extend(pack_drafts(messages))
 
-    def read(self, session: int) -> None:
+    def handled(self, session: int) -> None:
         """A batch of a session was handled."""
-        self._read[session] += 1
-        self._num_read += 1
+        self._num_handled[session] += 1
+        self._num_untold += 1
 
     def flush(self, *, idle: bool) -> None:
-        """Send what was said; `idle` that nothing more is to be expected soon."""
+        """Send the answers; `idle` that nothing more is to be expected soon."""
         self._changed = True
-        self._say_on_lines()
-        if self._said or self._num_read >= _MOST_UNTOLD or (idle and self._num_read):
-            said = [Said(session, parts) for session, parts in self._said.items()]
-            self._pipe.send(Told(said, dict(self._read)))
-            self._said.clear()
-            self._read.clear()
-            self._num_read = 0
+        self._answer_on_lines()
+        if self._answers or self._num_untold >= _MAX_UNTOLD_BATCHES or (idle and self._num_untold):
+            answers = [ToVerify(session, parts) for session, parts in self._answers.items()]
+            self._pipe.send(TurnUpdates(answers, dict(self._num_handled)))
+            self._answers.clear()
+            self._num_handled.clear()
+            self._num_untold = 0
         elif self._pipe.backlog:
             self._pipe.flush()
 
-    def _say_on_lines(self) -> None:
-        for session in list(self._said):
-            if self._lines.send(session, self._said[session]):
-                del self._said[session]
+    def _answer_on_lines(self) -> None:
+        for session in list(self._answers):
+            if self._lines.send(session, self._answers[session]):
+                del self._answers[session]
         self._lines.flush()
         for session in self._lines.lost:
             self._pipe.send(LineLost(session))
         self._lines.lost.clear()
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the state should be told; None if there is nothing new in it."""
-        return max(0.0, self._told_at + STATE_SECONDS - self._clock()) if self._changed else None
-
-    def tell_state(self, answers: int = 0) -> None:
-        """Send the state now: as an answer to the `Ask` of this number, or unasked if it is time."""
-        if not answers and self.seconds_left != 0.0:
-            return
-        self._told_at, self._changed = self._clock(), False
-        self._pipe.send(self.tally.take(self._requests, dict(self._drafter.gauges()), answers))
-
     def drained(self) -> None:
         """No request is open any more."""
         self._pipe.send(Drained())
+
+    def count_slice(self, seconds: float) -> None:
+        """A slice of growth took so long."""
+        self._slices[bisect_left(GROWTH_SECONDS, seconds)] += 1
+        self._slice_seconds += seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the state should be told; None if there is nothing new in it."""
+        return max(0.0, self._state_at + STATE_SECONDS - self._clock()) if self._changed else None
+
+    def tell_state(self, answers: int = 0) -> None:
+        """Send the state now: as an answer to the `Ask` of this number, or unasked if it is time."""
+        if answers or self.seconds_left == 0.0:
+            self._state_at, self._changed = self._clock(), False
+            self._pipe.send(self._take_state(answers))
+
+    def _take_state(self, answers: int) -> State:
+        """The state now, with all that was counted since the last time."""
+        requests = self._requests
+        bursts: defaultdict[str, float] = defaultdict(float)
+
+        def count(name: str, amount: float) -> None:
+            bursts[name] += amount
+
+        requests.growth.count_into(count)
+        slices, self._slices = self._slices, [0] * len(self._slices)
+        slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
+        return State(
+            answers=answers,
+            num_requests=len(requests),
+            num_nodes=requests.growth.num_live,
+            gauges=dict(self._drafter.gauges()),
+            grown=_emptied(requests.growth.ledger.grown),
+            commits={outcome.value: count for outcome, count in _emptied(requests.commits).items()},
+            declines={reason.value: count for reason, count in _emptied(requests.declines).items()},
+            dropped=_emptied(requests.dropped),
+            bursts=dict(bursts),
+            slices=slices,
+            slice_seconds=slice_seconds,
+        )
 
 
 class SessionPeer:
@@ -107,4 +141,10 @@ class SessionPeer:
     def send(self, messages: Sequence[DraftMessage]) -> None:
         """Send answers at the end of the turn."""
         if not self.closed:
-            self._reporter.say(self.number, messages)
+            self._reporter.answer(self.number, messages)
+
+
+def _emptied(counts: Counter[_Key]) -> dict[_Key, int]:
+    taken = dict(counts)
+    counts.clear()
+    return taken

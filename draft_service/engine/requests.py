@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from draft_service.door.handshake import longest_sequence
 from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
@@ -209,3 +208,8 @@ class Requests:
     def _decline(self, peer: Peer, request: int, reason: DeclineReason, detail: str) -> None:
         self.declines[reason] += 1
         peer.send([Decline(request, reason, reason in _RETRYABLE, detail)])
+
+
+def longest_sequence(max_positions: int, options: DraftOptions) -> int:
+    """Tokens of the longest sequence that is served by a drafter that serves `max_positions`, 0 for any."""
+    return min(max_positions or options.max_positions, options.max_positions)

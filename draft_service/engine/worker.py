@@ -8,81 +8,79 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
-from draft_service.door.profile import describe
 from draft_service.engine.engine import DraftEngine
-from draft_service.frames import FeaturesFromDoor, FromDoor, Ready, Refused, Start, features_from_door, from_door
+from draft_service.engine.requests import longest_sequence
+from draft_service.frames import DrafterProfile, FeaturesFromDoor, FromDoor, features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter
+from outrider.drafting.base import AnyDrafter, Needs
 from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.registry import build_drafter
-from outrider.host.child import share_interpreter
-from outrider.host.cores import keep_to
+from outrider.drafting.registry import CombinedDrafter, build_drafter
 from outrider.host.garbage import take_over
 from outrider.host.line import listen
 from outrider.host.pipe import Pipe
-from outrider.host.worker import FAREWELL_SECONDS, await_first, build_or_refuse, inherited_socket, leave
-from outrider.logs import configure_logging, get_logger
+from outrider.host.process import share_interpreter
+from outrider.host.worker import BuiltEngine, keep_to, leave, run_worker
 from outrider.protocol.parts import LineFrame
-from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK
 
-_logger = get_logger("draft_service.engine.worker")
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What an engine works with."""
-
-    drafter: AnyDrafter
-    mapper: MemoryMapper | None = None
-    """Maps verify's memory where the drafter works, if that can be."""
-
-
-Build = Callable[[DraftOptions], Built]
-"""Raises ConfigError where the options cannot be met."""
+Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
+"""Makes the drafter, and what maps verify's memory where that works, if that can be. Raises ConfigError."""
 
 
 def main(argv: list[str]) -> int:
     """Serve the door at the other end of two inherited sockets; returns the exit code."""
-    with inherited_socket(argv[0]) as sock, inherited_socket(argv[1]) as features:
-        pipe = Pipe(sock, from_door)
-        start = await_first(pipe, Start)
-        if start is None:
-            return EXIT_FAILURE
-        configure_logging("draft", start.options.log_level)
-        return serve_engine(pipe, Pipe(features, features_from_door), start.options, assemble)
+    return run_worker("draft", argv, (from_door, features_from_door), partial(connect, build=assemble))
 
 
-def assemble(options: DraftOptions) -> Built:
+def assemble(options: DraftOptions) -> tuple[AnyDrafter, MemoryMapper | None]:
     """Load the drafters that the options name. Raises ConfigError."""
     keep_to(options.engine_cpus)
     share_interpreter()
     drafter = build_drafter(options)
-    built = Built(drafter, find_mapper(drafter))
+    mapper = find_mapper(drafter)
     take_over()
-    return built
+    return drafter, mapper
 
 
-def serve_engine(pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], options: DraftOptions, build: Build) -> int:
-    """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
+def connect(
+    options: DraftOptions, pipe: Pipe[FromDoor], features: Pipe[FeaturesFromDoor], build: Build
+) -> BuiltEngine[DrafterProfile]:
+    """An engine that hears and answers the door. Raises what `build` raises."""
+    drafter, mapper = build(options)
+    listener = listen(options.local_line)
+    line = None if listener is None else LineFrame(listener.host, listener.path, "")
+    engine = DraftEngine(drafter, options, pipe, features, mapper, listener)
 
-    def make() -> tuple[DraftEngine, Ready]:
-        built, listener = build(options), listen(options.local_line)
-        engine = DraftEngine(built.drafter, options, pipe, features, built.mapper, listener)
-        line = None if listener is None else LineFrame(listener.host, listener.path, "")
-        return engine, Ready(describe(built.drafter, maps_memory=built.mapper is not None), line)
+    def run() -> bool:
+        with workplace(drafter):
+            engine.run()
+        return engine.inbox.stopped
 
-    made = build_or_refuse(pipe, make, Refused)
-    if isinstance(made, int):
-        return made
-    engine, ready = made
-    pipe.send(ready)
-    with workplace(engine.drafter):
-        engine.run()
-    pipe.drain(FAREWELL_SECONDS)
-    return EXIT_OK if engine.inbox.stopped else EXIT_FAILURE
+    return BuiltEngine(describe(drafter, options, maps_memory=mapper is not None, line=line), run)
+
+
+def describe(
+    drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineFrame | None = None
+) -> DrafterProfile:
+    """What the door is told of a drafter."""
+    needs = drafter.needs
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else ()
+    return DrafterProfile(
+        sources=tuple(drafter.sources),
+        vocab_size=needs.vocab_size,
+        tokenizer_hash=needs.tokenizer_hash,
+        hidden_size=needs.hidden_size,
+        feature_layers=tuple(needs.feature_layers),
+        max_positions=longest_sequence(needs.max_positions, options),
+        projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
+        projection_hash=needs.projection.name if needs.projection is not None else "",
+        modest=frozenset(number for number, part in enumerate(parts) if part.needs == Needs()),
+        maps_memory=maps_memory,
+        gauges=tuple(drafter.gauges()),
+        line=line,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Frames between a door and its engine process.
+"""Frames between a door and its engine process: how they are packed, and those of every engine's start and end.
 
 A frame is four bytes of length, little-endian, and one message of msgpack; arrays travel as the bytes of their numbers.
 Both ends are the same release on the same machine, so nothing here has a version. Torch-free.
@@ -7,7 +7,7 @@ Both ends are the same release on the same machine, so nothing here has a versio
 from __future__ import annotations
 
 import struct
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,8 +19,32 @@ MAX_FRAME_BYTES = 1 << 30
 """A longer frame is no frame: one end has lost its place."""
 
 Number = TypeVar("Number", bound=np.generic)
+OptionsT = TypeVar("OptionsT")
+ServedT = TypeVar("ServedT")
 
 _LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, Generic[OptionsT], frozen=True, array_like=True, tag=1):
+    """door -> engine, first: load what the options name and serve it."""
+
+    options: OptionsT
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """door -> engine: end after what is in progress."""
+
+
+class Ready(msgspec.Struct, Generic[ServedT], frozen=True, array_like=True, tag=1):
+    """engine -> door, first: all is loaded and warm."""
+
+    served: ServedT
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
+
+    message: str
 
 
 def _plain(value: Any) -> Any:

@@ -19,11 +19,24 @@ from typing import TypeVar
 import msgspec
 
 from outrider.host.frames import pack
-from outrider.host.machine import host_id
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.parts import DraftPart, VerifyPart
 from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """Names this host and this start of it, also in containers; empty where the system does not tell.
+
+    The kernel draws it at random when it boots.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
 
 log = get_logger(__name__)
 

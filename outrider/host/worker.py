@@ -1,28 +1,62 @@
-"""What every engine process does at its start and its end."""
+"""The engine's side of an engine process: its sockets, its start and its end, and the cores that it runs on."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from outrider.errors import ConfigError, InternalError
+from outrider.host.frames import Ready, Refused, Start
 from outrider.host.pipe import Pipe
-from outrider.logs import get_logger
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
+from outrider.logs import configure_logging, get_logger
+from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 
 FAREWELL_SECONDS = 2.0
 """How long the last frames may wait for the door to read them."""
+_PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
-FrameT = TypeVar("FrameT")
-StartT = TypeVar("StartT")
-BuiltT = TypeVar("BuiltT")
+ServedT = TypeVar("ServedT")
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine(Generic[ServedT]):
+    """An engine that has not run yet."""
+
+    served: ServedT
+    """What the door is told of it."""
+    run: Callable[[], bool]
+    """Serves the door until it says Stop or hangs up; returns whether that is how it ended."""
+
+
+def run_worker(
+    service: str,
+    arguments: Sequence[str],
+    decoders: Sequence[msgspec.msgpack.Decoder[Any]],
+    build: Callable[..., BuiltEngine[Any]],
+) -> int:
+    """Serve the door at the other end of inherited sockets; returns the exit code.
+
+    `arguments`: the sockets' descriptors, the one that brings `Start` first; `decoders`: of what comes on each.
+    `build` gets the options and a pipe for each socket.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(inherited_socket(argument)) for argument in arguments]
+        pipes = [Pipe[Any](sock, decoder) for sock, decoder in zip(sockets, decoders, strict=True)]
+        start = await_start(pipes[0])
+        if start is None:
+            return EXIT_FAILURE
+        configure_logging(service, start.options.log_level)
+        return run_engine(pipes[0], lambda: build(start.options, *pipes))
 
 
 def inherited_socket(argument: str) -> socket.socket:
@@ -31,30 +65,32 @@ def inherited_socket(argument: str) -> socket.socket:
     return socket.socket(fileno=int(argument))
 
 
-def await_first(pipe: Pipe[FrameT], kind: type[StartT]) -> StartT | None:
+def await_start(pipe: Pipe[Any]) -> Start[Any] | None:
     """What the door sends first; None when it is gone before. Raises InternalError for another frame."""
     while not pipe.closed:
         for frame in pipe.receive():
-            if not isinstance(frame, kind):
-                raise InternalError(f"the door's first frame is not {kind.__name__}")
+            if not isinstance(frame, Start):
+                raise InternalError("the door's first frame is not Start")
             return frame
         pipe.wait(None)
     return None
 
 
-def build_or_refuse(
-    pipe: Pipe[FrameT], build: Callable[[], BuiltT], refusal: Callable[[str], msgspec.Struct]
-) -> BuiltT | int:
-    """What `build` makes, or the exit code of a process that cannot serve; a `refusal` goes to the door."""
+def run_engine(pipe: Pipe[Any], build: Callable[[], BuiltEngine[Any]]) -> int:
+    """Build an engine, tell the door `Ready` or `Refused`, and run it to its end; returns the exit code."""
     try:
-        return build()
+        built = build()
     except ConfigError as error:
-        pipe.send(refusal(error.message))
+        pipe.send(Refused(error.message))
         pipe.drain(FAREWELL_SECONDS)
         return EXIT_CONFIG
     except Exception:
         log.exception("the engine could not be built")
         return EXIT_FAILURE
+    pipe.send(Ready(built.served))
+    stopped = built.run()
+    pipe.drain(FAREWELL_SECONDS)
+    return EXIT_OK if stopped else EXIT_FAILURE
 
 
 def leave(code: int) -> NoReturn:
@@ -63,3 +99,44 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def keep_to(text: str) -> None:
+    """From now on the calling thread, and threads that it starts, run on these cores alone; on any if `text` is empty.
+
+    `text` is a list as `taskset -c` takes it: "4", "0,8-11". Raises ConfigError, naming --engine-cpus.
+    """
+    if not text.strip():
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("--engine-cpus: this system does not let a process choose its cores; leave it empty")
+    wanted, allowed = _parse(text), os.sched_getaffinity(0)
+    if missing := sorted(wanted - allowed):
+        raise ConfigError(
+            f"--engine-cpus: {text!r} names core {missing[0]}; this process may run on {_ranges(allowed)}, choose of "
+            "those"
+        )
+    os.sched_setaffinity(0, wanted)
+    log.info("the engine runs on cores %s alone", _ranges(wanted))
+
+
+def _parse(text: str) -> set[int]:
+    cores: set[int] = set()
+    for part in text.split(","):
+        found = _PART.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise ConfigError(f"--engine-cpus: {text!r} is no list of cores; write it like 4 or 0,8-11")
+        cores.update(range(first, last + 1))
+    return cores
+
+
+def _ranges(cores: set[int]) -> str:
+    """As short as they can be written: "0,8-11"."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1][1:] = [core]
+        else:
+            parts.append([core])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from outrider.host.machine import host_id
+from outrider.host.line import host_id
 from outrider.models.store import default_cache_dir
 from outrider_tools.doctor.finding import Finding, ok, problem, warning
 

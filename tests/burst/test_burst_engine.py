@@ -13,14 +13,14 @@ from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
 
 from draft_service.door.metrics import DraftMetrics
-from draft_service.door.session import Session
+from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.protocol.messages import Close, Commit, DraftMessage, Grow, Open
 
 
-class Heeding(Session):
+class Heeding(VerifySession):
     """A session that has verify's mirror take what comes, and tells when enough has."""
 
     def __init__(self, request: Verify) -> None:

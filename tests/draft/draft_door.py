@@ -94,7 +94,7 @@ async def serve_door(
     may_leave_out: bool = False,
 ) -> AsyncIterator[Door]:
     async with engine_thread(drafter, options, mapper) as thread:
-        profile = (await thread.remote.ready()).profile
+        profile = await thread.remote.ready()
         metrics = DraftMetrics(profile.sources)
         thread.remote.on_state = metrics.take
         server = GrpcServer(

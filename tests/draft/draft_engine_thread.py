@@ -9,13 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from draft_service.door.remote import RemoteDraftEngine, RemoteFeatures
-from draft_service.engine.worker import Built, serve_engine
+from draft_service.door.features import RemoteFeatures
+from draft_service.door.remote import RemoteDraftEngine
+from draft_service.engine.worker import connect
 from draft_service.frames import features_from_door, from_door
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
 from outrider.host.pipe import Pipe
+from outrider.host.worker import run_engine
 
 
 @dataclass
@@ -37,8 +39,8 @@ async def engine_thread(
 
     def run() -> None:
         with theirs, their_features:
-            pipes = Pipe(theirs, from_door), Pipe(their_features, features_from_door)
-            codes.append(serve_engine(*pipes, options, lambda options: Built(drafter, mapper)))
+            pipe, features = Pipe(theirs, from_door), Pipe(their_features, features_from_door)
+            codes.append(run_engine(pipe, lambda: connect(options, pipe, features, lambda options: (drafter, mapper))))
 
     thread = threading.Thread(target=run, name="draft-engine")
     thread.start()

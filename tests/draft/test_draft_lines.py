@@ -18,8 +18,7 @@ import pytest
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
 
-from outrider.host.line import DraftBatch, Line, LineUp, VerifyBatch, dial
-from outrider.host.machine import host_id
+from outrider.host.line import DraftBatch, Line, LineUp, VerifyBatch, dial, host_id
 from outrider.protocol.messages import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.protocol.part_codec import pack_verify, unpack_drafts
 from outrider.protocol.parts import ClosePart, GrowPart

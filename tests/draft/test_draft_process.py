@@ -15,8 +15,7 @@ from draft_door import Stream
 from draft_fakes import open_message
 from service_process import engine_of, is_gone, start_door, wait_until
 
-from draft_service.door import engine_process
-from draft_service.door.engine_process import DraftEngineProcess
+from draft_service import main
 from outrider.config.draft import DraftOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError
@@ -38,24 +37,24 @@ async def decline_or_none(stream: Stream) -> Decline | None:
 
 
 async def test_an_engine_serves_until_it_is_stopped() -> None:
-    process = await DraftEngineProcess.start(NGRAM)
+    process, engine, _ = await main.start_engine(NGRAM)
     try:
-        ready = await process.ready(asyncio.Event())
-        assert ready is not None and ready.profile.sources == ("ngram", "ngram_shared")
-        assert not ready.profile.maps_memory and "shared_trie_nodes" in ready.profile.gauges
+        profile = await process.ready(asyncio.Event())
+        assert profile is not None and profile.sources == ("ngram", "ngram_shared")
+        assert not profile.maps_memory and "shared_trie_nodes" in profile.gauges
         environment = psutil.Process(process._process.pid).environ()
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
         assert environment["OMP_NUM_THREADS"] == "1"
-        assert (await process.engine.ask()).num_requests == 0
+        assert (await engine.ask()).num_requests == 0
         await process.stop()
-        assert process.engine.gone
+        assert engine.gone
     finally:
         await process.close()
     assert process._process.returncode == 0
 
 
 async def test_options_that_cannot_be_met_come_back_as_one_line() -> None:
-    process = await DraftEngineProcess.start(DraftOptions(speculative_algorithm=("NOBODY",)))
+    process, *_ = await main.start_engine(DraftOptions(speculative_algorithm=("NOBODY",)))
     try:
         with pytest.raises(ConfigError, match="NOBODY"):
             await process.ready(asyncio.Event())
@@ -64,8 +63,8 @@ async def test_options_that_cannot_be_met_come_back_as_one_line() -> None:
 
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
-    process = await DraftEngineProcess.start(NGRAM)
+    monkeypatch.setattr(main, "ENGINE_MODULE", "no_such_module")
+    process, *_ = await main.start_engine(NGRAM)
     try:
         with pytest.raises(InternalError, match="exit code 1"):
             await process.ready(asyncio.Event())
@@ -74,14 +73,14 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
 
 
 async def test_an_engine_that_is_told_nonsense_ends_and_the_door_hears_of_it() -> None:
-    process = await DraftEngineProcess.start(NGRAM)
+    process, engine, _ = await main.start_engine(NGRAM)
     try:
         await process.ready(asyncio.Event())
-        assert process.engine._transport is not None
-        process.engine._transport.write(b"\x03\x00\x00\x00\xff\xff\xff")
-        await asyncio.wait_for(process.engine.lost(), 20)
-        assert not process.engine.alive
-        await asyncio.wait_for(process.engine.drain(), 1)
+        assert engine._transport is not None
+        engine._transport.write(b"\x03\x00\x00\x00\xff\xff\xff")
+        await asyncio.wait_for(engine.lost(), 20)
+        assert not engine.alive
+        await asyncio.wait_for(engine.drain(), 1)
     finally:
         await process.close()
     assert process._process.returncode == 1

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from draft_service.door.session import Session
+from draft_service.door.remote import VerifySession
 from outrider.errors import OverloadedError
 from outrider.protocol.messages import Decline, DeclineReason
 
@@ -16,7 +16,7 @@ def decline(number: int) -> Decline:
 
 
 async def test_answers_come_in_order() -> None:
-    session = Session(vocab_size=10, max_queued=100)
+    session = VerifySession(vocab_size=10, max_queued=100)
     waiting = asyncio.create_task(session.next_answers())
     session.send([decline(1)])
     session.send([decline(2)])
@@ -26,7 +26,7 @@ async def test_answers_come_in_order() -> None:
 
 
 async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
-    session = Session(vocab_size=10, max_queued=16)
+    session = VerifySession(vocab_size=10, max_queued=16)
     session.send([decline(number) for number in range(17)])
     with pytest.raises(OverloadedError, match="16"):
         await session.overflow()
@@ -35,7 +35,7 @@ async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
 
 
 async def test_a_closed_session_takes_no_answers() -> None:
-    session = Session(vocab_size=10, max_queued=16)
+    session = VerifySession(vocab_size=10, max_queued=16)
     session.close()
     session.send([decline(1)])
     waiting = asyncio.create_task(session.next_answers())
@@ -45,7 +45,7 @@ async def test_a_closed_session_takes_no_answers() -> None:
 
 
 async def test_a_flood_is_read_no_faster_than_it_is_handled() -> None:
-    session = Session(vocab_size=10, max_queued=16)
+    session = VerifySession(vocab_size=10, max_queued=16)
     for _ in range(256):
         await session.admit()
     waiting = asyncio.create_task(session.admit())

@@ -11,8 +11,8 @@ import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import VOCAB, SignallingDrafter, commit_message, open_message
 
-from draft_service.door.profile import describe
 from draft_service.door.servicer import DraftServicer
+from draft_service.engine.worker import describe
 from draft_service.main import drain
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
@@ -345,9 +345,9 @@ async def test_a_peer_that_reads_nothing_at_all_is_let_go(serve: Serve) -> None:
                 await asyncio.Event().wait()
 
     unread = asyncio.Event()
-    servicer = DraftServicer(
-        door.engine, door.thread.features, describe(door.drafter), DraftOptions(max_queued=16), door.metrics
-    )
+    options = DraftOptions(max_queued=16)
+    profile = describe(door.drafter, options)
+    servicer = DraftServicer(door.engine, door.thread.features, profile, options, door.metrics)
     deaf = Deaf()
     serving = asyncio.create_task(servicer.Speculate(None, deaf))  # type: ignore[arg-type]
     await unread.wait()

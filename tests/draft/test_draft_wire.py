@@ -13,22 +13,18 @@ from draft_engine_thread import engine_thread
 from draft_fakes import GREEDY, SignallingDrafter, commit_message, open_message
 
 from draft_service.door.metrics import DraftMetrics
-from draft_service.door.profile import Profile
-from draft_service.door.remote import RemoteDraftEngine
-from draft_service.door.session import Session
+from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.engine.inbox import DraftInbox
 from draft_service.frames import (
     GROWTH_SECONDS,
+    DrafterProfile,
     FeaturesFromDoor,
     FromDoor,
-    Heard,
+    FromVerify,
     Pieces,
-    Ready,
     Serve,
     SessionDown,
-    Start,
     State,
-    Stop,
     StreamDown,
     StreamUp,
     features_from_door,
@@ -36,7 +32,7 @@ from draft_service.frames import (
     from_engine,
 )
 from outrider.config.draft import DraftOptions
-from outrider.host.frames import FrameReader, pack
+from outrider.host.frames import FrameReader, Ready, Start, Stop, pack
 from outrider.host.pipe import Pipe
 from outrider.protocol.messages import Decline, FeatureRing, Features, Grow
 from outrider.protocol.part_codec import pack_features, pack_ring, unpack_features, unpack_ring
@@ -70,7 +66,7 @@ def wire() -> Iterator[Wire]:
 def test_options_and_profiles_arrive_as_they_left() -> None:
     options = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"), min_path_probability=0.1, threads=3)
     assert crossed(Start(options)) == Start(options)
-    profile = Profile(("a", "b"), 5, "hash", 64, (2, 7), 100, 4, "name", frozenset({1}), True, ("nodes",))
+    profile = DrafterProfile(("a", "b"), 5, "hash", 64, (2, 7), 100, 4, "name", frozenset({1}), True, ("nodes",))
     (body,) = FrameReader().feed(bytes(pack(Ready(profile))))
     assert from_engine.decode(body) == Ready(profile)
 
@@ -92,16 +88,16 @@ def test_a_ring_arrives_as_it_left() -> None:
 
 def test_commits_are_handled_before_features_that_came_first(wire: Wire) -> None:
     wire.features.sendall(pack(StreamDown(1)) + pack(StreamDown(2)))
-    wire.door.sendall(pack(Heard(1, [])))
-    assert wire.inbox.next() == Heard(1, [])
-    wire.door.sendall(pack(Heard(2, [])))
-    assert wire.all() == [Heard(2, []), StreamDown(1), StreamDown(2)]
+    wire.door.sendall(pack(FromVerify(1, [])))
+    assert wire.inbox.next() == FromVerify(1, [])
+    wire.door.sendall(pack(FromVerify(2, [])))
+    assert wire.all() == [FromVerify(2, []), StreamDown(1), StreamDown(2)]
     assert not wire.inbox.waiting()
 
 
 def test_the_end_of_a_session_is_known_before_its_turn(wire: Wire) -> None:
-    wire.door.sendall(pack(Heard(7, [])) + pack(SessionDown(7)))
-    assert wire.inbox.next() == Heard(7, []) and wire.inbox.ended == {7}
+    wire.door.sendall(pack(FromVerify(7, [])) + pack(SessionDown(7)))
+    assert wire.inbox.next() == FromVerify(7, []) and wire.inbox.ended == {7}
 
 
 @pytest.mark.parametrize("which", ["door", "features"])
@@ -124,7 +120,7 @@ def test_a_stop_that_was_asked_for_is_told_apart(wire: Wire) -> None:
     assert wire.all() == [Stop()] and wire.inbox.stopped
 
 
-class Listening(Session):
+class Listening(VerifySession):
     """Keeps what it is sent, turn by turn."""
 
     def __init__(self) -> None:
@@ -161,7 +157,7 @@ async def test_an_engine_answers_each_session_and_forgets_those_that_end() -> No
 
 async def test_the_door_is_told_how_much_was_read() -> None:
     async with engine_thread(SignallingDrafter(), DraftOptions()) as thread:
-        session = Session(100, 1024)
+        session = VerifySession(100, 1024)
         thread.remote.attach(session)
         for number in range(1000):  # more than may be unread at once
             await asyncio.wait_for(session.admit(), 20)
@@ -202,7 +198,7 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
     loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
     with theirs:
         _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
-        theirs.sendall(pack(Ready(Profile(("ngram",)))))
+        theirs.sendall(pack(Ready(DrafterProfile(("ngram",)))))
         await remote.ready()
         drained = remote.drain()
         theirs.sendall(b"\x01\x00\x00\x00\xc1")

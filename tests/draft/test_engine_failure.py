@@ -11,7 +11,7 @@ import torch
 from draft_engine_thread import EngineThread, engine_thread
 from draft_fakes import VOCAB, Guesses, ScriptedDrafter, evenly, open_message
 
-from draft_service.door.session import Session
+from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
 from outrider.errors import is_device_failure
@@ -20,7 +20,7 @@ from outrider.protocol.messages import Decline, DraftMessage
 ILLEGAL_ACCESS = "an illegal memory access was encountered"
 
 
-class Listening(Session):
+class Listening(VerifySession):
     """A session that keeps what comes."""
 
     def __init__(self) -> None:

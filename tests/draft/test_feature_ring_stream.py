@@ -15,7 +15,7 @@ from shared_file import MappedFile, SharedFile
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
 from outrider.drafting.model.features import map_ring
-from outrider.host.machine import host_id
+from outrider.host.line import host_id
 from outrider.protocol.messages import MAGIC_BYTES, FeatureRing
 
 Serve = Callable[..., Awaitable[Door]]

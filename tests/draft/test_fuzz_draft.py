@@ -25,7 +25,7 @@ from outrider.v1 import draft_pb2
 pytestmark = pytest.mark.usefixtures("nothing_fails")
 
 Serve = Callable[..., Awaitable[Door]]
-Said = draft_pb2.DraftServiceSpeculateRequest
+ToVerify = draft_pb2.DraftServiceSpeculateRequest
 SPECULATE = "/outrider.v1.DraftService/Speculate"
 FEATURES = "/outrider.v1.DraftService/Features"
 INFO = "/outrider.v1.DraftService/GetInfo"
@@ -85,8 +85,8 @@ def _about(event: Any, request: int, length: int) -> Any:
 
 
 events = st.builds(_about, messages(draft_pb2.VerifyEvent), requests, st.integers(1, 8))
-batches = st.lists(events, max_size=6).map(lambda some: Said(events=some).SerializeToString())
-conversation = st.tuples(st.lists(hello, max_size=1), st.lists(batches | wire(Said), max_size=6)).map(
+batches = st.lists(events, max_size=6).map(lambda some: ToVerify(events=some).SerializeToString())
+conversation = st.tuples(st.lists(hello, max_size=1), st.lists(batches | wire(ToVerify), max_size=6)).map(
     lambda parts: parts[0] + parts[1]
 )
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
+from outrider.host.worker import run_engine
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.inbox import VerifyInbox
-from verify_service.engine.observer import Observer
-from verify_service.engine.worker import serve_engine
-from verify_service.frames.engine import Ready, RoundReport
+from verify_service.engine.postprocessor import Observer
+from verify_service.engine.worker import connect
+from verify_service.frames.engine import RoundReport, ServedModel
 from verify_service.frames.messages import from_door
 
 
@@ -54,10 +55,10 @@ class EngineThread:
         self.engine.ask(question)
 
 
-def ready_of(engine: VerifyEngine) -> Ready:
+def ready_of(engine: VerifyEngine) -> ServedModel:
     """What the door is told of an engine."""
     limits = engine.limits
-    return Ready(
+    return ServedModel(
         model_path="folder",
         tokenizer_hash="hash",
         vocab_size=limits.vocab_size,
@@ -81,7 +82,8 @@ async def engine_thread(engine: VerifyEngine) -> AsyncIterator[EngineThread]:
 
     def run() -> None:
         with theirs:
-            codes.append(serve_engine(Pipe(theirs, from_door), VerifyOptions(), build))
+            pipe = Pipe(theirs, from_door)
+            codes.append(run_engine(pipe, lambda: connect(VerifyOptions(), pipe, build)))
 
     thread = threading.Thread(target=run, name="engine")
     thread.start()

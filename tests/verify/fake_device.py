@@ -9,7 +9,7 @@ from harness import PAGE_SIZE, Answer, Silence, make_request
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.memory import Memory
-from verify_service.engine.observer import Observer
+from verify_service.engine.postprocessor import Observer
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
 from verify_service.engine.scheduler import EngineLimits

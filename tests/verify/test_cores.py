@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import Any
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.door.engine_process import DraftEngineProcess
+from draft_service import main as draft_main
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.host.cores import _parse, _ranges, keep_to
-from verify_service.door import engine_process as verify_engine_process
+from outrider.host.process import EngineProcess
+from outrider.host.worker import _parse, _ranges, keep_to
+from verify_service import main as verify_main
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 
@@ -65,7 +67,7 @@ def test_ranges_are_the_list_that_was_written(cores: set[int]) -> None:
 
 async def test_the_engine_keeps_to_its_cores_and_its_door_does_not() -> None:
     options = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", engine_cpus=str(ALLOWED[-1]))
-    process = await DraftEngineProcess.start(options)
+    process, *_ = await draft_main.start_engine(options)
     try:
         await process.ready(asyncio.Event())
         assert psutil.Process(process._process.pid).cpu_affinity() == [ALLOWED[-1]]
@@ -77,12 +79,13 @@ async def test_the_engine_keeps_to_its_cores_and_its_door_does_not() -> None:
 
 @pytest.mark.parametrize("service", ["draft", "verify"])
 async def test_a_service_on_cores_that_there_are_not_ends_with_the_words(service: str) -> None:
+    process: EngineProcess[Any]
     if service == "verify":
         verify = VerifyOptions(metrics_address="", engine_cpus="99999")
-        process = await verify_engine_process.VerifyEngineProcess.start(verify, lambda report: None)
+        process, _ = await verify_main.start_engine(verify, lambda report: None)
     else:
         draft = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="", engine_cpus="99999")
-        process = await DraftEngineProcess.start(draft)
+        process, *_ = await draft_main.start_engine(draft)
     try:
         with pytest.raises(ConfigError, match="--engine-cpus: '99999' names core 99999"):
             await process.ready(asyncio.Event())

@@ -17,8 +17,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.sampling.params import SamplingParams
-from verify_service.door import engine_process
-from verify_service.door.engine_process import VerifyEngineProcess
+from verify_service import main
 from verify_service.frames.engine import RoundReport
 from verify_service.frames.submission import Submission, Update
 
@@ -40,7 +39,7 @@ def options_for(model: str | Path, **fields: str) -> VerifyOptions:
 
 async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
     rounds: list[RoundReport] = []
-    process = await VerifyEngineProcess.start(options_for(folder), rounds.append)
+    process, engine = await main.start_engine(options_for(folder), rounds.append)
     try:
         ready = await process.ready(asyncio.Event())
         assert ready is not None and (ready.vocab_size, ready.context_length) == (61, 256)
@@ -49,7 +48,7 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
         updates: asyncio.Queue[Update] = asyncio.Queue()
         greedy = SamplingParams(temperature=0.0)
-        process.engine.submit(Submission("r", [1, 2], greedy, 8, frozenset(), False), updates.put_nowait)
+        engine.submit(Submission("r", [1, 2], greedy, 8, frozenset(), False), updates.put_nowait)
         count = 0
         while True:
             update = await asyncio.wait_for(updates.get(), 20)
@@ -58,14 +57,14 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
                 break
         assert count == 8
         await process.stop()
-        assert process.engine.gone
+        assert engine.gone
     finally:
         await process.close()
     assert process._process.returncode == 0
 
 
 async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) -> None:
-    process = await VerifyEngineProcess.start(options_for(folder / "nowhere"), lambda report: None)
+    process, _ = await main.start_engine(options_for(folder / "nowhere"), lambda report: None)
     try:
         with pytest.raises(ConfigError, match="nowhere"):
             await process.ready(asyncio.Event())
@@ -74,8 +73,8 @@ async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) ->
 
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "MODULE", "no_such_module")
-    process = await VerifyEngineProcess.start(VerifyOptions(), lambda report: None)
+    monkeypatch.setattr(main, "ENGINE_MODULE", "no_such_module")
+    process, _ = await main.start_engine(VerifyOptions(), lambda report: None)
     try:
         with pytest.raises(InternalError, match="exit code 1"):
             await process.ready(asyncio.Event())
@@ -84,18 +83,18 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
 
 
 async def test_a_killed_engine_fails_the_streams_and_ends_the_service(folder: Path, tmp_path: Path) -> None:
-    process = await VerifyEngineProcess.start(options_for(folder), lambda report: None)
+    process, engine = await main.start_engine(options_for(folder), lambda report: None)
     try:
         await process.ready(asyncio.Event())
         updates: asyncio.Queue[Update] = asyncio.Queue()
         asked = Submission("r", [1, 2], SamplingParams(temperature=0.0), 250, frozenset(), False)
         process._process.send_signal(signal.SIGSTOP)
-        process.engine.submit(asked, updates.put_nowait)
+        engine.submit(asked, updates.put_nowait)
         process._process.kill()
         assert isinstance((await asyncio.wait_for(updates.get(), 20)).error, InternalError)
-        await asyncio.wait_for(process.engine.lost(), 20)
+        await asyncio.wait_for(engine.lost(), 20)
         with pytest.raises(UnavailableError):
-            process.engine.submit(asked, updates.put_nowait)
+            engine.submit(asked, updates.put_nowait)
     finally:
         await process.close()
 

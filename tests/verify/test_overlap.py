@@ -14,8 +14,8 @@ from outrider.errors import InternalError
 from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.figures import RoundFigures
 from verify_service.engine.round import Entry, Result
+from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
 
 

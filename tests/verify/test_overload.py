@@ -19,9 +19,8 @@ from outrider.rpc.status import error_from_rpc
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
-from verify_service.door.backlog import Backlog
-from verify_service.door.outbox import Outbox
-from verify_service.door.servicer import VerifyServicer
+from verify_service.door.remote import Backlog
+from verify_service.door.servicer import Outbox, VerifyServicer
 from verify_service.engine.engine import VerifyEngine
 from verify_service.frames.submission import Submission, Update
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verify_service.door.patience import Backoff, Seldom
+from verify_service.door.session import Backoff, Seldom
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_long_try() -> None:

@@ -29,7 +29,7 @@ from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection, ProjectionPart
 from verify_service.door.remote import MAX_UNREAD, RemoteVerifyEngine
-from verify_service.frames.drafts import FeaturesDone, FeaturesPart, FeaturesTold
+from verify_service.frames.drafts import FeaturesDone, FeaturesPart, FeaturesToDraft
 from verify_service.frames.messages import FromDoor
 from verify_service.frames.submission import Submission, Update
 
@@ -324,7 +324,8 @@ async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
         remote.draft_connected(draft)
         session = remote._sessions[draft]
         remote._dtypes[session] = "float32"
-        remote.take(FeaturesTold(session, [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]))
+        features = [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]
+        remote.receive(FeaturesToDraft(session, features))
         with monkeypatch.context() as patched:
             passed: list[FromDoor] = []
             patched.setattr(remote, "send", passed.append)

@@ -107,7 +107,7 @@ def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
     assert asleep[0] == asleep[-1], "it slept while a request ran"
 
 
-class Told(LocalDraft):
+class EngineUpdates(LocalDraft):
     """Notes when it is told of a commit, beside the launches of rounds."""
 
     def __init__(self, engine: VerifyEngine, device: FakeDevice, right: bool) -> None:
@@ -130,7 +130,7 @@ def test_a_draft_hears_first_of_what_leaves_nothing_to_verify(right: bool, num_r
     """Else it is told while the next round runs: where nodes are there, or where there is much to tell."""
     device = FakeDevice(spin=True)
     engine = fake_engine(device, num_pages=256)
-    engine.draft_connected(Told(engine, device, right))
+    engine.draft_connected(EngineUpdates(engine, device, right))
     answers = [submit(engine, max_tokens=60) for _ in range(num_requests)]
     engine.start()
     assert all(answer.done.wait(20) for answer in answers)

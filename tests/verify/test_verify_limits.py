@@ -11,10 +11,9 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from verify_service.door.engine_process import VerifyEngineProcess
+from verify_service import main
 from verify_service.engine.build import _limits
 from verify_service.engine.memory import Memory
-from verify_service.main import serve
 
 
 def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
@@ -27,11 +26,11 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
 
 @pytest.mark.parametrize("door", ["address", "metrics_address"])
 async def test_a_taken_port_is_told_before_the_model_is_loaded(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VerifyEngineProcess, "start", lambda *arguments: pytest.fail("an engine was started"))
+    monkeypatch.setattr(main, "start_engine", lambda *arguments: pytest.fail("an engine was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = VerifyOptions(
             **{"address": "127.0.0.1:0", "metrics_address": "", door: f"127.0.0.1:{taken.getsockname()[1]}"}
         )
         option = "--" + door.replace("_", "-")
         with pytest.raises(ConfigError, match=f"{option}: cannot bind"):
-            await serve(options, asyncio.Event())
+            await main.serve(options, asyncio.Event())

@@ -20,7 +20,7 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
-from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, pack
+from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, Start, pack
 from outrider.protocol.messages import (
     Close,
     Commit,
@@ -45,20 +45,19 @@ from outrider.protocol.part_codec import (
 )
 from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.figures import RoundFigures
 from verify_service.frames.codec import pack_submission, pack_update, unpack_submission, unpack_update
 from verify_service.frames.draft_codec import pack_begin, unpack_begin
 from verify_service.frames.drafts import (
-    DraftSaid,
-    DraftTold,
     DraftUp,
     FeaturesDone,
     FeaturesOpen,
-    FeaturesTold,
+    FeaturesToDraft,
     FeaturesUp,
+    FromDraft,
     ProjectionFrame,
+    ToDraft,
 )
-from verify_service.frames.engine import RoundReport, Snapshot, Start, Told
+from verify_service.frames.engine import EngineUpdates, RoundFigures, RoundReport, Snapshot
 from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
 from verify_service.frames.requests import Cancel, Submit
 from verify_service.frames.submission import Submission, Update
@@ -194,15 +193,15 @@ def test_a_submission_arrives_as_it_left(submission: Submission) -> None:
 
 @given(updates)
 def test_an_update_arrives_as_it_left(update: Update) -> None:
-    frame = to_door(Told([pack_update(7, update)], [], [], {}, None))
-    assert isinstance(frame, Told) and frame.updates[0].number == 7
+    frame = to_door(EngineUpdates([pack_update(7, update)], [], [], {}, None))
+    assert isinstance(frame, EngineUpdates) and frame.updates[0].number == 7
     assert unpack_update(frame.updates[0]) == update
 
 
 @given(errors)
 def test_an_error_arrives_with_all_that_a_client_is_told(error: OutriderError) -> None:
-    frame = to_door(Told([pack_update(7, Update(error=error))], [], [], {}, None))
-    assert isinstance(frame, Told)
+    frame = to_door(EngineUpdates([pack_update(7, Update(error=error))], [], [], {}, None))
+    assert isinstance(frame, EngineUpdates)
     got = unpack_update(frame.updates[0]).error
     assert type(got) is type(error) and got is not None and str(got) == str(error)
     for name in ("message", "code", "field", "problem", "fix", "retry_after"):
@@ -211,23 +210,23 @@ def test_an_error_arrives_with_all_that_a_client_is_told(error: OutriderError) -
 
 @given(st.lists(grows | declines, max_size=3))
 def test_what_drafts_say_arrives_as_it_left(messages: list[Grow | Decline]) -> None:
-    frame = to_engine(DraftSaid(3, 1.5, 16, pack_drafts(messages)))
-    assert isinstance(frame, DraftSaid)
+    frame = to_engine(FromDraft(3, 1.5, 16, pack_drafts(messages)))
+    assert isinstance(frame, FromDraft)
     assert all(map(same, messages, unpack_drafts(frame.messages))) and len(frame.messages) == len(messages)
 
 
 @given(st.lists(verify_messages, max_size=4))
 def test_what_drafts_are_told_arrives_as_it_left(messages: list[Commit]) -> None:
-    frame = to_door(DraftTold(3, pack_verify(messages)))
-    assert isinstance(frame, DraftTold)
+    frame = to_door(ToDraft(3, pack_verify(messages)))
+    assert isinstance(frame, ToDraft)
     assert all(map(same, messages, unpack_verify(frame.messages))) and len(frame.messages) == len(messages)
 
 
 @given(st.lists(st.builds(Features, ids, ids, ids, st.booleans(), st.binary(max_size=9), dtypes, ids), max_size=3))
 def test_features_arrive_as_they_left(messages: list[Features]) -> None:
     messages = [replace(message, dtype="float16") for message in messages]
-    frame = to_door(FeaturesTold(3, pack_features(messages)))
-    assert isinstance(frame, FeaturesTold) and unpack_features(frame.features, "float16") == messages
+    frame = to_door(FeaturesToDraft(3, pack_features(messages)))
+    assert isinstance(frame, FeaturesToDraft) and unpack_features(frame.features, "float16") == messages
 
 
 def test_what_a_session_says_of_features_arrives() -> None:
@@ -252,13 +251,13 @@ def test_a_features_stream_begins_as_the_engine_says(ring: FeatureRing | None, f
 
 def test_places_in_a_ring_arrive() -> None:
     message = Features(3, 5, 2, True, b"", "float16", 9, ring_offset=0)
-    frame = to_door(FeaturesTold(3, pack_features([message])))
-    assert isinstance(frame, FeaturesTold) and unpack_features(frame.features, "float16") == [message]
+    frame = to_door(FeaturesToDraft(3, pack_features([message])))
+    assert isinstance(frame, FeaturesToDraft) and unpack_features(frame.features, "float16") == [message]
 
 
 def test_a_hello_in_mid_stream_stays_one_for_the_engine_to_count() -> None:
-    frame = to_engine(DraftSaid(3, 1.5, 16, pack_drafts([Hello(1, 1)])))
-    assert isinstance(frame, DraftSaid)
+    frame = to_engine(FromDraft(3, 1.5, 16, pack_drafts([Hello(1, 1)])))
+    assert isinstance(frame, FromDraft)
     assert isinstance(unpack_drafts(frame.messages)[0], Hello)
     with pytest.raises(TypeError, match="the door's"):
         pack_verify([Hello(1, 1)])
@@ -271,8 +270,8 @@ def test_options_arrive_as_they_left() -> None:
 
 def test_numbers_of_numpy_arrive_as_plain_ones_and_other_things_do_not_leave() -> None:
     update = Update(token_ids=[np.int32(5)], logprobs=[TokenLogprobs(np.float32(-0.5), [(np.int64(5), -math.inf)])])  # type: ignore[list-item,arg-type]
-    frame = to_door(Told([pack_update(1, update)], [], [], {}, None))
-    assert isinstance(frame, Told)
+    frame = to_door(EngineUpdates([pack_update(1, update)], [], [], {}, None))
+    assert isinstance(frame, EngineUpdates)
     got = unpack_update(frame.updates[0])
     assert got.token_ids == [5] and got.logprobs == [TokenLogprobs(-0.5, [(5, -math.inf)])]
     with pytest.raises(TypeError, match="does not travel"):
@@ -302,4 +301,4 @@ def test_a_frame_that_would_be_refused_does_not_leave(monkeypatch: pytest.Monkey
 
 def test_a_frame_of_the_other_direction_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
-        to_engine(Told([], [], [RoundReport(0, 0, [], [], 0, RoundFigures(0.0, 0.0))], {}, Snapshot()))  # type: ignore[arg-type]
+        to_engine(EngineUpdates([], [], [RoundReport(0, 0, [], [], 0, RoundFigures(0.0, 0.0))], {}, Snapshot()))  # type: ignore[arg-type]

@@ -14,18 +14,17 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
-from outrider.host.frames import FrameReader, pack
+from outrider.host.frames import FrameReader, Refused, Start, Stop, pack
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
-from outrider.host.worker import await_first
+from outrider.host.worker import await_start, run_engine
 from outrider.protocol.messages import Close
 from verify_service.engine.build import Built
-from verify_service.engine.figures import RoundFigures
-from verify_service.engine.inbox import ThreadInbox, VerifyInbox
-from verify_service.engine.observer import Observer
+from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.postprocessor import Observer
 from verify_service.engine.reporter import SNAPSHOT_SECONDS, ReporterPort, VerifyReporter
-from verify_service.engine.worker import SocketInbox, serve_engine
-from verify_service.frames.drafts import DraftReset, DraftTold, ProjectionFrame
-from verify_service.frames.engine import Refused, Start, Stop, Told
+from verify_service.engine.worker import SocketInbox, connect
+from verify_service.frames.drafts import DraftReset, ProjectionFrame, ToDraft
+from verify_service.frames.engine import EngineUpdates, RoundFigures
 from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
 from verify_service.frames.requests import Cancel
 from verify_service.frames.submission import Update
@@ -55,25 +54,25 @@ def wire() -> Iterator[Wire]:
 def test_the_first_frame_brings_the_options(wire: Wire) -> None:
     options = VerifyOptions(threads=3)
     wire.door.sendall(pack(Start(options)))
-    assert await_first(wire.pipe, Start) == Start(options)
+    assert await_start(wire.pipe) == Start(options)
 
 
 def test_a_door_that_is_gone_before_its_first_frame_ends_the_start(wire: Wire) -> None:
     wire.door.close()
-    assert await_first(wire.pipe, Start) is None
+    assert await_start(wire.pipe) is None
 
 
 def test_another_first_frame_is_refused(wire: Wire) -> None:
     wire.door.sendall(pack(Stop()))
     with pytest.raises(InternalError, match="first frame"):
-        await_first(wire.pipe, Start)
+        await_start(wire.pipe)
 
 
 def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: Wire) -> None:
     def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
         raise ConfigError("--model: no such folder; use a folder")
 
-    assert serve_engine(wire.pipe, VerifyOptions(), build) == 2
+    assert run_engine(wire.pipe, lambda: connect(VerifyOptions(), wire.pipe, build)) == 2
     assert wire.read() == [Refused("--model: no such folder; use a folder")]
 
 
@@ -81,7 +80,7 @@ def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -
     def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
         raise RuntimeError("out of order")
 
-    assert serve_engine(wire.pipe, VerifyOptions(), build) == 1
+    assert run_engine(wire.pipe, lambda: connect(VerifyOptions(), wire.pipe, build)) == 1
     wire.door.setblocking(False)
     with pytest.raises(BlockingIOError):
         wire.read()
@@ -100,7 +99,7 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
         wire.read()
     reporter.flush()
     (told,) = wire.read()
-    assert isinstance(told, Told)
+    assert isinstance(told, EngineUpdates)
     assert [(part.number, part.token_ids) for part in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
     assert told.ended == [4] and told.read == {9: 48}
     (report,) = told.rounds
@@ -115,7 +114,7 @@ def test_drafts_are_told_at_once(wire: Wire) -> None:
     port.send([Close(3), Close(4)])
     port.reset()
     told, reset = wire.read()
-    assert isinstance(told, DraftTold) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
+    assert isinstance(told, ToDraft) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
     assert reset == DraftReset(7)
 
 
@@ -140,7 +139,7 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
             (frame,) = wire.read()
         except BlockingIOError:
             return None
-        assert isinstance(frame, Told) and frame.snapshot is not None and frame.snapshot.cost == {1: 0.5}
+        assert isinstance(frame, EngineUpdates) and frame.snapshot is not None and frame.snapshot.cost == {1: 0.5}
         return frame.snapshot.num_running
 
     assert told() == 0
@@ -165,7 +164,7 @@ def test_a_door_that_does_not_read_costs_no_frame_and_no_wait(wire: Wire) -> Non
     while len(seen) < count:
         wire.pipe.flush()
         for frame in wire.read():
-            assert isinstance(frame, DraftTold)
+            assert isinstance(frame, ToDraft)
             seen += [part.request for part in frame.messages]
     assert seen == list(range(count))
 
@@ -232,16 +231,6 @@ def test_a_door_that_hangs_up_stops_the_engine(wire: Wire) -> None:
     inbox = SocketInbox(wire.pipe)
     wire.door.close()
     assert inbox.take(20) == [] and inbox.stopped
-
-
-def test_the_inbox_of_threads_wakes_who_waits() -> None:
-    inbox = ThreadInbox()
-    assert inbox.take(None) == [] and inbox.take(0.0) == []
-    poster = threading.Thread(target=inbox.post, args=(lambda: None,))
-    poster.start()
-    assert len(inbox.take(20)) == 1
-    poster.join()
-    assert len(inbox) == 0
 
 
 def test_the_door_needs_no_torch() -> None:

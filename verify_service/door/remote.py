@@ -8,36 +8,104 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from outrider.errors import InternalError, OutriderError, UnavailableError
-from outrider.host.remote import EngineEnd
+from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
 from outrider.protocol.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.protocol.part_codec import pack_drafts, unpack_features, unpack_verify
 from outrider.protocol.parts import LineFrame
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import ProjectionPart
-from verify_service.door.backlog import Backlog
 from verify_service.engine.inbox import MAX_UNREAD, unread_weight
 from verify_service.frames.codec import pack_submission, unpack_update
 from verify_service.frames.draft_codec import unpack_begin
 from verify_service.frames.drafts import (
     DraftDown,
     DraftReset,
-    DraftSaid,
-    DraftTold,
     DraftUp,
     FeaturesDone,
     FeaturesOpen,
-    FeaturesTold,
+    FeaturesToDraft,
     FeaturesUp,
+    FromDraft,
     ProjectionFrame,
+    ToDraft,
 )
-from verify_service.frames.engine import Ready, Refused, RoundReport, Snapshot, Stop, Told
+from verify_service.frames.engine import EngineUpdates, RoundReport, ServedModel, Snapshot
 from verify_service.frames.messages import FromEngine, from_engine
 from verify_service.frames.requests import Cancel
 from verify_service.frames.submission import Submission, Update
 
 log = get_logger(__name__)
+
+DEFAULT_MAX_TOKENS = 262144
+_LEARN = 0.2
+_MIN_RETRY_SECONDS = 1.0
+_MAX_RETRY_SECONDS = 30.0
+
+
+class Backlog:
+    """Requests that are unfinished, and prompt tokens of those that wait for their first token."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_tokens = DEFAULT_MAX_TOKENS
+        self.refused: Counter[str] = Counter()
+        """Requests that were not let in, by reason."""
+        self.slow_readers = 0
+        """Answers that were ended because nobody read them."""
+        self._clock = clock
+        self._max_unfinished = 0
+        self._max_waiting = 0
+        self._unfinished: set[int] = set()
+        self._waiting: dict[int, int] = {}
+        """Prompt tokens of each request without a token, by its number."""
+        self.num_tokens = 0
+        """Sum of these."""
+        self._ended_at: float | None = None
+        self._seconds_between_ends = 0.0
+
+    def open(self, max_running: int, max_waiting: int) -> None:
+        """The engine is ready for so many requests."""
+        self._max_unfinished = max_running + max_waiting
+        self._max_waiting = max_waiting
+
+    def admit(self, number: int, num_tokens: int) -> None:
+        """Take a request in. Raises OverloadedError, with the time after which a place may be free."""
+        if len(self._unfinished) >= self._max_unfinished:
+            raise self._refusal(
+                "requests", f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
+            )
+        # Alone it may be as long as the context allows: otherwise it could never be served.
+        if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
+            raise self._refusal(
+                "tokens",
+                f"{self.num_tokens} prompt tokens are waiting already, {num_tokens} more would exceed the limit of "
+                f"{self.max_tokens}; try again later",
+            )
+        self._unfinished.add(number)
+        self._waiting[number] = num_tokens
+        self.num_tokens += num_tokens
+
+    def began(self, number: int) -> None:
+        """A request has its first token."""
+        self.num_tokens -= self._waiting.pop(number, 0)
+
+    def ended(self, number: int) -> None:
+        """A request is over, however it ended."""
+        if number not in self._unfinished:
+            return
+        self.began(number)
+        self._unfinished.discard(number)
+        now = self._clock()
+        if self._ended_at is not None:
+            self._seconds_between_ends += _LEARN * (now - self._ended_at - self._seconds_between_ends)
+        self._ended_at = now
+
+    def _refusal(self, reason: str, message: str) -> OverloadedError:
+        self.refused[reason] += 1
+        retry_after = min(max(self._seconds_between_ends, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
+        return OverloadedError(message, retry_after=retry_after)
+
 
 Deliver = Callable[[Update], None]
 
@@ -60,7 +128,7 @@ class Port(Protocol):
         """End the session; it reports itself down, and up again when it is."""
 
 
-class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
+class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
     `on_round` is told of every round.
@@ -156,12 +224,12 @@ class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
             return
         self._unread[session] += weight
         # They may lie unread for a whole round, which is no fault of the draft.
-        self.send(DraftSaid(session, time.monotonic(), weight, pack_drafts(messages)))
+        self.send(FromDraft(session, time.monotonic(), weight, pack_drafts(messages)))
 
     async def features_projection(self, port: Port, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
         self.send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
-        await self.has_room()
+        await self.writable()
 
     def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
@@ -177,9 +245,9 @@ class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
             self._features_released[session] = through
             self.send(FeaturesDone(session, through))
 
-    def send_stop(self) -> None:
-        """Let the engine end after the round in progress; unfinished requests get UnavailableError."""
-        self.send(Stop())
+    def on_ready(self, served: ServedModel) -> None:
+        """See EngineConnection."""
+        self.backlog.open(served.max_running, served.max_waiting)
 
     def on_lost(self) -> None:
         """Everybody who waits is told."""
@@ -191,12 +259,12 @@ class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
             if deliver is not None:
                 deliver(Update(error=reason))
 
-    def take(self, frame: FromEngine) -> None:
-        """A frame has come."""
+    def receive(self, frame: FromEngine) -> None:
+        """See FrameConnection."""
         match frame:
-            case Told():
-                self._note(frame)
-            case DraftTold():
+            case EngineUpdates():
+                self._deliver(frame)
+            case ToDraft():
                 # A session that ended meanwhile has no port any more.
                 if (port := self._ports.get(frame.session)) is not None:
                     port.send(unpack_verify(frame.messages))
@@ -204,21 +272,16 @@ class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
                 if (port := self._ports.get(frame.session)) is not None:
                     self._dtypes[frame.session] = frame.dtype
                     port.begin_features(unpack_begin(frame))
-            case FeaturesTold():
+            case FeaturesToDraft():
                 if (port := self._ports.get(frame.session)) is not None:
                     self._features_sent[frame.session] += len(frame.features)
                     port.send_features(unpack_features(frame.features, self._dtypes[frame.session]))
             case DraftReset():
                 if (port := self._ports.get(frame.session)) is not None:
                     port.reset()
-            case Ready():
-                self.backlog.open(frame.max_running, frame.max_waiting)
-                self.serves(frame)
-            case Refused():
-                self.refused(frame.message)
 
-    def _note(self, told: Told) -> None:
-        for part in told.updates:
+    def _deliver(self, frame: EngineUpdates) -> None:
+        for part in frame.updates:
             deliver = self._answers.get(part.number)
             update = unpack_update(part)
             if update.token_ids:
@@ -228,13 +291,13 @@ class RemoteVerifyEngine(EngineEnd[FromEngine, Ready]):
                 self.backlog.ended(part.number)
             if deliver is not None:
                 deliver(update)
-        for number in told.ended:
+        for number in frame.ended:
             self._answers.pop(number, None)
             self.backlog.ended(number)
-        for report in told.rounds:
+        for report in frame.rounds:
             self._on_round(report)
-        for session, weight in told.read.items():
+        for session, weight in frame.read.items():
             if session in self._ports:
                 self._unread[session] -= weight
-        if told.snapshot is not None:
-            self.snapshot = told.snapshot
+        if frame.snapshot is not None:
+            self.snapshot = frame.snapshot

@@ -1,9 +1,11 @@
-"""The speculation stream, dialled: one session at a time with one draft service."""
+"""Sessions with draft services, dialled: the speculation stream, and the features stream beside it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,15 +18,200 @@ from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES
 from outrider.logs import get_logger
 from outrider.protocol.codec import decode_draft, encode_verify, in_parts
-from outrider.protocol.messages import Commit, DraftMessage, Features, FeaturesBegin, Hello, Open, VerifyMessage
+from outrider.protocol.feature_codec import decode_response, encode_batch, encode_begin, encode_features
+from outrider.protocol.messages import (
+    FEATURE_ITEM_BYTES,
+    MAX_FEATURE_BYTES,
+    MAX_FEATURE_PIECES,
+    Commit,
+    DraftMessage,
+    Features,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+    Hello,
+    Open,
+    VerifyMessage,
+)
 from outrider.rpc.channel import open_channel
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.projection import ProjectionPart, ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from verify_service.door.feature_stream import Dial, FeatureStream
-from verify_service.door.patience import Backoff, Seldom
 
 log = get_logger(__name__)
+
+
+class Backoff:
+    """How long to wait before something is tried again: twice as long after each failure, up to a limit.
+
+    What lasted as long as the longest pause is forgiven what was before.
+    """
+
+    def __init__(self, least: float, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """The shortest and the longest pause, in seconds."""
+        self._least = least
+        self._most = most
+        self._clock = clock
+        self._pause = least
+        self._began = float("-inf")
+
+    def begin(self) -> None:
+        """A try begins."""
+        self._began = self._clock()
+
+    def failed(self) -> float:
+        """The try that began last has failed: seconds to wait before the next."""
+        if self._clock() - self._began >= self._most:
+            self._pause = self._least
+        pause = self._pause
+        self._pause = min(2 * pause, self._most)
+        return pause
+
+
+class Seldom:
+    """Logs a kind of warning no more often than every so many seconds, and says how many were left out."""
+
+    def __init__(self, log: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._seconds = seconds
+        self._clock = clock
+        self._logged_at = float("-inf")
+        self._num_left_out = 0
+
+    def warn(self, message: str, *arguments: object) -> None:
+        """Log a warning, or count it."""
+        now = self._clock()
+        if now - self._logged_at < self._seconds:
+            self._num_left_out += 1
+            return
+        if self._num_left_out:
+            message, arguments = message + " (and %d like it before)", (*arguments, self._num_left_out)
+        self._log.warning(message, *arguments)
+        self._logged_at, self._num_left_out = now, 0
+
+
+FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
+
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to an address."""
+Opened = Callable[[int, bool], None]
+PassOn = Callable[[ProjectionPart], Awaitable[None]]
+
+
+class FeatureUpload:
+    """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
+
+    What waits here is bounded by its sender, which counts what the draft has not released; so nothing may be released
+    that was not written yet.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        begin: FeaturesBegin,
+        reader: ProjectionReader | None,
+        pass_on: PassOn,
+        opened: Opened,
+        released: Callable[[int], None],
+        dial: Dial = open_channel,
+    ) -> None:
+        """`reader` checks the parts of the projection, if `begin` wants it; `pass_on` gets them, one at a time.
+
+        `opened` is told of the window that the draft allows and whether it uses the ring, when the projection is whole;
+        `released` of the last message that the draft is done with.
+        """
+        self._address = address
+        self._dial = dial
+        self._begin = begin
+        self._reader = reader
+        self._pass_on = pass_on
+        self._opened = opened
+        self._released = released
+        self._written = 0
+        """Number of the last features that the draft may have seen."""
+        self._row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+        self._most_pieces = 1
+        """Of a message."""
+        self._queue: deque[Features] = deque()
+        self._filled = asyncio.Event()
+
+    def send(self, messages: list[Features]) -> None:
+        """Queue features, in order."""
+        self._queue.extend(messages)
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
+        channel = self._dial(self._address)
+        try:
+            call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
+            await call.write(encode_begin(self._begin))
+            accept = _read(await call.read())
+            if not isinstance(accept, FeaturesAccept) or not self._fits(accept):
+                raise InvalidRequestError("event", "is not what accepts this stream")
+            if self._reader is not None:
+                await self._read_projection(call, self._reader)
+            self._most_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
+            self._opened(accept.window, accept.uses_ring)
+            writer = asyncio.create_task(self._write(call))
+            writer.add_done_callback(lambda _: call.cancel())
+            try:
+                while (response := _read(await call.read())) is not None:
+                    if not isinstance(response, FeaturesReleased):
+                        raise InvalidRequestError("event", "belongs to the beginning of the stream")
+                    if response.through > self._written:
+                        problem = f"{response.through} was not sent yet, {self._written} is the last that was"
+                        raise InvalidRequestError("released.through", problem)
+                    self._released(response.through)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        except (grpc.aio.AioRpcError, InvalidRequestError) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
+            log.warning("the features stream to draft %s failed: %s", self._address, reason)
+        finally:
+            await channel.close()
+
+    def _fits(self, accept: FeaturesAccept) -> bool:
+        """Whether the draft has agreed to no more and no less than it was asked for."""
+        return accept.projects == (self._reader is not None) and (self._begin.ring is not None or not accept.uses_ring)
+
+    async def _read_projection(self, call: FeaturesCall, reader: ProjectionReader) -> None:
+        whole = False
+        while not whole:
+            part = _read(await call.read())
+            if not isinstance(part, ProjectionPart):
+                raise InvalidRequestError("event", "is no part of the projection that is missing")
+            whole = reader.take(part)
+            await self._pass_on(part)
+
+    async def _write(self, call: FeaturesCall) -> None:
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._queue:
+                batch = self._next_batch()
+                self._written = batch[-1].sequence
+                await call.write(encode_features(batch[0]) if len(batch) == 1 else encode_batch(batch))
+
+    def _next_batch(self) -> list[Features]:
+        """What goes out next: a round's features for all requests, as a rule."""
+        batch = [self._queue.popleft()]
+        room = MAX_FEATURE_BYTES // self._row_bytes - batch[0].count
+        while self._queue and len(batch) < self._most_pieces and self._queue[0].count <= room:
+            room -= self._queue[0].count
+            batch.append(self._queue.popleft())
+        return batch
+
+
+def _read(message: object) -> FeaturesAccept | FeaturesReleased | ProjectionPart | None:
+    """What came in; None at the stream's end. Raises InvalidRequestError for what is no message of it."""
+    if message is grpc.aio.EOF:
+        return None
+    if message is None:  # grpc hands out None for bytes that are no message
+        raise InvalidRequestError("event", "is no message")
+    return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
+
 
 HELLO_SECONDS = 3.0
 RETRY_SECONDS = 0.5
@@ -88,7 +275,7 @@ class DraftSession:
         self._call = call
         self._terms = terms
         self._events = events
-        self._features: FeatureStream | None = None
+        self._features: FeatureUpload | None = None
         self._features_task: asyncio.Task[None] | None = None
         self._queue: list[VerifyMessage] = []
         self._last_commit: dict[int, int] = {}
@@ -116,7 +303,7 @@ class DraftSession:
             terms = self._terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureStream(self.address, begin, reader, pass_on, opened, released, self._dial)
+        self._features = FeatureUpload(self.address, begin, reader, pass_on, opened, released, self._dial)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(self._features_ended)
 

@@ -19,8 +19,8 @@ from outrider.device import choose_device
 from outrider.dtype import choose_dtype
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
-from outrider.host.cores import keep_to
 from outrider.host.garbage import take_over
+from outrider.host.worker import keep_to
 from outrider.logs import get_logger
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
@@ -32,14 +32,14 @@ from outrider.sampling.lossy import AcceptRule
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.inbox import VerifyInbox
 from verify_service.engine.memory import Memory
-from verify_service.engine.observer import Observer
+from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Executor
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import check_model, kv_tokens, out_of_memory
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.torch_executor import TorchExecutor
-from verify_service.frames.engine import Ready
+from verify_service.frames.engine import ServedModel
 from verify_service.speculation.budget import CostModel
 
 log = get_logger(__name__)
@@ -50,7 +50,7 @@ class Built:
     """An engine that has not run yet."""
 
     engine: VerifyEngine
-    ready: Ready
+    served: ServedModel
 
 
 def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
@@ -62,7 +62,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     limits = parts.limits
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary)
-    ready = Ready(
+    served = ServedModel(
         model_path=str(path),
         tokenizer_hash=hash_tokenizer(path),
         vocab_size=limits.vocab_size,
@@ -76,7 +76,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     )
     # A collection at a time of its own choosing could fall between two rounds.
     take_over()
-    return Built(engine, ready)
+    return Built(engine, served)
 
 
 def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:

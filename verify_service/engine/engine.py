@@ -18,8 +18,7 @@ from verify_service.engine.grammars import POLL_SECONDS, Grammars
 from verify_service.engine.host_gap import GapWatch, HotPathWarmer
 from verify_service.engine.inbox import Action, ThreadInbox, Unread, VerifyInbox, unread_weight
 from verify_service.engine.memory import Memory
-from verify_service.engine.observer import Observer
-from verify_service.engine.postprocessor import Commit, RoundDone, RoundPostprocessor
+from verify_service.engine.postprocessor import Commit, Observer, RoundDone, RoundPostprocessor
 from verify_service.engine.request import ActiveRequests, Request
 from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from outrider.protocol.tokens import FinishReason, RoundTree, TokenOrigin
-from verify_service.engine.figures import RoundFigures
 from verify_service.engine.host_gap import Phases, log_long_gap
-from verify_service.engine.observer import Observer
 from verify_service.engine.request import ActiveRequests
 from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
+from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.drafts import Drafts
@@ -109,6 +108,16 @@ class RoundPostprocessor:
         if commit is not None and (update.token_ids or update.last or update.prompt_logprobs is not None):
             commit.entry.request.sink(update)
         return update
+
+
+class Observer(Protocol):
+    """Is told of every round, on the engine's thread, while the next one runs."""
+
+    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+        """`updates` are what the round brought each request."""
+
+    def flush(self) -> None:
+        """All updates of a round were given out, or nothing is left to do."""
 
 
 class Commit(NamedTuple):

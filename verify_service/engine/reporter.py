@@ -10,12 +10,11 @@ from outrider.host.pipe import Pipe
 from outrider.protocol.messages import Features, FeaturesBegin, VerifyMessage
 from outrider.protocol.part_codec import pack_features, pack_verify
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.figures import RoundFigures
 from verify_service.engine.round import Entry
 from verify_service.frames.codec import pack_update
 from verify_service.frames.draft_codec import pack_begin
-from verify_service.frames.drafts import DraftReset, DraftTold, FeaturesTold
-from verify_service.frames.engine import PeerPart, RoundReport, Snapshot, Told
+from verify_service.frames.drafts import DraftReset, FeaturesToDraft, ToDraft
+from verify_service.frames.engine import EngineUpdates, PeerPart, RoundFigures, RoundReport, Snapshot
 from verify_service.frames.messages import FromDoor
 from verify_service.frames.requests import UpdatePart
 from verify_service.frames.submission import Update
@@ -62,7 +61,7 @@ class VerifyReporter:
         """Send what has gathered, and now and then the engine's state."""
         snapshot = self._new_snapshot()
         if self._updates or self._ended or self._rounds or self._read or snapshot is not None:
-            self._pipe.send(Told(self._updates, self._ended, self._rounds, self._read, snapshot))
+            self._pipe.send(EngineUpdates(self._updates, self._ended, self._rounds, self._read, snapshot))
             self._updates, self._ended, self._rounds = [], [], []
             self._read.clear()
 
@@ -102,7 +101,7 @@ class ReporterPort:
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Send messages at once, in order: a round may be held for their answer."""
-        self._pipe.send(DraftTold(self._session, pack_verify(messages)))
+        self._pipe.send(ToDraft(self._session, pack_verify(messages)))
 
     @property
     def has_room(self) -> bool:
@@ -117,7 +116,7 @@ class ReporterPort:
 
     def send_features(self, messages: list[Features]) -> None:
         """See FeaturePort."""
-        self._pipe.send(FeaturesTold(self._session, pack_features(messages)))
+        self._pipe.send(FeaturesToDraft(self._session, pack_features(messages)))
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""

@@ -14,12 +14,11 @@ from typing import Protocol
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import InternalError, OutriderError
+from outrider.host.frames import Start, Stop
 from outrider.host.pipe import Pipe
-from outrider.host.worker import FAREWELL_SECONDS, await_first, build_or_refuse, inherited_socket, leave
-from outrider.logs import configure_logging, get_logger
+from outrider.host.worker import BuiltEngine, leave, run_worker
 from outrider.protocol.part_codec import unpack_drafts
 from outrider.protocol.parts import DraftPart
-from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
@@ -30,13 +29,11 @@ from verify_service.engine.lines import DraftLines
 from verify_service.engine.reporter import ReporterPort, VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames.codec import unpack_submission
-from verify_service.frames.drafts import DraftDown, DraftSaid, DraftUp, FeaturesDone, FeaturesUp, ProjectionFrame
-from verify_service.frames.engine import Refused, Start, Stop
+from verify_service.frames.drafts import DraftDown, DraftUp, FeaturesDone, FeaturesUp, FromDraft, ProjectionFrame
+from verify_service.frames.engine import ServedModel
 from verify_service.frames.messages import FromDoor, from_door
 from verify_service.frames.requests import Cancel, Submit
 from verify_service.frames.submission import Submission, Update
-
-log = get_logger("verify_service.engine.worker")
 
 
 class Build(Protocol):
@@ -48,28 +45,21 @@ class Build(Protocol):
 
 def main(argv: list[str]) -> int:
     """Serve the door at the other end of an inherited socket; returns the exit code."""
-    with inherited_socket(argv[0]) as sock:
-        pipe = Pipe(sock, from_door)
-        start = await_first(pipe, Start)
-        if start is None:
-            return EXIT_FAILURE
-        configure_logging("verify", start.options.log_level)
-        return serve_engine(pipe, start.options, assemble)
+    return run_worker("verify", argv, [from_door], partial(connect, build=assemble))
 
 
-def serve_engine(pipe: Pipe[FromDoor], options: VerifyOptions, build: Build) -> int:
-    """Run an engine for the door until it says Stop or hangs up; returns the exit code."""
+def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[ServedModel]:
+    """An engine that hears and answers the door. Raises what `build` raises."""
     inbox, reporter = SocketInbox(pipe), VerifyReporter(pipe)
-    built = build_or_refuse(pipe, lambda: build(options, inbox, reporter), Refused)
-    if isinstance(built, int):
-        return built
+    built = build(options, inbox, reporter)
     reporter.watch(built.engine)
     inbox.serve(built.engine, reporter)
-    pipe.send(built.ready)
-    built.engine.run()
-    reporter.flush()
-    pipe.drain(FAREWELL_SECONDS)
-    return EXIT_OK if inbox.stopped else EXIT_FAILURE
+
+    def run() -> bool:
+        built.engine.run()
+        return inbox.stopped
+
+    return BuiltEngine(built.served, run)
 
 
 def make_request(submission: Submission, sink: Callable[[Update], None], vocab_size: int) -> Request:
@@ -173,7 +163,7 @@ class FrameHandler:
                 self._submit(frame)
             case Cancel():
                 self._cancel(frame.number)
-            case DraftSaid():
+            case FromDraft():
                 self._hear(frame)
             case DraftUp():
                 port = self._ports[frame.session] = self._lines.port(frame)
@@ -242,7 +232,7 @@ class FrameHandler:
             return None
         return Projection(terms.feature_layers, terms.projection_columns, dtype, matrix, terms.projection_hash)
 
-    def _hear(self, frame: DraftSaid) -> None:
+    def _hear(self, frame: FromDraft) -> None:
         port = self._ports.get(frame.session)
         if port is None:
             return

@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.cache.features import FeatureStore
 from outrider.cuda_ipc import ExportedMemory
 from outrider.device import put
-from outrider.host.machine import host_id
+from outrider.host.line import host_id
 from outrider.logs import get_logger
 from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, FeatureRing
 

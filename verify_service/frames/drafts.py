@@ -34,7 +34,7 @@ class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
     session: int
 
 
-class DraftSaid(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
 
     session: int
@@ -44,7 +44,7 @@ class DraftSaid(msgspec.Struct, frozen=True, array_like=True, tag=6):
     messages: list[DraftPart]
 
 
-class DraftTold(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class ToDraft(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """engine -> door: messages for a draft, in order."""
 
     session: int
@@ -93,7 +93,7 @@ class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     wants_projection: bool = False
 
 
-class FeaturesTold(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class FeaturesToDraft(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """engine -> door: features for a draft, in order."""
 
     session: int

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import msgspec
 
-from outrider.config.verify import VerifyOptions
-from verify_service.engine.figures import RoundFigures
 from verify_service.frames.requests import UpdatePart
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """door -> engine, first: load a model and serve it."""
-
-    options: VerifyOptions
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """door -> engine: end after the round in progress."""
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """engine -> door, first: the model is loaded and warm."""
+class ServedModel(msgspec.Struct, frozen=True, array_like=True):
+    """The model that an engine serves, and its limits."""
 
     model_path: str
     tokenizer_hash: str
@@ -35,10 +26,20 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     num_layers: int = 0
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
+class RoundFigures(NamedTuple):
+    """How a round went; times in seconds."""
 
-    message: str
+    seconds: float
+    held: float
+    """How long it was held for drafts before."""
+    gap: float | None = None
+    """How long the device had nothing to do before it, holding aside; None after a pause."""
+    gpu: float | None = None
+    """How long the device worked on it; None where nobody measures."""
+    ready: int | None = None
+    """Nodes that it would have taken without any hold; None if no draft serves its requests."""
+    answers: Sequence[float] = ()
+    """How long each of the drafts' answers took since the round before."""
 
 
 class RoundReport(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +85,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Connected drafts that will get features and cannot yet."""
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class EngineUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: all that gathered since the last one; nearly always one round's."""
 
     updates: list[UpdatePart]

@@ -7,34 +7,39 @@ from __future__ import annotations
 
 import msgspec
 
+from outrider.config.verify import VerifyOptions
+from outrider.host.frames import Ready, Refused, Start, Stop
 from verify_service.frames.drafts import (
     DraftDown,
     DraftReset,
-    DraftSaid,
-    DraftTold,
     DraftUp,
     FeaturesDone,
     FeaturesOpen,
-    FeaturesTold,
+    FeaturesToDraft,
     FeaturesUp,
+    FromDraft,
     ProjectionFrame,
+    ToDraft,
 )
-from verify_service.frames.engine import (
-    Ready,
-    Refused,
-    Start,
-    Stop,
-    Told,
-)
+from verify_service.frames.engine import EngineUpdates, ServedModel
 from verify_service.frames.requests import (
     Cancel,
     Submit,
 )
 
 FromDoor = (
-    Start | Submit | Cancel | DraftUp | DraftDown | DraftSaid | Stop | FeaturesUp | FeaturesDone | ProjectionFrame
+    Start[VerifyOptions]
+    | Stop
+    | Submit
+    | Cancel
+    | DraftUp
+    | DraftDown
+    | FromDraft
+    | FeaturesUp
+    | FeaturesDone
+    | ProjectionFrame
 )
-FromEngine = Ready | Refused | Told | DraftTold | DraftReset | FeaturesOpen | FeaturesTold
+FromEngine = Ready[ServedModel] | Refused | EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

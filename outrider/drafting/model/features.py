@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from outrider.host.machine import host_id
+from outrider.host.line import host_id
 from outrider.logs import get_logger
 from outrider.protocol.messages import MAGIC_BYTES, FeatureRing, Features
 

@@ -27,7 +27,7 @@ from tiny_models import relative_error, save_tiny, token_ids
 from torch import Tensor
 
 from draft_service.door.handshake import own_hello
-from draft_service.door.profile import describe
+from draft_service.engine.worker import describe
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.drafter import find_mapper
 from outrider.drafting.registry import build_drafter
@@ -266,7 +266,7 @@ def test_the_service_offers_it_in_its_hello(tmp_path: Path) -> None:
         speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(tmp_path), device="cpu", max_positions=64
     )
     drafter = build_drafter(options)
-    hello = own_hello(describe(drafter), options)
+    hello = own_hello(describe(drafter, options), options)
     projection = drafter.needs.projection
     assert projection is not None
     assert (hello.projection_columns, hello.projection_hash) == (HIDDEN, projection.name)

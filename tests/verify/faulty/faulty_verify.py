@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from verify_service.door import engine_process
-from verify_service.main import main
+from verify_service import main
 
 if __name__ == "__main__":
-    engine_process.MODULE = "faulty_worker"
-    sys.exit(main(sys.argv[1:]))
+    main.ENGINE_MODULE = "faulty_worker"
+    sys.exit(main.main(sys.argv[1:]))
