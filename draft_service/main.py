@@ -19,7 +19,7 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess, share_interpreter
 from outrider.logs import get_logger
-from outrider.metrics import MetricsPage
+from outrider.metrics import MetricsServer
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options
@@ -92,7 +92,7 @@ async def _serve_engine(
     add_DraftServiceServicer_to_server(servicer, server.grpc)
     try:
         address = await server.start()
-        with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
+        with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
             _settle_memory()
             server.set_serving(True)
             write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)

@@ -27,7 +27,7 @@ from gateway.http.server import HttpServer
 from gateway.openai.generation import DOOR
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
-from outrider.config.secrets import read_secret
+from outrider.config.service import read_secret
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, door_options, peer_source

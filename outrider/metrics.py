@@ -1,16 +1,24 @@
-"""A service's page for Prometheus."""
+"""A service's page for Prometheus: serving it, and reading it as a tool does."""
 
 from __future__ import annotations
 
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.transport import split_host_port
 
 
-class MetricsPage:
+class MetricsServer:
     """Serves /metrics of a registry while entered, from a thread of its own.
 
     `address` is host:port, where port 0 takes a free one; empty serves nothing. Entering returns the address really
@@ -40,3 +48,128 @@ class MetricsPage:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+
+WANTS_KEY = "metrics_page_wants_key"
+"""Code of the error of a page that is shown to holders of a key alone."""
+MAX_PAGE_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A Prometheus histogram: the sum and number of its observations, and how many lie up to each bound."""
+
+    total: float
+    count: float
+    bounds: dict[float, float]
+
+    @property
+    def mean(self) -> float:
+        """Of all observations; 0 without any."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """About where `share` of the observations are below, evenly spread in their bucket; 0 without any."""
+        lower = below = 0.0
+        for bound, count in sorted(self.bounds.items()):
+            if count >= share * self.count and count > below:
+                upper = 2 * lower if bound == float("inf") else bound
+                return lower + (upper - lower) * (share * self.count - below) / (count - below)
+            lower, below = bound, count
+        return 0.0
+
+
+@dataclass
+class MetricsPage:
+    """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`."""
+
+    counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, url: str, *, token: str = "", timeout: float = 10.0, tls: ssl.SSLContext | None = None
+    ) -> MetricsPage:
+        """Scrape a page. `timeout` is in seconds. Raises UnavailableError."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            request = urllib.request.Request(url, headers=headers)
+            with urllib.request.urlopen(request, timeout=timeout, context=tls) as answer:
+                return cls.parse(answer.read(MAX_PAGE_BYTES).decode())
+        except urllib.error.HTTPError as error:
+            code = WANTS_KEY if error.code == 401 else None
+            raise UnavailableError(f"{url} answers {error.code} {error.reason}", code=code) from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise UnavailableError(f"{url} cannot be read: {getattr(error, 'reason', error)}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> MetricsPage:
+        """From the text of a page. Raises ValueError for what is none."""
+        page = cls()
+        for family in text_string_to_metric_families(text):
+            if family.type == "histogram":
+                page.histograms[family.name] = _histogram(family.name, family.samples)
+            for sample in family.samples:
+                labels = ",".join(value for _, value in sorted(sample.labels.items()))
+                name = f"{family.name}{{{labels}}}" if labels else family.name
+                if family.type == "counter" and sample.name.endswith("_total"):
+                    page.counters[name] = sample.value
+                elif family.type == "gauge":
+                    page.gauges[name] = sample.value
+        return page
+
+    def since(self, before: MetricsPage) -> MetricsPage:
+        """What came to counters and histograms since; gauges as they are now.
+
+        A service that was started anew counts from nothing, and so does the difference.
+        """
+        counters = {name: _rise(value, before.counters.get(name, 0.0)) for name, value in self.counters.items()}
+        histograms = {
+            name: _minus(value, before.histograms[name]) if name in before.histograms else value
+            for name, value in self.histograms.items()
+        }
+        return MetricsPage(counters, self.gauges, histograms)
+
+    def counter(self, name: str) -> float:
+        """A counter by its family's name; 0 where there is none."""
+        return self.counters.get(name, 0.0)
+
+    def histogram(self, name: str) -> Histogram:
+        """A histogram by its family's name; empty where there is none."""
+        return self.histograms.get(name, Histogram(0.0, 0.0, {}))
+
+    def labelled(self, name: str) -> Iterator[tuple[str, float]]:
+        """Labels, in the order of their names, and values of a counter or gauge."""
+        for full, value in (*self.counters.items(), *self.gauges.items()):
+            if full.startswith(f"{name}{{"):
+                yield full[len(name) + 1 : -1], value
+
+    def total(self, name: str) -> float:
+        """The sum over all labels of a counter or gauge; 0 where there is none."""
+        plain = self.counters.get(name, self.gauges.get(name, 0.0))
+        return plain + sum(value for _, value in self.labelled(name))
+
+
+def _histogram(name: str, samples: Iterable[Sample]) -> Histogram:
+    sums: dict[str, float] = {}
+    bounds: dict[float, float] = {}
+    for sample in samples:
+        part = sample.name.removeprefix(name)
+        if part == "_bucket":
+            bound = float(sample.labels["le"])
+            bounds[bound] = bounds.get(bound, 0.0) + sample.value
+        else:
+            sums[part] = sums.get(part, 0.0) + sample.value
+    return Histogram(sums.get("_sum", 0.0), sums.get("_count", 0.0), bounds)
+
+
+def _rise(after: float, before: float) -> float:
+    return after - before if after >= before else after
+
+
+def _minus(after: Histogram, before: Histogram) -> Histogram:
+    if after.count < before.count:
+        return after
+    bounds = {bound: count - before.bounds.get(bound, 0.0) for bound, count in after.bounds.items()}
+    return Histogram(after.total - before.total, after.count - before.count, bounds)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from outrider import __version__
 from outrider.config.base import parse_options
-from outrider.config.secrets import read_secret
+from outrider.config.service import read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, share_interpreter
-from outrider.metrics import MetricsPage
+from outrider.metrics import MetricsServer
 from outrider.models.store import served_name
 from outrider.protocol.messages import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
@@ -56,7 +56,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     if unix_path(options.address) is None:
         check_free(options.address, "--address")
     metrics = VerifyMetrics()
-    with MetricsPage(options.metrics_address, metrics.registry) as metrics_address:
+    with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)
         try:
             served = await process.ready(stop)

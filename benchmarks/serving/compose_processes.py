@@ -27,9 +27,9 @@ from typing import Any
 
 import grpc
 
-from benchmarks.common.pages import Page
 from benchmarks.serving.compose_plan import ROOT, Planned, plan, read_compose
 from benchmarks.serving.compose_run import ProfileRun
+from outrider.metrics import MetricsPage
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
@@ -134,7 +134,7 @@ def pages(running: ProfileRun) -> dict[str, float]:
     found: dict[str, float] = {}
     for role, names in COUNTED.items():
         if running.runs(running.by_role[role].name):
-            page = Page.read(f"http://{running.by_role[role].env['OUTRIDER_METRICS_ADDRESS']}/metrics")
+            page = MetricsPage.read(f"http://{running.by_role[role].env['OUTRIDER_METRICS_ADDRESS']}/metrics")
             found |= {name: page.total(name) for name in names}
     return found
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.options import add_service_arguments, device_name, printer, verify_options
+from benchmarks.common import add_service_arguments, device_name, printer, verify_options
 from benchmarks.split.cases import Case
 from benchmarks.split.load import Answers, answer_all, read_prompts, warm_up
 from benchmarks.split.services import Draft, Target

@@ -23,9 +23,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.options import add_service_arguments, device_name, make_cluster
-from benchmarks.common.pages import Page, cost_of
+from benchmarks.common import add_service_arguments, cost_of, device_name, make_cluster
 from outrider.cli.cluster import Cluster
+from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, write_report
@@ -149,9 +149,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with services(arguments) as cluster:
         memory = Memory(cluster)
-        before = Page.read(cluster.metrics_url("gateway"))
+        before = MetricsPage.read(cluster.metrics_url("gateway"))
         run = asyncio.run(drive(cluster, arguments, memory))
-        gained = Page.read(cluster.metrics_url("gateway")).since(before)
+        gained = MetricsPage.read(cluster.metrics_url("gateway")).since(before)
         ended = [f"{name} ended" for name, child in cluster.children.items() if not child.running]
     decoding = "greedy" if arguments.temperature == 0 else f"t{arguments.temperature:g}"
     case = f"{arguments.label} b{arguments.streams} {decoding} {arguments.backend}"

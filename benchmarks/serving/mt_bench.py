@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.pages import Page
 from benchmarks.serving.services import SHORT, Run, Transformers, ours
 from outrider.cli.cluster import Cluster
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.metrics import MetricsPage
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.channel import open_channel
 from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
@@ -160,7 +160,7 @@ class Bench:
             return await asyncio.to_thread(self._reference.generate, text, max_tokens)
         return await ours(self._stubs["ngram" if name == "ngram" else "default"], text, max_tokens, name != "plain")
 
-    def _rows(self, pages: dict[str, list[Page]]) -> Iterator[Row]:
+    def _rows(self, pages: dict[str, list[MetricsPage]]) -> Iterator[Row]:
         categories = ["", *dict.fromkeys(category for tally in self.tallies.values() for category in tally.runs)]
         for category in categories:
             rates = {name: _rate(tally.of(category)) for name, tally in self.tallies.items()}
@@ -190,7 +190,7 @@ def _drafting(case: str, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
     yield Row(case, "draft_tokens_per_round", sum(run.drafted for run in runs) / rounds, "tokens")
 
 
-def _services(case: str, verify: Page, draft: Page) -> Iterator[Row]:
+def _services(case: str, verify: MetricsPage, draft: MetricsPage) -> Iterator[Row]:
     """What verify and draft counted, plain answers of the same verify service aside where they leave no mark."""
     drafted = max(verify.counter("outrider_verify_drafted_rounds"), 1)
     yield Row(case, "hit_rate", verify.counter("outrider_verify_hit_rounds") / drafted, "ratio")
@@ -211,8 +211,8 @@ def _services(case: str, verify: Page, draft: Page) -> Iterator[Row]:
         yield Row(case, "draft_step_ms", 1e3 * draft.counter("outrider_draft_burst_seconds") / max(steps, 1), "ms")
 
 
-def _pages(cluster: Cluster) -> list[Page]:
-    return [Page.read(cluster.metrics_url(name)) for name in ("verify", "draft")]
+def _pages(cluster: Cluster) -> list[MetricsPage]:
+    return [MetricsPage.read(cluster.metrics_url(name)) for name in ("verify", "draft")]
 
 
 def _rate(runs: Sequence[Run]) -> float:

@@ -24,10 +24,10 @@ from typing import Any
 
 import grpc
 
-from benchmarks.common.options import add_service_arguments, device_name, make_cluster
-from benchmarks.common.pages import Cost, Page, cost_of
+from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, make_cluster
 from benchmarks.split.load import read_prompts
 from outrider.cli.cluster import Cluster
+from outrider.metrics import MetricsPage
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.report import Row, write_report
@@ -128,7 +128,7 @@ class Rest:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def at_rest(page: Page, service: str) -> dict[str, float]:
+def at_rest(page: MetricsPage, service: str) -> dict[str, float]:
     """Gauges of a service that must come back to 0."""
     found = {name: page.gauges[name] for name in AT_REST[service] if name in page.gauges}
     for name, value in page.gauges.items():
@@ -144,7 +144,7 @@ def settle(cluster: Cluster) -> Rest:
     while True:
         gauges: dict[str, float] = {}
         for service in AT_REST:
-            gauges |= at_rest(Page.read(cluster.metrics_url(service)), service)
+            gauges |= at_rest(MetricsPage.read(cluster.metrics_url(service)), service)
         if not any(gauges.values()) or time.monotonic() > deadline:
             return Rest(gauges, {name: cost_of(cluster.children[name].pid) for name in cluster.services})
         time.sleep(0.25)
@@ -202,7 +202,7 @@ def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Lo
     return rests, load
 
 
-def rows_of(rests: list[Rest], load: Load, page: Page, label: str, minutes: float) -> list[Row]:
+def rows_of(rests: list[Rest], load: Load, page: MetricsPage, label: str, minutes: float) -> list[Row]:
     """Result rows."""
     rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
     rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]
@@ -230,7 +230,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with services(arguments) as cluster:
         rests, load = run(cluster, arguments)
-        page = Page.read(cluster.metrics_url("verify"))
+        page = MetricsPage.read(cluster.metrics_url("verify"))
     leaks = judge(rests, arguments.allow_mib)
     if arguments.out:
         rows = rows_of(rests, load, page, arguments.label, arguments.minutes)

@@ -28,8 +28,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common.options import add_service_arguments, device_name, verify_options
-from benchmarks.common.pages import Cost, cost_of
+from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, verify_options
 from benchmarks.split.cases import Case
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import answer_all, read_prompts, warm_up

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.common.pages import Cost, Histogram, Page
+from benchmarks.common import Cost
 from benchmarks.split.cases import Case
 from benchmarks.split.load import Answers
+from outrider.metrics import Histogram, MetricsPage
 from outrider_tools.bench.report import Row
 
 _VERIFY = "outrider_verify_"
@@ -21,9 +22,9 @@ class Measured:
     case: Case
     title: str
     answers: Answers
-    verify: Page
+    verify: MetricsPage
     """What came during the run."""
-    draft: Page = field(default_factory=Page)
+    draft: MetricsPage = field(default_factory=MetricsPage)
     draft_cost: Cost | None = None
     """Processor time of the run, memory at its end."""
     start_seconds: float = 0.0

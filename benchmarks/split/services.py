@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.common.pages import Page
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.metrics import MetricsPage
 
 CONNECT_SECONDS = 30.0
 PREPARE_SECONDS = 180.0
@@ -47,9 +47,9 @@ class Target:
         self.cluster.close()
         self._folder.cleanup()
 
-    def page(self) -> Page:
+    def page(self) -> MetricsPage:
         """Verify's metrics now."""
-        return Page.read(self.cluster.metrics_url("verify"))
+        return MetricsPage.read(self.cluster.metrics_url("verify"))
 
     def connect(self, drafter: str, draft: Draft) -> None:
         """Let a draft service serve, with features if it takes any. Raises TimeoutError if that takes too long."""
@@ -66,7 +66,7 @@ class Target:
         self._links[drafter].unlink(missing_ok=True)
         self._wait(lambda page: page.gauges.get("outrider_verify_healthy_drafts") == 0, "lose the draft")
 
-    def _wait(self, reached: Callable[[Page], bool], what: str, seconds: float = CONNECT_SECONDS) -> None:
+    def _wait(self, reached: Callable[[MetricsPage], bool], what: str, seconds: float = CONNECT_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not reached(self.page()):
             if time.monotonic() > deadline:
@@ -95,9 +95,9 @@ class Draft:
         self.cluster.__enter__()
         self.start_seconds = time.perf_counter() - start
 
-    def page(self) -> Page:
+    def page(self) -> MetricsPage:
         """Its metrics now."""
-        return Page.read(self.cluster.metrics_url("draft"))
+        return MetricsPage.read(self.cluster.metrics_url("draft"))
 
     @property
     def pid(self) -> int:

@@ -25,7 +25,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.services import make_cluster
 from outrider.cli.terminal import StartDisplay, make_console
-from outrider.config.tls import TlsFiles, peer_tls
+from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource

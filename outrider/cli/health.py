@@ -10,8 +10,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.config.secrets import read_secret
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles, read_secret
 from outrider.errors import ConfigError
 from outrider.rpc.interceptors import AUTHORIZATION_KEY
 from outrider.rpc.tls import channel_credentials, load_material

@@ -8,8 +8,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from outrider.config.base import option
-from outrider.config.secrets import read_api_keys
-from outrider.config.service import ServiceOptions
+from outrider.config.service import ServiceOptions, read_api_keys
 from outrider.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")

@@ -1,12 +1,112 @@
-"""Options that every service has."""
+"""Options that every service has, and the secrets and TLS files that they name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.config.base import option
-from outrider.config.secrets import read_secrets
+from outrider.errors import ConfigError
 from outrider.logs import LEVELS
+
+MAX_TOKENS = 1024
+"""Bearer tokens that one door may take."""
+
+
+def read_secret(value: str, file: str | Path | None, flag: str) -> str:
+    """The secret of `flag` or, if that is empty, of `flag`-file; empty when neither is set. Raises ConfigError."""
+    tokens = read_secrets(value, file, flag)
+    if len(tokens) > 1:
+        raise ConfigError(f"{flag}-file: {file} has {len(tokens)} lines; one token is sent, so write one")
+    return tokens[0] if tokens else ""
+
+
+def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, ...]:
+    """The secrets of `flag` or those of `flag`-file, one a line; none when neither is set. Raises ConfigError."""
+    if not file:
+        return (value,) if value else ()
+    if value:
+        raise ConfigError(f"{flag}-file: {flag} is set too; use one of them")
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"{flag}-file: {file} cannot be read: {reason}") from None
+    lines = (line.strip() for line in text.splitlines())
+    tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not tokens:
+        raise ConfigError(f"{flag}-file: {file} is empty; write the bearer token into it")
+    if len(tokens) > MAX_TOKENS:
+        raise ConfigError(f"{flag}-file: {file} has {len(tokens)} lines; write at most {MAX_TOKENS}")
+    return tokens
+
+
+def read_api_keys(value: str, file: str | Path | None, flag: str) -> dict[str, str]:
+    """The keys of `flag` or of `flag`-file, each with the name of its tenant; empty: the key is a tenant of its own.
+
+    A line of the file is a key or, behind white space, a key and its tenant's name. Raises ConfigError.
+    """
+    if not file:
+        return dict.fromkeys(read_secrets(value, file, flag), "")
+    keys: dict[str, str] = {}
+    for line in read_secrets(value, file, flag):
+        key, *names = line.split()
+        if len(names) > 1:
+            raise ConfigError(f"{flag}-file: a line of {file} has {len(names) + 1} words; write KEY or KEY TENANT")
+        if keys.setdefault(key, tenant := "".join(names)) != tenant:
+            raise ConfigError(f"{flag}-file: {file} gives one key two tenants; write each key once")
+    return keys
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one end; empty text is no file."""
+
+    cert: str = ""
+    """Own certificate, with those between it and the root behind it."""
+    key: str = ""
+    """Its private key, not encrypted."""
+    ca: str = ""
+    """Certificates that the other end's must be signed with."""
+    name: str = ""
+    """What the other end's certificate must be made out to, if that is not its address."""
+    prefix: str = "--tls"
+    """What error messages call the options."""
+
+    def flag(self, word: str) -> str:
+        """The option that names a file."""
+        return f"{self.prefix}-{word}"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are named."""
+        return tuple(Path(text).expanduser() for text in (self.cert, self.key, self.ca) if text)
+
+
+def door_tls(options: object) -> TlsFiles | None:
+    """The files of a service's own door; None where it is open. Raises ConfigError where they do not go together."""
+    files = _read(options, "tls_", "--tls")
+    if files.ca and not files.cert:
+        raise ConfigError("--tls-ca: clients can show a certificate over TLS only; set --tls-cert and --tls-key too")
+    return files if files.cert else None
+
+
+def peer_tls(options: object, peer: str) -> TlsFiles | None:
+    """The files for channels to `peer` ("verify", "draft"); None where they are plain. Raises ConfigError."""
+    files = _read(options, f"{peer}_tls_", f"--{peer}-tls")
+    if not files.ca and (files.cert or files.name):
+        given = files.flag("cert" if files.cert else "name")
+        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name the certificates that {peer} is trusted by")
+    return files if files.ca else None
+
+
+def _read(options: object, field: str, prefix: str) -> TlsFiles:
+    words = ("cert", "key", "ca", "name")
+    files = TlsFiles(**{word: str(getattr(options, field + word, "")) for word in words}, prefix=prefix)
+    if bool(files.cert) != bool(files.key):
+        given, missing = ("cert", "key") if files.cert else ("key", "cert")
+        raise ConfigError(f"{files.flag(given)}: {files.flag(missing)} is not set; a certificate goes with its key")
+    return files
 
 
 @dataclass(frozen=True)

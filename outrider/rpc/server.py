@@ -14,8 +14,7 @@ from typing import Any, TypedDict
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.config.service import ServiceOptions
-from outrider.config.tls import door_tls, peer_tls
+from outrider.config.service import ServiceOptions, door_tls, peer_tls
 from outrider.errors import ConfigError
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.interceptors import BoundaryInterceptor

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cli.terminal import make_console
-from outrider.config.secrets import read_secret
-from outrider.config.tls import peer_tls
+from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
-from outrider.metrics_page import Page
+from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource
 from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient, first_answer
 from outrider_tools.bench.figures import errors_of, rows_of
@@ -144,7 +143,7 @@ def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Promp
     return random_prompts(count, lengths, f"{arguments.seed} {part}")
 
 
-async def _page(arguments: argparse.Namespace, key: str, console: Console) -> Page | None:
+async def _page(arguments: argparse.Namespace, key: str, console: Console) -> MetricsPage | None:
     """The gateway's metrics page, where one was named or REST tells where it is."""
     url = arguments.metrics_url
     if not url and arguments.backend != "grpc":
@@ -154,7 +153,7 @@ async def _page(arguments: argparse.Namespace, key: str, console: Console) -> Pa
     ca = arguments.connect_tls_ca
     tls = _verify(ca) if ca and url.startswith("https") else None
     try:
-        return await asyncio.to_thread(Page.read, url, token=key, tls=tls)
+        return await asyncio.to_thread(MetricsPage.read, url, token=key, tls=tls)
     except UnavailableError as error:
         console.print(f"outrider: no acceptance by depth from the metrics page: {error.message}", soft_wrap=True)
         return None

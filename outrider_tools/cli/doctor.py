@@ -16,8 +16,7 @@ from outrider.cli.options import add_service_options, number, parse_service_opti
 from outrider.cli.terminal import make_console
 from outrider.cli.wiring import LINKS, link
 from outrider.config.draft import DraftOptions
-from outrider.config.service import ServiceOptions
-from outrider.config.tls import peer_tls
+from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider_tools.doctor.doors import check_doors, check_exposure

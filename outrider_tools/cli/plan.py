@@ -36,7 +36,7 @@ from outrider.models.capacity import (
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
 from outrider.models.shipped import choose_drafters
-from outrider.models.store_config import config_folder
+from outrider.models.store import config_folder
 
 
 @dataclass(frozen=True)

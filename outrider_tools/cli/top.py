@@ -21,9 +21,9 @@ from rich.text import Text
 from outrider.cli.answer import printable
 from outrider.cli.options import number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console
-from outrider.config.secrets import read_secret
+from outrider.config.service import read_secret
 from outrider.errors import ConfigError, UnavailableError
-from outrider.metrics_page import WANTS_KEY, Page
+from outrider.metrics import WANTS_KEY, MetricsPage
 from outrider_tools.cli.top_figures import View, view_of
 
 DEFAULT_PAGES = ("127.0.0.1:8000", "127.0.0.1:9102", "127.0.0.1:9103")
@@ -59,7 +59,7 @@ class Watch:
         self._urls = [page_url(page) for page in pages]
         self._token = token
         self._tls = tls
-        self._former: dict[str, tuple[float, Page]] = {}
+        self._former: dict[str, tuple[float, MetricsPage]] = {}
         self._keyed: set[str] = set()
 
     def read(self) -> list[View]:
@@ -79,16 +79,16 @@ class Watch:
         self._former[url] = at, page
         return view_of(source, page, before, at - before_at)
 
-    def _page(self, url: str) -> Page:
+    def _page(self, url: str) -> MetricsPage:
         """The key is the gateway's: it goes to pages alone that ask for one."""
         if url not in self._keyed:
             try:
-                return Page.read(url, timeout=READ_SECONDS, tls=self._tls)
+                return MetricsPage.read(url, timeout=READ_SECONDS, tls=self._tls)
             except UnavailableError as error:
                 if error.code != WANTS_KEY or not self._token:
                     raise
             self._keyed.add(url)
-        return Page.read(url, token=self._token, timeout=READ_SECONDS, tls=self._tls)
+        return MetricsPage.read(url, token=self._token, timeout=READ_SECONDS, tls=self._tls)
 
 
 def page_url(page: str) -> str:

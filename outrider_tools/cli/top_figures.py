@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.metrics_page import Histogram, Page
+from outrider.metrics import Histogram, MetricsPage
 
 MAX_DEPTHS = 8
 _VERIFY = "outrider_verify_"
@@ -34,7 +34,7 @@ class View:
     error: str = ""
 
 
-def kind_of(page: Page) -> str:
+def kind_of(page: MetricsPage) -> str:
     """Whose page it is."""
     for kind, prefix in (("gateway", _GATEWAY), ("verify", _VERIFY), ("draft", _DRAFT)):
         if any(name.startswith(prefix) for name in (*page.gauges, *page.counters)):
@@ -42,7 +42,7 @@ def kind_of(page: Page) -> str:
     return "unknown"
 
 
-def view_of(source: str, now: Page, before: Page, seconds: float) -> View:
+def view_of(source: str, now: MetricsPage, before: MetricsPage, seconds: float) -> View:
     """A page's figures, over the `seconds` between its readings."""
     kind = kind_of(now)
     make = _MAKERS.get(kind)
@@ -51,7 +51,7 @@ def view_of(source: str, now: Page, before: Page, seconds: float) -> View:
     return View(kind, source, tuple(make(now, now.since(before), max(seconds, 1e-6))))
 
 
-def _gateway(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
+def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
     places = now.total(f"{_GATEWAY}max_answers")
     yield _count("running", now.total("vllm:num_requests_running"))
     yield _count("waiting", now.total("vllm:num_requests_waiting"))
@@ -75,13 +75,13 @@ def _gateway(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
         yield Figure("draining", "yes", alarm=True)
 
 
-def _replicas(now: Page) -> Iterator[Figure]:
+def _replicas(now: MetricsPage) -> Iterator[Figure]:
     states = [labels.rpartition(",")[2] for labels, value in now.labelled(f"{_GATEWAY}verify_state") if value]
     ready = sum(state == "ready" for state in states)
     yield Figure("replicas", f"{ready} of {len(states)} ready", alarm=ready < len(states))
 
 
-def _verify(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
+def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
     rounds = gained.total(f"{_VERIFY}rounds")
     lengths = gained.histogram(f"{_VERIFY}accept_length")
     yield _count("running", now.total(f"{_VERIFY}running_requests"))
@@ -114,7 +114,7 @@ def _verify(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
             yield Figure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
 
 
-def _draft(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
+def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
     yield _count("sessions", now.total(f"{_DRAFT}sessions"))
     yield _count("requests", now.total(f"{_DRAFT}open_requests"))
     yield _count("live nodes", now.total(f"{_DRAFT}live_nodes"))
@@ -136,14 +136,14 @@ def _draft(now: Page, gained: Page, seconds: float) -> Iterator[Figure]:
         yield Figure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
 
 
-def _by_depth(gained: Page, family: str, rounds: float) -> Figure:
+def _by_depth(gained: MetricsPage, family: str, rounds: float) -> Figure:
     """Share of rounds that accepted a draft token at each depth, the root's children first."""
     depths = sorted((int(labels.rpartition(",")[2]), count) for labels, count in gained.labelled(family))
     shares = [f"{100 * count / rounds:.0f}" for _, count in depths[:MAX_DEPTHS] if rounds and count]
     return Figure("accepted by depth, %", " ".join(shares) or "-")
 
 
-def _errors(gained: Page, family: str) -> Iterator[Figure]:
+def _errors(gained: MetricsPage, family: str) -> Iterator[Figure]:
     found = {labels: count for labels, count in gained.labelled(family) if count}
     yield Figure("errors", f"{sum(found.values()):.0f}", alarm=bool(found))
     for labels, count in sorted(found.items()):
@@ -166,7 +166,7 @@ def _short(address: str) -> str:
     return address.rpartition("/")[2]
 
 
-_MAKERS: dict[str, Callable[[Page, Page, float], Iterator[Figure]]] = {
+_MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[Figure]]] = {
     "gateway": _gateway,
     "verify": _verify,
     "draft": _draft,

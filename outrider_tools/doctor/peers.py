@@ -16,9 +16,7 @@ from outrider import __version__
 from outrider.cli.health import reachable
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.secrets import read_secret
-from outrider.config.service import ServiceOptions
-from outrider.config.tls import TlsFiles, peer_tls
+from outrider.config.service import ServiceOptions, TlsFiles, peer_tls, read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.common.options import add_service_arguments, draft_options, verify_options
+from benchmarks.common import add_service_arguments, draft_options, verify_options
 from benchmarks.serving.deterministic import EXACT, FAST, Mode, Run, cost
 from benchmarks.split.cases import Case
 from benchmarks.split.load import Answers

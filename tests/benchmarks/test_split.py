@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.pages import Cost, Histogram, Page
+from benchmarks.common import Cost
 from benchmarks.serving.soak import Rest, judge
 from benchmarks.split.cases import Case
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import Answers, read_prompts
 from outrider.errors import ConfigError
+from outrider.metrics import Histogram, MetricsPage
 
 
 def test_a_case_says_drafters_mode_load_and_options() -> None:
@@ -44,7 +45,7 @@ def test_a_quantile_lies_within_its_bucket() -> None:
 
 def run(text: str, texts: list[list[int]], seconds: float, rounds: int, **counters: float) -> Measured:
     """A case with these answers and counters of verify."""
-    page = Page({f"outrider_verify_{name}": value for name, value in counters.items()})
+    page = MetricsPage({f"outrider_verify_{name}": value for name, value in counters.items()})
     case = Case.parse(text)
     measured = Measured(case, case.title("m", "bf16"), Answers(texts, seconds, rounds), page)
     work_out(measured)

@@ -11,7 +11,7 @@ import pytest
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.metrics_page import Page
+from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, GrpcClient, RestClient
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
 from outrider_tools.bench.plots import draw, points_of
@@ -113,9 +113,9 @@ async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptanc
     ask = Ask(ignore_eos=True)
     runs = []
     for client in (GrpcClient(live.gateway_address, ask), RestClient(live.rest_url, ask)):
-        before = Page.read(live.metrics_url("gateway"))
+        before = MetricsPage.read(live.metrics_url("gateway"))
         run = await run_point(client, prompts, Point(concurrency=3, num_prompts=6))
-        page = Page.read(live.metrics_url("gateway")).since(before)
+        page = MetricsPage.read(live.metrics_url("gateway")).since(before)
         await client.close()
         assert not errors_of(run.records), run.records[0].detail
         assert [record.tokens for record in run.records] == [24] * 6

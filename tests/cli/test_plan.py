@@ -22,7 +22,7 @@ from outrider.models.capacity import (
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
 from outrider.models.shipped import shipped_head
-from outrider.models.store_config import config_folder
+from outrider.models.store import config_folder
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -20,7 +20,7 @@ from service_process import wait_until
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.metrics_page import Page
+from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, GrpcClient
 from outrider_tools.bench.runner import Point, run_point
 from outrider_tools.bench.workload import Prompt, RandomLengths, random_prompts
@@ -46,7 +46,7 @@ def views(live: Cluster) -> dict[str, View]:
     watch = Watch([live.metrics_url(name) for name in live.services])
     watch.read()
     drafted = page_url(live.metrics_url("draft"))
-    commits_before = Page.read(drafted).total("outrider_draft_commits")
+    commits_before = MetricsPage.read(drafted).total("outrider_draft_commits")
 
     async def load() -> None:
         client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
@@ -56,7 +56,7 @@ def views(live: Cluster) -> dict[str, View]:
 
     asyncio.run(load())
     # A draft's engine tells its page a few times a second what it has done, and a load may be over sooner.
-    wait_until(lambda: Page.read(drafted).total("outrider_draft_commits") > commits_before)
+    wait_until(lambda: MetricsPage.read(drafted).total("outrider_draft_commits") > commits_before)
     return {view.kind: view for view in watch.read()}
 
 
@@ -120,8 +120,8 @@ def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
 
 
 def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
-    def page(tokens: int) -> Page:
-        return Page.parse(
+    def page(tokens: int) -> MetricsPage:
+        return MetricsPage.parse(
             f"# TYPE outrider_verify_committed_tokens_total counter\noutrider_verify_committed_tokens_total {tokens}\n"
         )
 
@@ -130,7 +130,7 @@ def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
 
 
 def test_a_page_of_somebody_else_is_told() -> None:
-    view = view_of("x", Page.parse("# TYPE a gauge\na 1\n"), Page(), 1.0)
+    view = view_of("x", MetricsPage.parse("# TYPE a gauge\na 1\n"), MetricsPage(), 1.0)
     assert view.error == "none of our services' pages"
 
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.cli.options import service_flags
 from outrider.cli.wiring import OPTION_TYPES
 from outrider.config.base import options_to_argv, options_to_env
-from outrider.config.secrets import read_secret
+from outrider.config.service import read_secret
 from outrider.errors import ConfigError
 from outrider.rpc.transport import is_local
 

@@ -17,8 +17,8 @@ from service_process import engine_of, is_gone, start_door, wait_until
 
 from draft_service import main
 from outrider.config.draft import DraftOptions
-from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError
+from outrider.host.process import KERNEL_CACHES
 from outrider.protocol.messages import Close, Decline, DeclineReason, Grow, Hello
 from outrider.rpc.channel import open_channel
 

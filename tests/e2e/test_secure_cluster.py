@@ -21,7 +21,7 @@ from google.protobuf.json_format import MessageToDict
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles
 from outrider.config.verify import VerifyOptions
 from outrider.errors import UnavailableError
 from outrider.rpc.channel import open_channel

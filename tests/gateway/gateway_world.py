@@ -17,7 +17,7 @@ from scripted_verify import ScriptedVerify, VerifyHost
 
 from gateway.main import serve
 from outrider.config.gateway import GatewayOptions
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub

@@ -16,7 +16,7 @@ from scripted_verify import ScriptedVerify
 
 from gateway.main import serve
 from outrider.config.gateway import GatewayOptions
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError
 from outrider.v1 import gateway_pb2
 

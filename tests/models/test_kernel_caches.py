@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from outrider.cpu_kernels import KEPT_KERNELS, KERNEL_CACHES
+from outrider.host.process import KEPT_KERNELS, KERNEL_CACHES
 
 PROGRAM = """
 import ctypes, sys, torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from outrider.config.tls import TlsFiles
+from outrider.config.service import TlsFiles
 
 
 class Authority:

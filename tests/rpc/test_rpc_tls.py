@@ -15,8 +15,7 @@ import pytest
 from certificates import Authority, replace
 from small_service import run_server
 
-from outrider.config.service import ServiceOptions
-from outrider.config.tls import TlsFiles, door_tls, peer_tls
+from outrider.config.service import ServiceOptions, TlsFiles, door_tls, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from outrider.errors import ConfigError
-from outrider.models.store_tokenizer import build_tokenizer, write_tokenizer
+from outrider.models.store_gguf import build_tokenizer, write_tokenizer
 
 FIELDS: dict[str, Any] = {
     "llama.context_length": 128,

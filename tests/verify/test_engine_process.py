@@ -14,8 +14,8 @@ from service_process import engine_of, is_gone, start_door, wait_until
 from tokenizers import Tokenizer, models
 
 from outrider.config.verify import VerifyOptions
-from outrider.cpu_kernels import KERNEL_CACHES
 from outrider.errors import ConfigError, InternalError, UnavailableError
+from outrider.host.process import KERNEL_CACHES
 from outrider.sampling.params import SamplingParams
 from verify_service import main
 from verify_service.frames.engine import RoundReport

@@ -15,8 +15,7 @@ from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.verify import VerifyOptions
-from outrider.device import choose_device
-from outrider.dtype import choose_dtype
+from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import take_over

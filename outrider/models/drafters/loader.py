@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.config.draft import DraftOptions
-from outrider.device import choose_device
-from outrider.dtype import choose_dtype
+from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig, get_int, read_json
@@ -20,9 +19,8 @@ from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_con
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
-from outrider.models.store import resolve_model
+from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from outrider.models.store_hub import is_hub_id
 from outrider.models.weights import open_shard, shard_paths, tensor_shapes
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
