@@ -16,15 +16,15 @@ from starlette.routing import Route, Router
 from gateway.core.allowance import Allowance
 from gateway.core.catalogue import Catalogue
 from gateway.core.gate import Gate
-from gateway.core.metrics import CONTENT_TYPE, GatewayMetrics
+from gateway.core.metrics import GatewayMetrics
 from gateway.core.replica import Replica
 from gateway.core.router import Router as VerifyRouter
 from gateway.core.service import Gateway
 from gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
-from gateway.http.app import RestApp
-from gateway.http.hosts import HostRule
+from gateway.http.app import HostRule, RestApp
+from gateway.http.info import metrics_response
+from gateway.http.responses import DOOR
 from gateway.http.server import HttpServer
-from gateway.openai.generation import DOOR
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import read_secret
@@ -163,6 +163,6 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
 
 def _metrics_app(gateway: Gateway) -> Router:
     async def page(request: Request) -> Response:
-        return Response(await gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+        return await metrics_response(gateway)
 
     return Router([Route("/metrics", page)])

@@ -116,18 +116,20 @@ class SamplingFields(StrictModel):
     logit_bias: LogitBias | None = Field(None, description="Token id to a number added to its logit.")
 
 
-class OutputFields(StrictModel):
-    """How much is generated, and when it ends."""
+class StopFields(StrictModel):
+    """How many answers there are, and what ends them."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Answers per prompt. Default 1.")
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Most tokens per answer. Default: what the context leaves."
-    )
     stop: StopStrings | None = Field(None, description="An answer ends before any of these strings.")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
         None, description="Tokens that end an answer; they are not part of its text."
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
+
+
+class ServingFields(StrictModel):
+    """How a request is served, whatever it asks for."""
+
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         None, description="Requests with a lower number are served earlier. Default 0."
     )
@@ -139,4 +141,12 @@ class OutputFields(StrictModel):
     )
     trace: bool | None = Field(
         None, description="Tell, round by round, the tree that was verified and where each token came from."
+    )
+
+
+class OutputFields(ServingFields, StopFields):
+    """Fields of a request beside its prompt and its sampling."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Most tokens per answer. Default: what the context leaves."
     )

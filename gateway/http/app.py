@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
-import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,19 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.core.service import Gateway
 from gateway.http.body import BodyReader
-from gateway.http.errors import HttpError, error_response
-from gateway.http.hosts import HostRule
-from gateway.http.info import InfoRoutes
+from gateway.http.info import InfoRoutes, TokenizerRoute, prepare_detokenize, prepare_tokenize
 from gateway.http.openapi import openapi
 from gateway.http.page import Page
-from gateway.http.text import DetokenizeRoute, TokenizeRoute
-from gateway.openai.generation import DOOR, ChatRoute, CompletionRoute
-from gateway.sglang.routes import GenerateRoute
+from gateway.http.responses import DOOR, HttpError, error_response, internal_error
+from gateway.openai.chat import ChatRoute
+from gateway.openai.completions import CompletionRoute
+from gateway.sglang.generate import GenerateRoute
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError
 from outrider.rpc.call import name_client
 from outrider.rpc.interceptors import clean_request_id, matching_token
+from outrider.rpc.transport import is_local
 
 _logger = logs.get_logger(__name__)
 
@@ -50,10 +50,10 @@ class RestApp:
         self.routes = [
             Route("/v1/chat/completions", ChatRoute(gateway, options, bodies), methods=["POST"]),
             Route("/v1/completions", CompletionRoute(gateway, options, bodies), methods=["POST"]),
-            Route("/tokenize", TokenizeRoute(gateway, bodies, DOOR), methods=["POST"]),
-            Route("/detokenize", DetokenizeRoute(gateway, bodies, DOOR), methods=["POST"]),
+            Route("/tokenize", TokenizerRoute(gateway, bodies, prepare_tokenize), methods=["POST"]),
+            Route("/detokenize", TokenizerRoute(gateway, bodies, prepare_detokenize), methods=["POST"]),
             Route("/generate", GenerateRoute(gateway, options, bodies), methods=["POST"]),
-            *InfoRoutes(gateway, DOOR).routes(),
+            *InfoRoutes(gateway).routes(),
             Route("/openapi.json", self._document),
         ]
         page = None if options.no_page else Page(needs_key=bool(api_keys))
@@ -100,7 +100,7 @@ class RestApp:
                 allowed = (error.headers or {}).get("Allow", "")
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
-            await error_response(_told(error, scope))(scope, receive, send_tagged)
+            await error_response(_client_error(error, scope))(scope, receive, send_tagged)
 
     def _check_host(self, headers: Headers) -> None:
         try:
@@ -132,7 +132,7 @@ class RestApp:
         return Response(self._openapi, media_type="application/json")
 
 
-def _told(error: Exception, scope: Scope) -> OutriderError:
+def _client_error(error: Exception, scope: Scope) -> OutriderError:
     """What the client is told; the rest goes to the log."""
     place = f"{scope['method']} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
@@ -140,9 +140,7 @@ def _told(error: Exception, scope: Scope) -> OutriderError:
     if isinstance(error, OutriderError) and error.http_status != InternalError.http_status:
         _logger.info("%s refused: %s: %s", place, error.code, error.message)
         return error
-    error_id = secrets.token_hex(4)
-    _logger.error("%s failed, error id %s", place, error_id, exc_info=error)
-    return InternalError(f"internal error, id {error_id}")
+    return internal_error(error, place, _logger)
 
 
 def _unknown(error: HTTPException, place: str) -> HttpError:
@@ -151,3 +149,62 @@ def _unknown(error: HTTPException, place: str) -> HttpError:
         allowed = headers.get("Allow", "another method")
         return HttpError(405, f"{place}: this path takes {allowed}", "method_not_allowed", headers)
     return HttpError(404, f"{place}: there is no such path; see /openapi.json", "path_not_found", headers)
+
+
+class HostRule:
+    """By which names the REST door may be called: which Host headers are let in.
+
+    A page of any site can have its name resolve to 127.0.0.1 and then reads what it likes from a door on loopback: for
+    the browser it is the site's own (DNS rebinding). What gives it away is the name in the Host header. Plain addresses
+    are no names and resolve to nothing, so they are always let in.
+    """
+
+    def __init__(self, address: str, allowed: Sequence[str] = (), *, guarded: bool = False) -> None:
+        """`address` is what the door is bound to. `guarded`: it has keys or TLS, and no page gets in by its name."""
+        self._any = "*" in allowed or (not allowed and (guarded or not is_local(address)))
+        names = {"localhost", address.rpartition(":")[0].lower(), *(name.lower() for name in allowed)}
+        self._names = {name for name in names if not name.startswith("*")}
+        self._endings = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises HttpError for a name that is not let in. Browsers always send one."""
+        host = headers.get("host", "")
+        if self._any or not host:
+            return
+        name = _name(host)
+        if name in self._names or name.endswith(self._endings) or _is_address(name):
+            return
+        raise HttpError(
+            421,
+            f"the host {host[:80]!r} is not served here; call it localhost, or start the gateway with --allowed-hosts",
+            "host_not_allowed",
+        )
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """An application before which the rule stands."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                self.check(Headers(scope=scope))
+            except HttpError as error:
+                await error_response(error)(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return guarded
+
+
+def _name(host: str) -> str:
+    """Without the port and a last dot, in small letters."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.http.errors import HttpError
-from gateway.http.json_size import check_json_size
+from gateway.core.fields import MAX_PROMPT_TOKENS
+from gateway.http.responses import HttpError
 from outrider.errors import InvalidRequestError, OverloadedError
 
 T = TypeVar("T")
@@ -23,6 +25,12 @@ _BODIES = 32
 """So many bodies of the greatest length may be in memory at once."""
 _FREE_BYTES = 1 << 16
 """The beginning of a body that is not counted: who fills the rest shuts nobody out who has little to say."""
+_MAX_CONTAINERS = 1 << 16
+"""Lists and objects in a body: 4096 messages of some parts each, or a large schema."""
+_MAX_MEMBERS = 1 << 17
+"""Of all objects of a body together."""
+_MAX_VALUES = MAX_PROMPT_TOKENS + _MAX_CONTAINERS
+"""Entries of all lists and objects of a body together."""
 
 
 class BodyReader:
@@ -128,3 +136,48 @@ def _check_headers(headers: Mapping[str, str]) -> None:
         raise HttpError(415, f"content-type is {said}; send application/json", "unsupported_content_type")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HttpError(415, "content-encoding is not supported; send plain JSON", "unsupported_content_encoding")
+
+
+def check_json_size(data: bytes) -> None:
+    """Raises InvalidRequestError for a text of so many values that reading them would take long; valid or not.
+
+    Eight megabytes of `[],[],` are seconds of work for a parser that makes an object of each, and no thread helps: the
+    parser holds the interpreter's lock. Counting is done by numpy, which lets go of it.
+    """
+    limits = (_MAX_CONTAINERS, _MAX_MEMBERS, _MAX_VALUES)
+    # Marks inside strings count here, too: where that does not matter, looking closer is spared.
+    marks = (data.count(b"[") + data.count(b"{"), data.count(b":"), data.count(b","))
+    if all(number <= limit for number, limit in zip(marks, limits, strict=True)):
+        return
+    words = ("lists and objects", "members of objects", "values")
+    for number, limit, what in zip(count_json(data), limits, words, strict=True):
+        if number > limit:
+            raise InvalidRequestError(
+                "", f"the body holds {number} {what}, over the limit of {limit}", f"send at most {limit}"
+            )
+
+
+def count_json(data: bytes) -> tuple[int, int, int]:
+    """Lists and objects, members of objects, and commas, outside of strings."""
+    text = np.frombuffer(data, dtype=np.uint8)
+    quotes = text == ord('"')
+    quotes[_escaped(text)] = False
+    # An odd number of quotes up to here: inside a string. Only the lowest bit matters, so the sum may wrap.
+    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0
+
+    def count(mark: str) -> int:
+        return int(np.count_nonzero((text == ord(mark)) & outside))
+
+    return count("[") + count("{"), count(":"), count(",")
+
+
+def _escaped(text: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
+    """Positions behind an odd number of backslashes."""
+    at = np.flatnonzero(text == ord("\\"))
+    if not len(at):
+        return at
+    begins = np.flatnonzero(np.diff(at, prepend=at[0] - 2) != 1)
+    lengths = np.diff(begins, append=len(at))
+    ends = at[begins] + lengths
+    found: npt.NDArray[np.intp] = ends[(lengths % 2 == 1) & (ends < len(text))]
+    return found

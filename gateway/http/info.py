@@ -1,29 +1,59 @@
-"""GET routes that tell of the gateway and its model."""
+"""Routes that tell of the gateway, its model and its tokenizer: models, health, metrics, tokenize and detokenize."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from gateway.core.admission import ServedModel, admit
+from gateway.core.admission import ServedModel, admit, check_ids, render_chat
 from gateway.core.chat_template import special_tokens
+from gateway.core.fields import MAX_PROMPT_TOKENS, StrictModel, Text, TokenId
 from gateway.core.metrics import CONTENT_TYPE
 from gateway.core.request import GenerateRequest
 from gateway.core.service import Gateway
-from gateway.openai.responses import Body, ModelBody, ModelList, Status
+from gateway.core.validation import validate
+from gateway.http.body import BodyReader
+from gateway.http.responses import DOOR, Body, json_bytes, send_json
+from gateway.openai.chat import Messages
+from gateway.openai.fields import Only
 from outrider import __version__
 from outrider.errors import NotFoundError, UnavailableError
 
 _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
+_INLINE_SIZE = 4096
+"""Characters, or tokens, that the event loop tokenizes itself, in well under a millisecond."""
+
+
+class ModelBody(Body):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["outrider"]
+    root: str
+    parent: None
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+
+
+class ModelList(Body):
+    """Answer to GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelBody]
 
 
 class ModelInfo(Body):
@@ -58,12 +88,17 @@ class Version(Body):
     version: str
 
 
+class Status(Body):
+    """Answer of /health and /ready."""
+
+    status: Literal["ok", "ready", "not ready"]
+
+
 class InfoRoutes:
     """Handlers of routes without a body."""
 
-    def __init__(self, gateway: Gateway, door: str) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._door = door
 
     def routes(self) -> list[Route]:
         """Paths, and what serves them."""
@@ -106,10 +141,9 @@ class InfoRoutes:
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self._gateway.catalogue.model.tokenizer
-        fields: Mapping[str, Any] = tokenizer.config | special_tokens(tokenizer.config)
         template = tokenizer.chat_template
-        more = {"chat_template": None if template is None else template.source}
-        return _json(TokenizerInfo(**{"tokenizer_class": "PreTrainedTokenizerFast"} | dict(fields) | more))
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config, **special_tokens(tokenizer.config)}
+        return _json(TokenizerInfo(**fields | {"chat_template": None if template is None else template.source}))
 
     async def _version(self, request: Request) -> Response:
         return _json(Version(version=__version__))
@@ -119,7 +153,7 @@ class InfoRoutes:
 
     async def _health_generate(self, request: Request) -> Response:
         """Whether a token can be had: one is generated."""
-        with self._gateway.enter(self._door):
+        with self._gateway.enter(DOOR):
             model = self._gateway.model
             job = await admit(GenerateRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
             try:
@@ -138,11 +172,16 @@ class InfoRoutes:
         return _json(Status(status="ready" if ready else "not ready"), 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await self._gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+        return await metrics_response(self._gateway)
+
+
+async def metrics_response(gateway: Gateway) -> Response:
+    """The Prometheus page."""
+    return Response(await gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
 
 
 def _json(body: Body, status: int = 200) -> Response:
-    return Response(body.json_bytes(), status, media_type="application/json")
+    return Response(json_bytes(body), status, media_type="application/json")
 
 
 def _model_body(model: ServedModel) -> ModelBody:
@@ -155,3 +194,115 @@ def _model_body(model: ServedModel) -> ModelBody:
         parent=None,
         max_model_len=model.context_length,
     )
+
+
+class TokenizeRequest(StrictModel):
+    """Body of POST /tokenize: a prompt, or a conversation."""
+
+    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    prompt: Text | None = Field(None, description="Text.")
+    messages: Messages | None = Field(None, description="A conversation, rendered with the model's chat template.")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false "
+        "for messages, whose template writes it.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="End the rendered messages where the answer begins. Default true."
+    )
+    return_token_strs: bool | None = Field(None, description="Tell each token's own text, too.")
+    continue_final_message: Annotated[Any, Only(False, why="a last message is not continued")] = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(
+                "input", "exactly one of prompt and messages is needed; set one", {"field": "input"}
+            )
+        return self
+
+
+class TokenizeBody(Body):
+    """Answer to POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of POST /detokenize."""
+
+    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)] = Field(
+        description="Token ids; special tokens are spelled out."
+    )
+
+
+class DetokenizeBody(Body):
+    """Answer to POST /detokenize."""
+
+    prompt: str
+
+
+Prepared = tuple[int, Callable[[], bytes]]
+"""Characters or tokens to work on, and the work: it returns the answer's body. Raises OutriderError."""
+
+
+class TokenizerRoute:
+    """An ASGI application for one route that needs the tokenizer alone."""
+
+    def __init__(
+        self, gateway: Gateway, bodies: BodyReader, prepare: Callable[[Mapping[str, Any], ServedModel], Prepared]
+    ) -> None:
+        self._gateway = gateway
+        self._bodies = bodies
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request. Raises OutriderError."""
+        with self._gateway.counted(DOOR):
+            self._gateway.gate.check()
+            model = self._gateway.catalogue.model
+            size, work = await self._bodies.read(Request(scope, receive), lambda body: self._prepare(body, model))
+            with self._gateway.gate.enter():
+                # A list of a million tokens takes a second to put into JSON, as long as to find them.
+                answer = work() if size <= _INLINE_SIZE else await asyncio.to_thread(work)
+        await send_json(send, answer)
+
+
+def prepare_tokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
+    """POST /tokenize. Raises OutriderError."""
+    request = validate(TokenizeRequest, body)
+    model.check_name(request.model)
+    messages = [message.plain() for message in request.messages or ()]
+    size = len(request.prompt or "") + sum(len(message["content"]) for message in messages)
+    return size, partial(_tokenize, model, request, messages)
+
+
+def _tokenize(model: ServedModel, request: TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> bytes:
+    text, special = request.prompt or "", not messages
+    if messages:
+        ends_open = request.add_generation_prompt is not False
+        text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
+    if request.add_special_tokens is not None:
+        special = request.add_special_tokens
+    token_ids = model.tokenizer.encode(text, add_special_tokens=special)
+    answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
+    if request.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+    return json_bytes(TokenizeBody(**answer))
+
+
+def prepare_detokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
+    """POST /detokenize. Raises OutriderError."""
+    request = validate(DetokenizeRequest, body)
+    model.check_name(request.model)
+    # Models pad their vocabulary: an id without a token may be generated, and has no text.
+    check_ids(request.tokens, model.vocab_size, "tokens")
+    return len(request.tokens), partial(_detokenize, model, request.tokens)
+
+
+def _detokenize(model: ServedModel, token_ids: Sequence[int]) -> bytes:
+    return json_bytes(DetokenizeBody(prompt=model.tokenizer.decode(token_ids, skip_special_tokens=False)))

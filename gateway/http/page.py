@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,16 +46,17 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Asset:
+class _Asset(NamedTuple):
     """A file as it is sent."""
 
     body: bytes
     media_type: str
-    tag: str = field(init=False)
+    etag: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tag", f'"{hashlib.sha256(self.body).hexdigest()[:32]}"')
+    @classmethod
+    def of(cls, body: bytes, suffix: str) -> _Asset:
+        """`suffix` is one of `_TYPES`."""
+        return cls(body, _TYPES[suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 class Page:
@@ -64,11 +64,13 @@ class Page:
 
     def __init__(self, *, needs_key: bool) -> None:
         """`needs_key`: whether the page asks its user for an API key."""
-        assets = _load()
-        settings = json.dumps({"needs_key": needs_key}).encode()
-        self._assets = {f"/page/{name}": asset for name, asset in assets.items()}
+        self._assets = {  # they are small and read once
+            f"/page/{file.name}": _Asset.of(file.read_bytes(), suffix)
+            for file in (files("gateway") / "page").iterdir()
+            if (suffix := file.name.rpartition(".")[2]) in _TYPES
+        }
         self._assets["/"] = self._assets.pop("/page/index.html")
-        self._assets["/page/settings.json"] = _Asset(settings, _TYPES["json"])
+        self._assets["/page/settings.json"] = _Asset.of(json.dumps({"needs_key": needs_key}).encode(), "json")
         self.paths = frozenset(self._assets)
 
     def routes(self) -> list[Route]:
@@ -77,22 +79,12 @@ class Page:
 
     async def _serve(self, request: Request) -> Response:
         asset = self._assets[request.scope["path"]]
-        headers = {**_HEADERS, "etag": asset.tag}
-        if _names(request.headers.get("if-none-match", ""), asset.tag):
+        headers = {**_HEADERS, "etag": asset.etag}
+        if _matches(request.headers.get("if-none-match", ""), asset.etag):
             return Response(status_code=304, headers=headers)
         return Response(asset.body, headers={**headers, "content-type": asset.media_type})
 
 
-def _names(condition: str, tag: str) -> bool:
-    """Whether an If-None-Match header names this tag; a proxy that compresses marks it as weak."""
-    return any(part.strip().removeprefix("W/") in (tag, "*") for part in condition.split(","))
-
-
-def _load() -> Mapping[str, _Asset]:
-    """The files by name. They are small and read once."""
-    found = {}
-    for entry in (files("gateway") / "page").iterdir():
-        media_type = _TYPES.get(entry.name.rpartition(".")[2])
-        if media_type is not None:
-            found[entry.name] = _Asset(entry.read_bytes(), media_type)
-    return found
+def _matches(condition: str, etag: str) -> bool:
+    """Whether an If-None-Match header names this ETag; a proxy that compresses marks it as weak."""
+    return any(part.strip().removeprefix("W/") in (etag, "*") for part in condition.split(","))

@@ -1,14 +1,31 @@
-"""Fields that OpenAI's requests have and this server does not act on."""
+"""Fields that OpenAI's requests share: how they stream, what form the answer must have, and what is not acted on."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.core.fields import StrictModel, Text
+from gateway.core.fields import MAX_LOGPROBS, OutputFields, SamplingFields, StrictModel, Text
+from gateway.core.request import GenerateRequest
+from gateway.core.validation import validate
+from outrider.errors import InvalidRequestError
+from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar
+
+MAX_PROMPTS = 4096
+"""The most that --max-prompts may allow."""
+NO_LANGUAGE = "grammars in another language are not supported: use a JSON schema, a regular expression or choices"
+_NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"
+
+Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
+Schema = dict[str, Any] | Text
+"""A JSON schema as an object, or as JSON in a string."""
+NamedRequests = list[tuple[GenerateRequest, Mapping[str, str]]]
+"""Requests, each with what the body calls its fields."""
 
 
 class Only:
@@ -57,3 +74,233 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far in every chunk.")
     include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
+
+
+class GenerationBody(StrictModel):
+    """What the bodies of all routes that generate share."""
+
+    model: Text | None = Field(None, description="Name of the served model; may be left out.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
+
+    @abstractmethod
+    def requests(self, max_prompts: int) -> NamedRequests:
+        """The gateway's own requests, one a prompt. Raises InvalidRequestError, also for more than `max_prompts`."""
+
+
+class StreamFields(GenerationBody):
+    """How an answer is streamed, and what is told in none."""
+
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at "
+        "each position; not in a stream.",
+    )
+
+    @model_validator(mode="after")
+    def _fit_stream(self) -> StreamFields:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "prompt_logprobs",
+                "are not told in a stream; set stream to false or leave it out",
+                {"field": "prompt_logprobs"},
+            )
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options",
+                "only streams have them; set stream to true or leave it out",
+                {"field": "stream_options"},
+            )
+        return self
+
+
+class JsonSchema(StrictModel):
+    """OpenAI's wrapping of a JSON schema."""
+
+    name: Annotated[Text, Field(max_length=64)] | None = Field(None, description="Taken and not used.")
+    description: Text | None = Field(None, description="Taken and not used.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema; any object without it.")
+    strict: bool | None = Field(None, description="The schema is enforced in any case.")
+
+
+class ResponseFormat(StrictModel):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_for_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            problem = "is missing" if self.json_schema is None else f"does not go with type {self.type}"
+            fix = "send the schema" if self.json_schema is None else "leave it out, or set type to json_schema"
+            raise PydanticCustomError("json_schema", f"{problem}; {fix}", {"field": "response_format.json_schema"})
+        return self
+
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """The field at fault if something is, and the grammar; None where any text will do."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return "response_format", Grammar(GrammarKind.JSON_OBJECT)
+        return "response_format.json_schema.schema", _schema_grammar(self.json_schema.schema_)
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's: exactly one of the first four."""
+
+    json_: Schema | None = Field(None, alias="json", description="A JSON schema.")
+    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    choice: Choices | None = Field(None, description="Texts of which the answer is one.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    grammar: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    structural_tag: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    disable_fallback: bool | None = Field(None, description="Without effect: there is one grammar library.")
+    disable_any_whitespace: Annotated[Any, Only(False, why=_NO_WHITESPACE)] = None
+    disable_additional_properties: Annotated[Any, Only(False, why="say it in the schema")] = None
+    whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        given = [self.json_, self.regex, self.choice, self.json_object or None]
+        if sum(one is not None for one in given) != 1:
+            raise PydanticCustomError(
+                "structured_outputs",
+                "exactly one of json, regex, choice and json_object is needed; set one",
+                {"field": "structured_outputs"},
+            )
+        return self
+
+
+class FormatFields(StrictModel):
+    """The form of the answer, under any of its names; at most one."""
+
+    response_format: ResponseFormat | None = Field(None, description="The form of the answer; text by default.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same under vLLM's name.")
+    guided_json: Schema | None = Field(None, description="A JSON schema that the answer fits.")
+    guided_regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    guided_choice: Choices | None = Field(None, description="Texts of which the answer is one.")
+    guided_json_object: bool | None = Field(None, description="Any JSON object.")
+    guided_grammar: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    guided_whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
+    guided_decoding_backend: Text | None = Field(None, description="Taken and not used.")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> FormatFields:
+        forms = self._forms()
+        if len(forms) > 1:
+            field = forms[1][0].partition(".")[0]
+            raise PydanticCustomError(
+                "format", f"does not go with {forms[0][0].partition('.')[0]}; send one of them", {"field": field}
+            )
+        for field, grammar in forms:
+            check_grammar(grammar, field)
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; None allows anything."""
+        return next((grammar for _, grammar in self._forms()), None)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says so."""
+        return next((field for field, _ in self._forms()), "grammar")
+
+    def _forms(self) -> list[tuple[str, Grammar]]:
+        forms = [self.response_format.grammar() if self.response_format is not None else None]
+        if (outputs := self.structured_outputs) is not None:
+            fields = (outputs.json_, outputs.regex, outputs.choice, outputs.json_object)
+            forms += _field_grammars("structured_outputs.", *fields)
+        forms += _field_grammars(
+            "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_json_object
+        )
+        return [form for form in forms if form is not None]
+
+
+def _field_grammars(
+    prefix: str, schema: Schema | None, regex: str | None, choices: list[str] | None, json_object: bool | None
+) -> list[tuple[str, Grammar]]:
+    forms: list[tuple[str, Grammar]] = []
+    if schema is not None:
+        forms.append((f"{prefix}json", _schema_grammar(schema)))
+    if regex is not None:
+        forms.append((f"{prefix}regex", Grammar(GrammarKind.REGEX, regex)))
+    if choices is not None:
+        forms.append((f"{prefix}choice", Grammar.of_choices(choices)))
+    if json_object:
+        forms.append((f"{prefix}json_object", Grammar(GrammarKind.JSON_OBJECT)))
+    return forms
+
+
+def _schema_grammar(schema: Schema) -> Grammar:
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+class OpenAIRequest(StreamFields, FormatFields, SamplingFields, OutputFields, HarmlessFields):
+    """What the bodies of chat and completions share. A field of SamplingFields or OutputFields is one of both."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="The present name of max_tokens."
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> OpenAIRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise PydanticCustomError(
+                "max_tokens", "differs from max_completion_tokens; send one of them", {"field": "max_tokens"}
+            )
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens per answer, by whichever name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """The name by which it was sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What this body calls the fields of a GenerateRequest, where the names differ."""
+        return {"logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
+
+    def common(self, num_logprobs: int | None) -> dict[str, Any]:
+        """Fields of a GenerateRequest, without the prompt."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in OutputFields.model_fields}
+        sampling = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        sampling["num_logprobs"] = num_logprobs
+        return fields | {
+            "model": self.model,
+            "grammar": self.grammar,
+            "sampling": sampling,
+            "max_tokens": self.limit,
+            "num_prompt_logprobs": self.prompt_logprobs,
+        }
+
+
+def prompt_requests(
+    prompts: str | list[Any], field: str, common: dict[str, Any], names: Mapping[str, str], max_prompts: int
+) -> NamedRequests:
+    """The gateway's own requests, one a prompt: a text, a list of texts, token ids, or a list of lists of them.
+
+    `field` is what the body calls them; `common` holds the other fields of a GenerateRequest, `names` what the body
+    calls these. Raises InvalidRequestError, also for more than `max_prompts`.
+    """
+    is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
+    several = [prompts] if is_one else prompts
+    if len(several) > max_prompts:
+        raise InvalidRequestError(
+            field, f"{len(several)} prompts are over the limit of {max_prompts}", f"send at most {max_prompts}"
+        )
+    inner = "prompt" if isinstance(several[0], str) else "prompt_token_ids"
+    return [
+        (
+            validate(GenerateRequest, common | {inner: prompt}),
+            {**names, inner: field if is_one else f"{field}[{index}]"},
+        )
+        for index, prompt in enumerate(several)
+    ]

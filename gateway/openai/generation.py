@@ -1,60 +1,274 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""What routes that generate share: the life of a request, and the building of its response."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.core.admission import ServedModel, admit
 from gateway.core.allowance import Account
-from gateway.core.events import Delta
-from gateway.core.request import GenerateRequest, Job
+from gateway.core.events import Delta, Token, Usage
+from gateway.core.request import Job
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
-from gateway.http.errors import error_body
-from gateway.http.stream import (
+from gateway.http.responses import (
     DONE,
+    DOOR,
     KEEP_ALIVE,
+    Body,
     ClientStalled,
     EventStream,
+    error_json,
     event,
+    internal_error,
+    json_bytes,
     run_while_connected,
     send_json,
     with_pauses,
 )
-from gateway.openai.prompt import Echo
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
-from gateway.openai.shapes import ChatShape, CompletionShape, Shape
+from gateway.openai.fields import GenerationBody, NamedRequests, StreamOptions
+from gateway.openai.logprobs import prompt_logprobs_body
+from gateway.openai.trace import trace_body
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError
+from outrider.errors import OutriderError, OverloadedError
 from outrider.logs import get_logger
+from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree
 from outrider.rpc.call import limit_time, name_user
 
 _logger = get_logger(__name__)
 
-DOOR = "rest"
-
-Named = Sequence[tuple[GenerateRequest, Mapping[str, str]]]
-"""Requests, each with what the body calls its fields."""
-
-Parsed = TypeVar("Parsed")
-
-_INLINE_ECHO = 4096
-"""Prompt tokens that the event loop spells out itself, in some milliseconds."""
+_INLINE_VALUES = 1024
+"""Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
+_VERY_LARGE_VALUES = 1 << 16
 
 
-class GenerationRoute(ABC, Generic[Parsed]):
+class PromptTokensDetails(Body):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class SpeculationUsage(Body):
+    """What speculation did."""
+
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    accept_length: float
+    """Tokens committed in a round, on average; 0 when there was no round."""
+
+
+class UsageBody(Body):
+    """What a request used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    outrider: SpeculationUsage | None = None
+
+    @classmethod
+    def of(cls, usage: Usage) -> UsageBody:
+        """OpenAI's view of a usage."""
+        rounds = usage.num_rounds
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_prompt_tokens),
+            outrider=SpeculationUsage(
+                rounds=rounds,
+                draft_tokens=usage.num_draft_tokens,
+                accepted_tokens=usage.num_accepted_tokens,
+                accept_length=round((usage.num_accepted_tokens + rounds) / rounds, 3) if rounds else 0.0,
+            ),
+        )
+
+
+FinishWord = Literal["stop", "length"]
+
+
+def finish_word(reason: FinishReason | None) -> FinishWord:
+    """OpenAI's word for the reason."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+@dataclass(slots=True)
+class CollectedAnswer:
+    """One answer so far."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    trees: list[RoundTree] = field(default_factory=list)
+    num_characters: int = 0
+    """Of the text of the tokens that were streamed."""
+    begun: bool = False
+    """Whether the role, or the prompt that is echoed, was streamed."""
+    finish_reason: FinishReason | None = None
+    num_rounds: int = 0
+    num_accepted: int = 0
+    cached_tokens: int = 0
+
+
+class ResponseBuilder(ABC):
+    """Builds the bodies of one response."""
+
+    top_field = "top_logprobs"
+    """What the route calls the number of likely tokens."""
+    prompt_field = "prompt_logprobs"
+    """What the route calls the same of prompts."""
+
+    def __init__(self, model: ServedModel, jobs: Sequence[Job]) -> None:
+        self._tokenizer = model.tokenizer
+        self._jobs = [job for job in jobs for _ in range(job.n)]
+        """Of each answer."""
+        self._answers = [CollectedAnswer() for _ in self._jobs]
+        self.num_prompt_values = sum(_num_prompt_values(job) for job in self._jobs)
+        """Log-probabilities that are told of prompts."""
+        self._num_collected = 0
+        """Log-probabilities, tree nodes and tokens of the answers that are kept."""
+        self._usage = Usage()
+        self._head: dict[str, Any] = {
+            "id": jobs[0].request_id,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    @property
+    def tells_values(self) -> bool:
+        """Whether more than text and tokens may be kept in memory."""
+        job = self._jobs[0]  # the others ask for the same
+        return job.sampling.num_logprobs is not None or job.num_prompt_logprobs is not None or job.trace
+
+    @property
+    def num_kept(self) -> int:
+        """Values in memory, those of prompts from the start."""
+        return self.num_prompt_values + self._num_collected
+
+    @property
+    def kept_field(self) -> str:
+        """The field of the request that most of them are due to."""
+        if self.num_prompt_values > self._num_collected:
+            return self.prompt_field
+        return "trace" if self._jobs[0].sampling.num_logprobs is None else self.top_field
+
+    @property
+    def is_very_large(self) -> bool:
+        """Whether the body takes so much memory that only one of the kind should be made at a time."""
+        return self.num_kept > _VERY_LARGE_VALUES
+
+    def is_large(self, delta: Delta | None = None) -> bool:
+        """Whether so much is told, with a delta, that bodies are better built beside the event loop."""
+        return self.num_kept + (0 if delta is None else _num_values(delta)) > _INLINE_VALUES
+
+    def _keeps_tokens(self, job: Job) -> bool:
+        """Whether a whole answer tells of its tokens, not of their text alone."""
+        return job.sampling.num_logprobs is not None or job.trace
+
+    def collect(self, delta: Delta) -> None:
+        """Keeps a delta for `whole`."""
+        answer = self._answers[delta.choice_index]
+        answer.text.append(delta.text)
+        if self._keeps_tokens(self._jobs[delta.choice_index]):
+            answer.tokens.extend(delta.tokens)
+            self._num_collected += _num_values(delta)
+        answer.prompt_logprobs.extend(delta.prompt_logprobs)
+        answer.trees.extend(delta.trees)
+        answer.num_rounds += delta.num_rounds
+        answer.num_accepted += delta.num_accepted
+        answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
+        answer.finish_reason = delta.finish_reason or answer.finish_reason
+        self._usage = delta.usage or self._usage
+
+    @abstractmethod
+    def whole(self) -> BaseModel:
+        """The response that is not streamed; every answer has been collected to its end."""
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> Iterator[BaseModel]:
+        """The events of a delta, the usage at the end included."""
+
+    def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
+        """The field of a choice that tells how its tokens came about, for a request that is traced."""
+        return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].trace else {}
+
+    def _prompt_logprobs(self, index: int, num_top: int | None) -> dict[str, Any]:
+        """The field that tells of the prompt's tokens, where asked for."""
+        if num_top is None:
+            return {}
+        parts = self._answers[index].prompt_logprobs
+        body = prompt_logprobs_body(self._jobs[index].prompt_token_ids, parts, num_top, self._tokenizer)
+        return {"prompt_logprobs": body}
+
+
+class ChoicesBuilder(ResponseBuilder):
+    """OpenAI's responses: events that hold choices, and usage."""
+
+    def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
+        super().__init__(model, jobs)
+        self._options = options or StreamOptions()
+        self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+        self._completion_tokens = 0
+
+    def chunks(self, delta: Delta) -> Iterator[Body]:
+        """See the base."""
+        self._completion_tokens += len(delta.tokens)
+        more: dict[str, Any] = {}
+        if self._options.continuous_usage_stats:
+            more["usage"] = UsageBody(
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._completion_tokens,
+                total_tokens=self._prompt_tokens + self._completion_tokens,
+            )
+        for choice in self._choices(delta, self._answers[delta.choice_index]):
+            yield self._chunk([choice], **more)
+        if delta.usage is not None and self._options.include_usage:
+            yield self._chunk([], usage=UsageBody.of(delta.usage))
+
+    @abstractmethod
+    def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[Body]:
+        """A choice for each event of a delta; `answer` is what was sent before."""
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any], **more: Any) -> Body:
+        """One event."""
+
+
+def _num_values(delta: Delta) -> int:
+    """What a delta adds to what an answer tells beside its text."""
+    told = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
+    return told + sum(len(tree.token_ids) for tree in delta.trees)
+
+
+def _num_prompt_values(job: Job) -> int:
+    """Log-probabilities that are told of a job's prompt."""
+    if job.num_prompt_logprobs is None:
+        return 0
+    return len(job.prompt_token_ids) * (1 + job.num_prompt_logprobs)
+
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+
+
+class GenerationRoute(ABC, Generic[BodyT]):
     """An ASGI application for one route."""
+
+    body_type: type[BodyT]
+    id_prefix: str
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, bodies: BodyReader) -> None:
         self._gateway = gateway
@@ -67,52 +281,54 @@ class GenerationRoute(ABC, Generic[Parsed]):
         with self._gateway.counted(DOOR):
             # A place is taken once the body is there: a slow sender holds none.
             self._gateway.gate.check()
-            user, parsed = await self._bodies.read(Request(scope, receive), self._understand)
+            user, body, requests = await self._bodies.read(Request(scope, receive), self._parse)
             name_user(user)
             with self._gateway.gate.enter() as ticket:
                 model = self._gateway.model
-                jobs, shape, stream = await self._prepare(parsed, model)
+                request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+                jobs = [
+                    await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)
+                    for index, (request, names) in enumerate(requests)
+                ]
+                builder = await self._builder(body, jobs, model)
                 ticket.reserve(sum(job.n for job in jobs))
-                with self._account(shape) as account:
+                with self._account(builder) as account:
                     deltas = self._gateway.engine.generate(jobs, model)
-                    answer = self._stream if stream else self._whole
-                    await run_while_connected(receive, answer(deltas, shape, account, send))
+                    answer = self._send_stream if body.stream else self._send_whole
+                    await run_while_connected(receive, answer(deltas, builder, account, send))
 
-    def _understand(self, body: dict[str, Any]) -> tuple[str, Parsed]:
-        """The user that a body names, and the body. Raises OutriderError."""
+    def _parse(self, body: dict[str, Any]) -> tuple[str, BodyT, NamedRequests]:
+        """The user that a body names, the body, and its requests. Called in a thread if it is long."""
         user = body.get("user")
-        return user if isinstance(user, str) else "", self._parse(body)
+        parsed = validate(self.body_type, body)
+        return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @abstractmethod
-    def _parse(self, body: Mapping[str, Any]) -> Parsed:
-        """The body, validated. Called in a thread if it is long. Raises InvalidRequestError."""
-
-    @abstractmethod
-    async def _prepare(self, parsed: Parsed, model: ServedModel) -> tuple[Sequence[Job], Shape, bool]:
-        """Jobs, the shape of the response, and whether it is streamed. Raises OutriderError."""
+    async def _builder(self, body: BodyT, jobs: Sequence[Job], model: ServedModel) -> ResponseBuilder:
+        """What builds the response."""
 
     @contextmanager
-    def _account(self, shape: Shape) -> Iterator[Account | None]:
+    def _account(self, builder: ResponseBuilder) -> Iterator[Account | None]:
         """Where is written down what the answer keeps in memory; None where that is text alone."""
-        if not shape.tells_values:
+        if not builder.tells_values:
             yield None
             return
         with self._gateway.allowance.open() as account:
-            account.hold(shape.num_kept, shape.kept_field)
+            account.hold(builder.num_kept, builder.kept_field)
             yield account
 
-    async def _whole(
-        self, deltas: AsyncGenerator[Delta, None], shape: Shape, account: Account | None, send: Send
+    async def _send_whole(
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, account: Account | None, send: Send
     ) -> None:
         async with aclosing(deltas):
             async for delta in deltas:
-                shape.collect(delta)
+                builder.collect(delta)
                 if account is not None:
-                    account.hold(shape.num_kept, shape.kept_field)
-        await send_json(send, await self._rendered(shape, None, lambda: shape.whole().json_bytes()))
+                    account.hold(builder.num_kept, builder.kept_field)
+        await send_json(send, await self._rendered(builder, None, lambda: json_bytes(builder.whole())))
 
-    async def _stream(
-        self, deltas: AsyncGenerator[Delta, None], shape: Shape, account: Account | None, send: Send
+    async def _send_stream(
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, account: Account | None, send: Send
     ) -> None:
         stream = EventStream(send, stall_seconds=self._options.stall_seconds)
         try:
@@ -120,102 +336,33 @@ class GenerationRoute(ABC, Generic[Parsed]):
                 async for delta in items:
                     if delta is None:
                         await stream.write(KEEP_ALIVE)
-                    else:
-                        await stream.write(await self._rendered(shape, delta, partial(_events, shape, delta)))
-                        if account is not None:
-                            account.hold(shape.num_kept, shape.kept_field)
+                        continue
+                    await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
+                    if account is not None:
+                        account.hold(builder.num_kept, builder.kept_field)
         except ClientStalled:
             self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
         except Exception as error:
             if not stream.begun:
                 raise
-            await stream.end(event(error_body(self._told(error)).json_bytes()))
+            if isinstance(error, OutriderError):
+                _logger.warning("a stream failed: %s: %s", error.code, error.message)
+            else:
+                error = internal_error(error, "a stream", _logger)
+            self._gateway.count_error(DOOR, error)
+            await stream.end(event(error_json(error)))
         else:
             await stream.end(DONE)
 
-    async def _rendered(self, shape: Shape, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
-        if not shape.is_large(delta):
+    async def _rendered(self, builder: ResponseBuilder, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
+        if not builder.is_large(delta):
             return render()
-        if not shape.is_very_large:
+        if not builder.is_very_large:
             return await asyncio.to_thread(render)
         async with self._gateway.allowance.one_large:
             return await asyncio.to_thread(render)
 
-    def _told(self, error: Exception) -> OutriderError:
-        """What the reader of a broken stream is told; counts it."""
-        if not isinstance(error, OutriderError):
-            error_id = secrets.token_hex(4)
-            _logger.error("a stream failed, error id %s", error_id, exc_info=error)
-            error = InternalError(f"internal error, id {error_id}")
-        else:
-            _logger.warning("a stream failed: %s: %s", error.code, error.message)
-        self._gateway.count_error(DOOR, error)
-        return error
 
-
-def _events(shape: Shape, delta: Delta) -> bytes:
-    return b"".join(event(body.json_bytes()) for body in shape.chunks(delta))
-
-
-class ChatRoute(GenerationRoute[tuple[ChatCompletionRequest, GenerateRequest]]):
-    """POST /v1/chat/completions."""
-
-    def _parse(self, body: Mapping[str, Any]) -> tuple[ChatCompletionRequest, GenerateRequest]:
-        parsed = validate(ChatCompletionRequest, body)
-        return parsed, parsed.request()
-
-    async def _prepare(
-        self, both: tuple[ChatCompletionRequest, GenerateRequest], model: ServedModel
-    ) -> tuple[Sequence[Job], Shape, bool]:
-        parsed, request = both
-        job = await admit(request, model, _request_id(ChatShape), parsed.field_names)
-        return [job], ChatShape(model, [job], parsed.stream_options), bool(parsed.stream)
-
-
-class CompletionRoute(GenerationRoute[tuple[CompletionRequest, Named]]):
-    """POST /v1/completions."""
-
-    def _parse(self, body: Mapping[str, Any]) -> tuple[CompletionRequest, Named]:
-        parsed = validate(CompletionRequest, body)
-        prompts = parsed.prompt
-        if isinstance(prompts, list) and not isinstance(prompts[0], int):
-            check_prompts(len(prompts), self._options.max_prompts, "prompt")
-        return parsed, parsed.requests()
-
-    async def _prepare(
-        self, both: tuple[CompletionRequest, Named], model: ServedModel
-    ) -> tuple[Sequence[Job], Shape, bool]:
-        parsed, requests = both
-        request_id = _request_id(CompletionShape)
-        jobs = []
-        for index, (request, names) in enumerate(requests):
-            jobs.append(await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names))
-        echoes: Sequence[Echo] = ()
-        if parsed.echo and sum(len(job.prompt_token_ids) for job in jobs) > _INLINE_ECHO:
-            echoes = await asyncio.to_thread(_echoes, parsed, jobs, model)
-        elif parsed.echo:
-            echoes = _echoes(parsed, jobs, model)
-        shape = CompletionShape(model, jobs, parsed.stream_options, echoes, parsed.prompt_logprobs)
-        return jobs, shape, bool(parsed.stream)
-
-
-def check_prompts(number: int, limit: int, field: str) -> None:
-    """Raises InvalidRequestError for too many prompts in one request."""
-    if number > limit:
-        raise InvalidRequestError(field, f"{number} prompts are over the limit of {limit}", f"send at most {limit}")
-
-
-def _echoes(parsed: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> list[Echo]:
-    prompts = parsed.prompt if isinstance(parsed.prompt, list) else [parsed.prompt]
-    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    if len(texts) != len(jobs):  # one list of token ids
-        texts = [None]
-    return [
-        Echo.of(job.prompt_token_ids, text, parsed.logprobs, model.tokenizer)
-        for job, text in zip(jobs, texts, strict=True)
-    ]
-
-
-def _request_id(shape: type[Shape]) -> str:
-    return f"{shape.prefix}-{uuid.uuid4().hex}"
+def _events(builder: ResponseBuilder, delta: Delta) -> bytes:
+    return b"".join(event(json_bytes(body)) for body in builder.chunks(delta))

@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from gateway.core.events import Token
 from gateway.core.tokenizer import Tokenizer
-from gateway.openai.responses import TraceBody, TracedRound, TracedToken
-from outrider.protocol.tokens import RoundTree, TokenOrigin
+from gateway.http.responses import Body
+from outrider.protocol.tokens import RoundTree
+
+
+class TracedToken(Body):
+    """Where a token of an answer came from."""
+
+    id: int
+    text: str
+    origin: Literal["accepted", "bonus", "plain", "unspecified"]
+    """A draft token that the target agreed with; the target's own in a round with drafts; in a round without."""
+    depth: int
+    """Place among the tokens that its round committed, from 1."""
+    drafter: str | None
+    """Who guessed it; null for the target's own."""
+
+
+class TracedRound(Body):
+    """What a round verified, and what became of it. Nodes are parents first; all lists of nodes have one length."""
+
+    position: int
+    """Of the first token that it committed; the prompt begins at 0."""
+    num_tokens: int
+    """Tokens that it committed; a stop string may have cut some off."""
+    parents: list[int]
+    """Index of each node's parent; -1 below the root."""
+    token_ids: list[int]
+    texts: list[str]
+    drafters: list[str]
+    scores: list[float]
+    """The drafter's natural-log chance that a node is committed given that its parent is."""
+    accepted: list[int]
+    """Indices of accepted nodes, the child of the root first."""
+
+
+class TraceBody(Body):
+    """How an answer, or a piece of it, came about."""
+
+    tokens: list[TracedToken]
+    rounds: list[TracedRound]
 
 
 def trace_body(tokens: Sequence[Token], trees: Sequence[RoundTree], tokenizer: Tokenizer) -> TraceBody:
     """`trees` are those of the rounds that committed `tokens`; a stop string may have dropped the last ones."""
-    return TraceBody(
-        tokens=[
-            TracedToken(id=token.id, text=token.text, origin=_WORDS[token.origin], depth=depth, drafter=drafter)
-            for token, (depth, drafter) in zip(tokens, _places(trees), strict=False)
-        ],
-        rounds=[_round(tree, tokenizer) for tree in trees],
-    )
+    traced = []
+    for token, (depth, drafter) in zip(tokens, _places(trees), strict=False):
+        origin: Any = token.origin.name.lower()
+        traced.append(TracedToken(id=token.id, text=token.text, origin=origin, depth=depth, drafter=drafter))
+    return TraceBody(tokens=traced, rounds=[_round(tree, tokenizer) for tree in trees])
 
 
 def _places(trees: Sequence[RoundTree]) -> Iterator[tuple[int, str | None]]:
@@ -42,11 +78,3 @@ def _round(tree: RoundTree, tokenizer: Tokenizer) -> TracedRound:
         scores=[round(score, 4) for score in tree.scores],
         accepted=list(tree.accepted),
     )
-
-
-_WORDS: dict[TokenOrigin, Literal["accepted", "bonus", "plain", "unspecified"]] = {
-    TokenOrigin.ACCEPTED: "accepted",
-    TokenOrigin.BONUS: "bonus",
-    TokenOrigin.PLAIN: "plain",
-    TokenOrigin.UNSPECIFIED: "unspecified",
-}

@@ -11,7 +11,8 @@ from gateway_world import World, open_world
 from pydantic import BaseModel, ValidationError
 from scripted_verify import CONTEXT, ScriptedVerify
 
-from gateway.openai.requests import ChatCompletionRequest, CompletionRequest
+from gateway.openai.chat import ChatCompletionRequest
+from gateway.openai.completions import CompletionRequest
 from outrider.errors import OverloadedError
 
 CHAT = "/v1/chat/completions"

@@ -13,8 +13,7 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.connection import Connections
-from gateway.http.server import HttpServer
+from gateway.http.server import Connections, HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 

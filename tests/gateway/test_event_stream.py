@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.http.responses import ClientStalled, EventStream, run_while_connected
 from gateway.http.server import bind
-from gateway.http.stream import ClientStalled, EventStream, run_while_connected
 
 
 async def test_answers_do_not_wait_for_acknowledgements() -> None:

@@ -11,8 +11,8 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import ScriptedVerify
 
-from gateway.http.errors import HttpError
-from gateway.http.hosts import HostRule
+from gateway.http.app import HostRule
+from gateway.http.responses import HttpError
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 

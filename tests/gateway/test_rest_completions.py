@@ -6,7 +6,10 @@ import pytest
 from gateway_world import World
 from scripted_verify import MODEL
 
-from gateway.openai.responses import ChatCompletion, Completion, ErrorBody, ModelList
+from gateway.http.info import ModelList
+from gateway.http.responses import ErrorBody
+from gateway.openai.chat import ChatCompletion
+from gateway.openai.completions import Completion
 
 
 async def test_every_form_of_prompt_is_taken(world: World) -> None:

@@ -8,7 +8,7 @@ from scripted_verify import MODEL, ScriptedVerify
 from gateway.core.admission import ServedModel, admit
 from gateway.core.events import Delta, Token
 from gateway.core.request import GenerateRequest
-from gateway.openai.shapes import ChatShape
+from gateway.openai.chat import ChatBuilder
 from outrider.protocol.tokens import RoundTree, TokenLogprobs, TokenOrigin
 
 
@@ -16,7 +16,7 @@ from outrider.protocol.tokens import RoundTree, TokenLogprobs, TokenOrigin
 async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, what: str) -> None:
     model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
     job = await admit(GenerateRequest(prompt="x", trace=True), model, "r")
-    shape = ChatShape(model, [job], None)
+    builder = ChatBuilder(model, [job], None)
     logprobs = TokenLogprobs(-1.0, tuple((i, -1.0) for i in range(20))) if what == "logprobs" else None
     tree = RoundTree(
         position=1,
@@ -29,8 +29,8 @@ async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, 
         drafter_names=("ngram",),
     )
     delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), trees=(tree,) if what == "trees" else ())
-    shape.collect(delta)
-    assert not shape.is_large()
+    builder.collect(delta)
+    assert not builder.is_large()
     for _ in range(200):
-        shape.collect(delta)
-    assert shape.is_large()
+        builder.collect(delta)
+    assert builder.is_large()

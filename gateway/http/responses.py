@@ -1,27 +1,105 @@
-"""Server-sent events, and clients that go away."""
+"""What is sent over HTTP: JSON bodies, errors in OpenAI's shape, server-sent events; and clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import logging
+import math
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
 from starlette.types import Receive, Send
 
+from outrider.errors import ContextLengthError, InternalError, OutriderError
 from outrider.logs import get_logger
 
 _logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+DOOR = "rest"
+"""What metrics call the REST door."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, and what lies between keeps the connection."""
-_HEADERS = [
+"""A comment: clients skip it, and proxies keep the connection for it."""
+_EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+class Body(BaseModel):
+    """Base of everything that is sent."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+def json_bytes(body: BaseModel) -> bytes:
+    """A body as JSON, without unset fields."""
+    return body.model_dump_json(exclude_unset=True).encode()
+
+
+class ErrorDetail(Body):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Body):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class HttpError(OutriderError):
+    """A request that is wrong as HTTP, whatever its body says."""
+
+    grpc_status = "INVALID_ARGUMENT"
+    error_type = "invalid_request_error"
+
+    def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, code=code)
+        self.http_status = status
+        self.headers = dict(headers or {})
+
+
+def error_json(error: OutriderError) -> bytes:
+    """What a client is told of an error, as JSON."""
+    # LangChain looks for this code in the text of OpenAI's exception, which is made of the message alone.
+    message = f"{error.message} ({error.code})" if isinstance(error, ContextLengthError) else error.message
+    field = getattr(error, "field", "")
+    detail = ErrorDetail(message=message, type=error.error_type, param=field or None, code=error.code)
+    return json_bytes(ErrorBody(error=detail))
+
+
+def error_response(error: OutriderError) -> Response:
+    """The whole answer to a request that failed before its answer began."""
+    headers = dict(getattr(error, "headers", {}))
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+    return Response(error_json(error), error.http_status, headers, "application/json")
+
+
+def internal_error(error: Exception, what: str, logger: logging.Logger) -> InternalError:
+    """What a client is told of a fault of ours: an id, under which the log has the rest."""
+    error_id = secrets.token_hex(4)
+    logger.error("%s failed, error id %s", what, error_id, exc_info=error)
+    return InternalError(f"internal error, id {error_id}")
+
+
+async def send_json(send: Send, body: bytes) -> None:
+    """Sends a whole answer."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def event(data: bytes) -> bytes:
@@ -46,28 +124,21 @@ class EventStream:
         """Sends whole events. Raises ClientStalled."""
         if not self.begun:
             self.begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
         if data:
-            await self._body(data, more=True)
+            await self._send_body(data, more=True)
 
     async def end(self, data: bytes = b"") -> None:
         """Sends the last events and ends the answer. Raises ClientStalled."""
         await self.write(b"")
-        await self._body(data, more=False)
+        await self._send_body(data, more=False)
 
-    async def _body(self, data: bytes, *, more: bool) -> None:
+    async def _send_body(self, data: bytes, *, more: bool) -> None:
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
             raise ClientStalled from None
-
-
-async def send_json(send: Send, body: bytes) -> None:
-    """Sends a whole answer."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,246 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.core.admission import ServedModel
+from gateway.core.events import Delta
+from gateway.core.fields import MAX_LOGPROBS, Text, TokenIdList
+from gateway.core.request import Job
+from gateway.core.tokenizer import Tokenizer
+from gateway.http.responses import Body
+from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
+from gateway.openai.generation import (
+    ChoicesBuilder,
+    CollectedAnswer,
+    FinishWord,
+    GenerationRoute,
+    UsageBody,
+    finish_word,
+)
+from gateway.openai.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobsBody,
+    add_completion_logprob,
+    completion_logprobs,
+    prompt_positions,
+    token_name,
+)
+from gateway.openai.trace import TraceBody
+from outrider.protocol.tokens import PromptLogprobs
+
+_INLINE_ECHO_TOKENS = 4096
+"""Prompt tokens that the event loop spells out itself, in some milliseconds."""
+
+
+def prompt_kind(value: Any) -> str:
+    """The tag of a prompt in one of its four forms."""
+    if not isinstance(value, list):
+        return "@text"
+    first = value[0] if value else None
+    return "@texts" if isinstance(first, str) else "@lists" if isinstance(first, list) else "@ids"
+
+
+_PromptText = Annotated[Text, Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[_PromptText, Tag("@text")]
+    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")]
+    | Annotated[TokenIdList, Tag("@ids")]
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@lists")],
+    Discriminator(prompt_kind),
+]
+
+
+class CompletionRequest(OpenAIRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Tell the log-probabilities of each token and of this many of the most likely ones."
+    )
+    echo: bool | None = Field(
+        None, description="Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."
+    )
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None,
+        description="Most tokens per answer. Default: what the context leaves. 0 only with echo or prompt_logprobs.",
+    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Another name of max_tokens."
+    )
+    suffix: Annotated[Any, Only("", why="insertion is not supported")] = None
+    best_of: Annotated[Any, Only(1, why="choosing the best of several answers is not supported")] = None
+
+    @model_validator(mode="after")
+    def _no_tokens_need_a_prompt_that_is_told(self) -> CompletionRequest:
+        if self.limit == 0 and not self.echo and self.prompt_logprobs is None:
+            raise PydanticCustomError(
+                "max_tokens",
+                "is 0, and nothing of the prompt is asked for; send at least 1, or echo or prompt_logprobs",
+                {"field": self.limit_field},
+            )
+        return self
+
+    def requests(self, max_prompts: int) -> NamedRequests:
+        """The gateway's own requests, one a prompt. Raises InvalidRequestError."""
+        prompt_values = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        common = self.common(self.logprobs) | {
+            "num_prompt_logprobs": max((number for number in prompt_values if number is not None), default=None),
+            # Verify commits a token in any case; of an answer without room it is dropped.
+            "max_tokens": 1 if self.limit == 0 else self.limit,
+            "prompt_only": self.limit == 0,
+        }
+        return prompt_requests(self.prompt, "prompt", common, self.field_names, max_prompts)
+
+
+class CompletionChoice(Body):
+    """One of the completions, or news of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishWord | None
+    prompt_logprobs: PromptLogprobsBody | None = None
+    trace: TraceBody | None = None
+
+
+class Completion(Body):
+    """Answer to POST /v1/completions, whole or one event of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as it is given back."""
+
+    token_ids: Sequence[int]
+    text: str
+    pieces: Sequence[str]
+    """The text of each token; half a character counts for the token that ends it."""
+    num_top: int | None
+    """Likely tokens told at each position; None where no log-probabilities were asked for."""
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], text: str | None, num_top: int | None, tokenizer: Tokenizer) -> Echo:
+        """`text`: the prompt where it was sent as text, which its tokens may spell otherwise."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        last = len(token_ids) - 1
+        pieces = [decoder.decode(tokenizer.token_bytes(token), i == last) for i, token in enumerate(token_ids)]
+        return cls(token_ids, "".join(pieces) if text is None else text, pieces, num_top)
+
+    def logprobs(self, parts: Sequence[PromptLogprobs], tokenizer: Tokenizer) -> CompletionLogprobs | None:
+        """The prompt's part of a completion's log-probabilities; None where none were asked for."""
+        if self.num_top is None:
+            return None
+        first = token_name(self.token_ids[0], tokenizer)
+        lists = CompletionLogprobs(tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
+        offset = len(self.pieces[0])
+        for position, value, _, top in prompt_positions(parts, self.num_top):
+            add_completion_logprob(lists, self.token_ids[position], value, top, offset, tokenizer)
+            offset += len(self.pieces[position])
+        return lists
+
+
+class CompletionBuilder(ChoicesBuilder):
+    """Builds completions, whole or as events."""
+
+    top_field = "logprobs"
+
+    def __init__(
+        self, model: ServedModel, jobs: Sequence[Job], body: CompletionRequest, echoes: Sequence[Echo] = ()
+    ) -> None:
+        """`echoes`: the prompt of each job, where it is given back."""
+        super().__init__(model, jobs, body.stream_options)
+        self._num_prompt_logprobs = body.prompt_logprobs
+        self.prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        self._echoes = [echo for job, echo in zip(jobs, echoes, strict=True) for _ in range(job.n)] if echoes else []
+
+    def whole(self) -> Completion:
+        """See the base."""
+        choices = []
+        for index, answer in enumerate(self._answers):
+            prompt, told = self._echo(index, answer)
+            logprobs = completion_logprobs(
+                answer.tokens, self._tokenizer, len(prompt), with_end=bool(self._echoes), prompt=told
+            )
+            choices.append(
+                CompletionChoice(
+                    index=index,
+                    text=prompt + "".join(answer.text),
+                    logprobs=logprobs,
+                    finish_reason=finish_word(answer.finish_reason),
+                    **self._prompt_logprobs(index, self._num_prompt_logprobs),
+                    **self._trace(index, answer.tokens, answer.trees),
+                )
+            )
+        return self._chunk(choices, usage=UsageBody.of(self._usage))
+
+    def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[CompletionChoice]:
+        index = delta.choice_index
+        answer.prompt_logprobs.extend(delta.prompt_logprobs if self._echoes else ())
+        ready = delta.tokens or delta.finish_reason is not None
+        if self._echoes and ready and not answer.begun:
+            answer.begun = True
+            text, told = self._echo(index, answer)
+            answer.prompt_logprobs.clear()
+            answer.num_characters = len(text)
+            yield CompletionChoice(index=index, text=text, logprobs=told, finish_reason=None)
+        logprobs = completion_logprobs(
+            delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._echoes)
+        )
+        answer.num_characters += sum(len(token.text) for token in delta.tokens)
+        trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
+        if delta.text or logprobs is not None or trace or delta.finish_reason is not None:
+            reason = None if delta.finish_reason is None else finish_word(delta.finish_reason)
+            yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **trace)
+
+    def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:
+        """The prompt's text and log-probabilities, where they are given back."""
+        if not self._echoes:
+            return "", None
+        echo = self._echoes[index]
+        return echo.text, echo.logprobs(answer.prompt_logprobs, self._tokenizer)
+
+    def _chunk(self, choices: list[Any], **more: Any) -> Completion:
+        return Completion(object="text_completion", choices=choices, **more, **self._head)
+
+
+class CompletionRoute(GenerationRoute[CompletionRequest]):
+    """The route."""
+
+    body_type = CompletionRequest
+    id_prefix = "cmpl"
+
+    async def _builder(self, body: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> CompletionBuilder:
+        echoes: Sequence[Echo] = ()
+        if body.echo and sum(len(job.prompt_token_ids) for job in jobs) > _INLINE_ECHO_TOKENS:
+            echoes = await asyncio.to_thread(_echoes, body, jobs, model)
+        elif body.echo:
+            echoes = _echoes(body, jobs, model)
+        return CompletionBuilder(model, jobs, body, echoes)
+
+
+def _echoes(body: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> list[Echo]:
+    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    if len(texts) != len(jobs):  # one list of token ids
+        texts = [None]
+    return [
+        Echo.of(job.prompt_token_ids, text, body.logprobs, model.tokenizer)
+        for job, text in zip(jobs, texts, strict=True)
+    ]

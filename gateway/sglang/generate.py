@@ -1,0 +1,365 @@
+"""POST /generate: SGLang's request and its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, RootModel, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from gateway.core.admission import ServedModel
+from gateway.core.events import Delta
+from gateway.core.fields import MAX_LOGPROBS, SamplingFields, ServingFields, StopFields, Text, TokenIdList
+from gateway.core.request import Job
+from gateway.http.responses import Body
+from gateway.openai.fields import MAX_PROMPTS, NO_LANGUAGE, GenerationBody, NamedRequests, Only, prompt_requests
+from gateway.openai.generation import CollectedAnswer, GenerationRoute, ResponseBuilder
+from gateway.openai.logprobs import finite, prompt_positions
+from gateway.openai.trace import TraceBody
+from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
+from outrider.protocol.tokens import FinishReason, PromptLogprobs
+
+_DEFAULT_NEW_TOKENS = 128
+_EVERY_DELTA_SIZE = 4096
+"""Up to this size of an answer, in characters of JSON, every delta is an event: some 400 tokens."""
+_MAX_REPEATS = 64
+"""About so many times a token is sent at most, however long the answer gets."""
+_MAX_REPEATS_SCORED = 16
+"""The same where log-probabilities are told: they are many times the work."""
+_TOKEN_SIZE = 6
+"""Characters of JSON of a token's id."""
+_VALUE_SIZE = 32
+"""Characters of JSON of a log-probability with its token."""
+
+Scored = tuple[float | None, int, str | None]
+"""Log-probability, token id, and the token's text if that was asked for."""
+
+
+def _text_kind(value: Any) -> str:
+    return "@texts" if isinstance(value, list) else "@text"
+
+
+def _ids_kind(value: Any) -> str:
+    return "@lists" if isinstance(value, list) and value and isinstance(value[0], list) else "@ids"
+
+
+_PromptText = Annotated[Text, Field(min_length=1)]
+_Texts = Annotated[
+    Annotated[_PromptText, Tag("@text")]
+    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")],
+    Discriminator(_text_kind),
+]
+_Ids = Annotated[
+    Annotated[TokenIdList, Tag("@ids")]
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@lists")],
+    Discriminator(_ids_kind),
+]
+
+
+class GenerateSampling(SamplingFields, StopFields):
+    """SGLang's sampling_params."""
+
+    json_schema: Text | None = Field(None, description="A JSON schema that the answer fits, as JSON in a string.")
+    regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
+    ebnf: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    structural_tag: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description=f"Most tokens to generate. Default {_DEFAULT_NEW_TOKENS}; 0 tells of the prompt alone."
+    )
+    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="The same as seed.")
+    min_new_tokens: Annotated[Any, Only(0, why="a least number of tokens is not supported")] = None
+    skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
+    spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
+    no_stop_trim: Annotated[Any, Only(False, why="a stop string is never part of the text")] = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> GenerateSampling:
+        if self.json_schema is not None and self.regex is not None:
+            raise PydanticCustomError(
+                "format", "does not go with json_schema; send one of them", {"field": "sampling_params.regex"}
+            )
+        if self.grammar is not None:
+            check_grammar(self.grammar, self.grammar_field)
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; None allows anything."""
+        if self.json_schema is not None:
+            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
+        return None if self.regex is None else Grammar(GrammarKind.REGEX, self.regex)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says so."""
+        return "sampling_params.json_schema" if self.json_schema is not None else "sampling_params.regex"
+
+
+class GenerateBody(ServingFields, GenerationBody):
+    """Body of POST /generate: one prompt or several, as text or token ids."""
+
+    text: _Texts | None = Field(None, description="A text, or a list of texts.")
+    input_ids: _Ids | None = Field(None, description="Token ids, or a list of lists of them.")
+    sampling_params: GenerateSampling | None = Field(None, description="How tokens are chosen, for all prompts.")
+    stream: bool | None = Field(
+        None, description="Send events; each has the whole text so far. A long answer gets fewer of them."
+    )
+    rid: Annotated[Text, Field(max_length=256)] | None = Field(None, description="The id that the answer is to have.")
+    return_logprob: bool | None = Field(None, description="Tell the log-probability of each token.")
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="First position of the prompt to tell of. Default -1: the answer's tokens alone."
+    )
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Tell this many of the most likely tokens at each position, too."
+    )
+    return_text_in_logprobs: bool | None = Field(None, description="Tell the tokens' text beside their ids.")
+    speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
+    log_metrics: bool | None = Field(None, description="Taken and not used.")
+    return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
+    image_data: Annotated[Any, Only(why="only text is supported")] = None
+    lora_path: Annotated[Any, Only(why="adapters are not supported")] = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> GenerateBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise PydanticCustomError(
+                "input", "exactly one of text and input_ids is needed; set one", {"field": "input"}
+            )
+        return self
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether a list is answered with a list, as is a prompt with several answers."""
+        several = (self.sampling_params or GenerateSampling()).n
+        prompts = self.text if self.input_ids is None else self.input_ids[0]
+        return isinstance(prompts, list) or bool(several and several > 1)
+
+    @property
+    def logprob_start(self) -> int | None:
+        """First position of the prompt whose log-probability is told; None for none of it."""
+        start = self.logprob_start_len
+        return start if self.return_logprob and start is not None and start >= 0 else None
+
+    def requests(self, max_prompts: int) -> NamedRequests:
+        """See the base."""
+        params = self.sampling_params or GenerateSampling()
+        sampling = {name: getattr(params, name) for name in SamplingFields.model_fields}
+        if params.sampling_seed is not None:
+            sampling["seed"] = params.sampling_seed
+        num_top = self.top_logprobs_num or 0
+        sampling["num_logprobs"] = num_top if self.return_logprob else None
+        limit = _DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
+        common: dict[str, Any] = {name: getattr(params, name) for name in StopFields.model_fields}
+        common |= {name: getattr(self, name) for name in ServingFields.model_fields}
+        common |= {
+            "model": self.model,
+            "sampling": sampling,
+            "max_tokens": max(limit, 1),
+            "prompt_only": limit == 0,
+            "num_prompt_logprobs": None if self.logprob_start is None else num_top,
+            "grammar": params.grammar,
+        }
+        names = {
+            "max_tokens": "sampling_params.max_new_tokens",
+            "logit_bias": "sampling_params.logit_bias",
+            "grammar": params.grammar_field,
+        }
+        if self.text is not None:
+            return prompt_requests(self.text, "text", common, names, max_prompts)
+        return prompt_requests(self.input_ids or [], "input_ids", common, names, max_prompts)
+
+
+class GenerateFinish(Body):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length"]
+    matched: int | str | None = None
+    """The token or the string that ended it."""
+    length: int | None = None
+    """Its tokens, where a limit ended it."""
+
+
+class GenerateMeta(Body):
+    """What is known of an answer beside its text."""
+
+    id: str
+    finish_reason: GenerateFinish | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float
+    """Seconds since the request came in."""
+    spec_accept_length: float | None = None
+    """Tokens committed in a round, on average."""
+    spec_verify_ct: int | None = None
+    """Verify rounds."""
+    input_token_logprobs: list[Scored] | None = None
+    input_top_logprobs: list[list[Scored] | None] | None = None
+    output_token_logprobs: list[Scored] | None = None
+    output_top_logprobs: list[list[Scored]] | None = None
+
+
+class GenerateAnswer(Body):
+    """One answer, or what there is of it so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+    index: int | None = None
+    """Which of several answers an event tells of."""
+    trace: TraceBody | None = None
+
+
+class GenerateAnswers(RootModel[GenerateAnswer | list[GenerateAnswer]]):
+    """One answer to one prompt, else a list."""
+
+
+@dataclass(slots=True)
+class _EventProgress:
+    """How much of an answer there is, and was in its last event, in characters of JSON; see `GenerateBuilder`."""
+
+    size: int = 0
+    size_sent: int = 0
+    num_tokens_sent: int = 0
+
+
+class GenerateBuilder(ResponseBuilder):
+    """Builds answers to POST /generate.
+
+    Each event holds all that there is of an answer: text, ids and log-probabilities. Sent for every token, they would
+    take time and bytes by the square of the answer's length. So the longer it is, the more must be new before the
+    next event; each is whole, as SGLang's are when its stream interval is raised, and the last one always comes.
+    """
+
+    top_field = "top_logprobs_num"
+    prompt_field = "logprob_start_len"
+
+    def __init__(self, model: ServedModel, jobs: Sequence[Job], body: GenerateBody) -> None:
+        super().__init__(model, jobs)
+        self._id = body.rid
+        self._is_batch = body.is_batch
+        self._logprob_start = body.logprob_start
+        self._with_text = bool(body.return_text_in_logprobs)
+        self._progress = [_EventProgress(_VALUE_SIZE * self.num_prompt_values // len(self._jobs)) for _ in self._jobs]
+
+    def whole(self) -> GenerateAnswers:
+        """See the base."""
+        answers = [self._body(index, answer) for index, answer in enumerate(self._answers)]
+        return GenerateAnswers(answers if self._is_batch else answers[0])
+
+    def chunks(self, delta: Delta) -> Iterator[GenerateAnswer]:
+        """An event with all that there is of an answer, once enough is new; of the trace, only what is new."""
+        self.collect(delta)
+        index = delta.choice_index
+        if self._is_due(delta):
+            answer, progress = self._answers[index], self._progress[index]
+            yield self._body(index, answer, progress)
+            progress.size_sent, progress.num_tokens_sent = progress.size, len(answer.tokens)
+            self._num_collected -= sum(len(tree.token_ids) for tree in answer.trees)
+            answer.trees.clear()
+
+    def _is_due(self, delta: Delta) -> bool:
+        progress = self._progress[delta.choice_index]
+        new = [token.logprobs for token in delta.tokens]
+        num_values = sum(1 + len(one.top) for one in new if one is not None)
+        progress.size += len(delta.text) + _TOKEN_SIZE * len(new) + _VALUE_SIZE * num_values
+        if delta.finish_reason is not None:
+            return True
+        scored = self._jobs[delta.choice_index].sampling.num_logprobs is not None
+        enough = progress.size // (_MAX_REPEATS_SCORED if scored else _MAX_REPEATS)
+        return bool(delta.text or new) and (
+            progress.size <= _EVERY_DELTA_SIZE or progress.size - progress.size_sent >= enough
+        )
+
+    def _keeps_tokens(self, job: Job) -> bool:
+        return True
+
+    def _body(self, index: int, answer: CollectedAnswer, progress: _EventProgress | None = None) -> GenerateAnswer:
+        """An answer, as far as it goes; `progress` is what earlier events have told of it."""
+        more: dict[str, Any] = {"index": index} if progress is not None and self._is_batch else {}
+        answer.text = ["".join(answer.text)]
+        return GenerateAnswer(
+            text=answer.text[0],
+            output_ids=[token.id for token in answer.tokens],
+            meta_info=self._meta(index, answer),
+            **more,
+            **self._trace(index, answer.tokens[0 if progress is None else progress.num_tokens_sent :], answer.trees),
+        )
+
+    def _meta(self, index: int, answer: CollectedAnswer) -> GenerateMeta:
+        job = self._jobs[index]
+        more: dict[str, Any] = {}
+        if rounds := answer.num_rounds:
+            more = {
+                "spec_accept_length": round((answer.num_accepted + rounds) / rounds, 3),
+                "spec_verify_ct": rounds,
+            }
+        return GenerateMeta(
+            id=self._id or job.request_id,
+            finish_reason=self._finish(job, answer),
+            prompt_tokens=len(job.prompt_token_ids),
+            completion_tokens=len(answer.tokens),
+            cached_tokens=answer.cached_tokens,
+            weight_version=self._head["system_fingerprint"],
+            e2e_latency=round(time.monotonic() - job.arrived, 6),
+            **more,
+            **self._logprobs(job, answer),
+        )
+
+    def _finish(self, job: Job, answer: CollectedAnswer) -> GenerateFinish | None:
+        if answer.finish_reason is None:
+            return None
+        if answer.finish_reason is FinishReason.LENGTH:
+            return GenerateFinish(type="length", length=len(answer.tokens))
+        if answer.tokens and answer.tokens[-1].ends_answer:
+            return GenerateFinish(type="stop", matched=answer.tokens[-1].id)
+        text = "".join(token.text for token in answer.tokens)
+        found = [(at + len(stop), -len(stop), stop) for stop in job.stop if (at := text.find(stop)) >= 0]
+        return GenerateFinish(type="stop", matched=min(found)[2] if found else None)
+
+    def _logprobs(self, job: Job, answer: CollectedAnswer) -> dict[str, Any]:
+        num_top = job.sampling.num_logprobs
+        if num_top is None:
+            return {}
+        known = [token for token in answer.tokens if token.logprobs is not None]
+        fields: dict[str, Any] = {
+            "input_token_logprobs": [],
+            "output_token_logprobs": [self._scored(t.logprobs.logprob, t.id) for t in known if t.logprobs],
+        }
+        if num_top:
+            fields["input_top_logprobs"] = []
+            fields["output_top_logprobs"] = [
+                [self._scored(value, token) for token, value in t.logprobs.top] for t in known if t.logprobs
+            ]
+        if self._logprob_start is not None:
+            own, top = self._prompt(job, answer.prompt_logprobs)
+            fields["input_token_logprobs"] = own[self._logprob_start :]
+            if num_top:
+                fields["input_top_logprobs"] = top[self._logprob_start :]
+        return fields
+
+    def _prompt(self, job: Job, parts: Sequence[PromptLogprobs]) -> tuple[list[Scored], list[list[Scored] | None]]:
+        own: list[Scored] = [self._scored(None, job.prompt_token_ids[0])]
+        top: list[list[Scored] | None] = [None]
+        for position, value, _, likely in prompt_positions(parts):
+            own.append(self._scored(value, job.prompt_token_ids[position]))
+            top.append([self._scored(likely_value, token) for token, likely_value in likely])
+        return own, top
+
+    def _scored(self, logprob: float | None, token_id: int) -> Scored:
+        text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._with_text else None
+        return None if logprob is None else finite(logprob), token_id, text
+
+
+class GenerateRoute(GenerationRoute[GenerateBody]):
+    """The route."""
+
+    body_type = GenerateBody
+    id_prefix = "gen"
+
+    async def _builder(self, body: GenerateBody, jobs: Sequence[Job], model: ServedModel) -> GenerateBuilder:
+        return GenerateBuilder(model, jobs, body)
