@@ -29,8 +29,8 @@ from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, write_report
+from outrider_tools.bench.requests import Prompt, read_prompts
 from outrider_tools.bench.runner import Point, Run, run_point
-from outrider_tools.bench.workload import Prompt, read_prompts
 
 WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""

@@ -16,8 +16,7 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from outrider_tools.bench.record import Record
-from outrider_tools.bench.workload import Prompt
+from outrider_tools.bench.requests import Prompt, Record
 
 Clock = Callable[[], float]
 

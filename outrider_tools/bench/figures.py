@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.record import Record
 from outrider_tools.bench.report import Row
+from outrider_tools.bench.requests import Record
 from outrider_tools.bench.runner import Run
 
 PERCENTILES = (50, 90, 99)

@@ -1,19 +1,23 @@
-"""The one JSON file that a benchmark writes."""
+"""The JSON file that a benchmark writes, and plots of it; plots need matplotlib, which Outrider itself does not."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from outrider.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,80 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+_LOAD = re.compile(r"\b(b|rate)(\d+(?:\.\d+)?)\b")
+_LATENCIES = (("ttft_ms", "time to first token, ms"), ("itl_ms", "between two tokens, ms"))
+_WORDS = {"b": "requests at once", "rate": "requests a second"}
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError where it is missing: better before a long run than after it."""
+    try:
+        import_module("matplotlib")
+    except ImportError:
+        raise ConfigError("--plot: matplotlib is not installed; pip install matplotlib, or leave --plot out") from None
+
+
+def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Throughput, latencies and acceptance of all points as one image, whose kind `path`'s suffix says.
+
+    Raises ConfigError for a suffix that matplotlib does not know, or where it is missing.
+    """
+    require_matplotlib()
+    matplotlib: Any = import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = import_module("matplotlib.pyplot")
+    points = points_of(rows)
+    word = next((kind for kind, _, _ in points), "b")
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4))
+    places = [place for _, place, _ in points]
+    axes[0].plot(places, [found.get("tokens_per_second", 0.0) for _, _, found in points], "o-")
+    axes[0].set_ylabel("tokens/s")
+    for panel, (metric, label) in zip(axes[1:3], _LATENCIES, strict=True):
+        for share in ("p50", "p90", "p99"):
+            values = [found.get(f"{metric}_{share}", float("nan")) for _, _, found in points]
+            panel.plot(places, values, "o-", label=share)
+        panel.set_ylabel(label)
+        panel.legend(fontsize=8)
+    for panel in axes[:3]:
+        panel.set_xlabel(_WORDS[word])
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    _draw_acceptance(axes[3], points)
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path, dpi=130)
+    except ValueError as error:
+        raise ConfigError(f"--plot: {path}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_acceptance(panel: Any, points: Sequence[tuple[str, float, Mapping[str, float]]]) -> None:
+    for kind, place, found in points:
+        depths = {
+            int(name.rpartition("_")[2]): value for name, value in found.items() if name.startswith("accept_rate")
+        }
+        if depths:
+            panel.plot(sorted(depths), [depths[depth] for depth in sorted(depths)], ".-", label=f"{kind}{place:g}")
+            panel.legend(fontsize=8)
+    panel.set_xlabel("depth in the tree")
+    panel.set_ylabel("rounds that accepted it")
+    panel.set_ylim(0, 1)
+    panel.grid(alpha=0.3)
+
+
+def points_of(rows: Sequence[Row]) -> list[tuple[str, float, dict[str, float]]]:
+    """Kind of load ("b" or "rate"), its size, and its metrics, for each case; where a case names both, the rate."""
+    by_case: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_case.setdefault(row.case, {})[row.metric] = row.value
+    points = []
+    for case, found in by_case.items():
+        loads = {kind: float(value) for kind, value in _LOAD.findall(case)}
+        kind = "rate" if "rate" in loads else "b"
+        points.append((kind, loads.get(kind, 0.0), found))
+    return sorted(points, key=lambda point: (point[0], point[1]))

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider_tools.bench.clients import Client
-from outrider_tools.bench.record import Record
-from outrider_tools.bench.workload import Prompt, arrivals
+from outrider_tools.bench.requests import Prompt, Record, arrivals
 
 
 @dataclass(frozen=True)

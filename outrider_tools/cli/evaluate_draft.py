@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if any(not 0.0 <= temperature <= 100.0 for temperature in arguments.temperature):
         raise ConfigError(f"--temperature {arguments.temperature}: must be between 0 and 100")
     # By name: the command line imports without torch.
-    torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluation_stage")
+    torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
     questions = import_module("outrider_tools.training.prompts").read_questions(arguments.prompts)
     if arguments.limit is not None and arguments.limit < len(questions):
         questions = [questions[i * len(questions) // arguments.limit] for i in range(arguments.limit)]
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
     drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
-    shapes = import_module("outrider_tools.training.tree")
+    shapes = import_module("outrider_tools.training.rollout")
     tree = shapes.TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     with import_module("outrider_tools.training.report").Report() as report:
         evaluations = stage.measure(
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             num_rows=arguments.num_rows,
             seed=arguments.seed,
         )
-    tables = import_module("outrider_tools.training.tables")
+    tables = import_module("outrider_tools.training.figures")
     report.table(tables.length_table(evaluations))
     report.table(tables.rate_table(evaluations))
     if arguments.json is not None:

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {num_bytes / 1e9:.2f} GB of weights")
     if not arguments.check:
         return 0
-    check = import_module("outrider_tools.inflate.check")
+    check = import_module("outrider_tools.inflate.folder")
     result = check.compare(source, arguments.out, folder.tokenize(source, CHECK_TEXT), options.device)
     print(f"logits against {arguments.model}: {result}")
     if not result.passes(options.dtype):
@@ -101,7 +101,7 @@ def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> No
             heads = import_module("outrider_tools.inflate.head")
             num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
         else:
-            heads = import_module("outrider_tools.inflate.random_head")
+            heads = import_module("outrider_tools.inflate.head")
             target = heads.shaped(source, options)
             num_bytes = heads.random_eagle3_head(
                 arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device

@@ -83,7 +83,9 @@ def _add_training(group: Any) -> None:
     group.add_argument("--optimizer", choices=("adamw", "muon"), help="What moves new matrices. Default: muon.")
     group.add_argument("--muon-learning-rate", type=float, help="Muon's peak learning rate. Default: 0.005.")
     group.add_argument("--average", type=float, help="Export a running average that keeps this share, as 0.999.")
-    group.add_argument("--no-packed", dest="packed", action="store_false", default=None, help="Pad batches on a GPU.")
+    group.add_argument(
+        "--no-packed", dest="packed", action="store_false", default=None, help="Batches of any shape on a GPU."
+    )
     group.add_argument("--no-compile", dest="compile", action="store_false", default=None, help="Compile nothing.")
     group.add_argument(
         "--gpus", type=whole_number(1, 64), help="Processes, one a GPU. Default: all that are visible; 1 on a CPU."

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
-from outrider_tools.inflate.maps import Embedding
+from outrider_tools.inflate.shapes import Embedding
 
 # The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
 RANDOM_STD = 0.02

@@ -1,33 +1,137 @@
-"""Attention of a drafter that is trained on its own features.
+"""Causal attention over sequences that lie one after the other, and of a drafter that runs on its own features.
 
-Step 0 runs the drafter over a sequence with the target's features, causally. Step j runs it again at every position as
+Step 0 runs a drafter over a sequence with the target's features, causally. Step j runs it again at every position as
 if the target's features ended there: its query sees the keys of step 0 up to its own position, and of steps 1 to j its
 own position alone. So most of the work is causal attention over one set of keys, whatever the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.torch_backend import HeadSplit
+from outrider.cache.kv import KVCache
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
 
 aten = torch.ops.aten
 
 
-def own_attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """Attend to true keys up to the query's position, and to the query's own column of later steps.
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Where the sequences of M tokens lie.
+
+    Attributes:
+        bounds: int32 [S + 1], from 0 to M; sequence s is bounds[s] to bounds[s + 1] - 1, and may be empty.
+        positions: int64 [M], of each token in its sequence.
+        longest: tokens of a sequence at most.
+    """
+
+    bounds: Tensor
+    positions: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, bounds: Tensor, num_tokens: int, longest: int) -> Spans:
+        """From bounds alone, without waiting for the device."""
+        places = torch.arange(num_tokens, dtype=bounds.dtype, device=bounds.device)
+        starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
+        return cls(bounds, (places - starts).long(), longest)
+
+    @classmethod
+    def whole(cls, num_tokens: int, device: torch.device) -> Spans:
+        """One sequence."""
+        bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        return cls(bounds, torch.arange(num_tokens, device=device), num_tokens)
+
+    def places(self) -> list[slice]:
+        """Of the sequences that are not empty. Waits for the device."""
+        bounds = self.bounds.tolist()
+        return [slice(start, end) for start, end in pairwise(bounds) if end > start]
+
+
+@dataclass(slots=True)
+class SpanBatch(TokenBatch):
+    """Sequences one after the other, without padding between them."""
+
+    spans: Spans
+
+
+class SpanAttention(AttentionBackend):
+    """Causal attention within each sequence of a SpanBatch. Writes nothing to a KV cache.
+
+    Attributes:
+        kept: with `keep`, of each layer of the last forward, keys and values [M, KVH, D].
+    """
+
+    def __init__(self, keep: bool = False) -> None:
+        self.keep = keep
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """See AttentionBackend."""
+        if not isinstance(batch, SpanBatch):
+            raise ValueError("attention over spans needs a batch of spans")
+        return _SpanPlan(self, batch.spans, HeadSplit(batch, kv, num_heads, rotary))
+
+
+class _SpanPlan(AttentionPlan):
+    def __init__(self, backend: SpanAttention, spans: Spans, split: HeadSplit) -> None:
+        self._backend = backend
+        self._spans = spans
+        self._split = split
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """See AttentionPlan."""
+        q, k, v = self._split(heads, qk_norm)
+        if self._backend.keep:
+            self._backend.kept[layer] = (k.contiguous(), v.contiguous())
+        return causal_attention(q, k, v, self._spans).flatten(1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    """Within each sequence: q [M, H, D], k and v [M, KVH, D] to [M, H, D]; no gradients."""
+    if _has_kernel(q):
+        return _flash(q, k, v, spans)[0]
+    output = torch.empty_like(q)
+    for place in spans.places():
+        one_q, one_k, one_v = (part[place].transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        found = scaled_dot_product_attention(one_q, one_k, one_v, is_causal=True, enable_gqa=True)
+        output[place] = found[0].transpose(0, 1)
+    return output
+
+
+class OwnColumns:
+    """Merges own keys into the flash part, forward and backward; each is a function of tensors that may be compiled."""
+
+    def __init__(self, wrap: Callable[[Any], Any]) -> None:
+        self.merge = wrap(_merge)
+        self.gradients = wrap(_merge_gradients)
+
+
+def own_attention(
+    q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[Tensor], spans: Spans, columns: OwnColumns
+) -> Tensor:
+    """Attend to the true keys of the sequence up to the query's position, and to its own column of later steps.
 
     Args:
-        q: [B, H, T, D].
-        k: the same, keys of step 0; so are its values `v`.
-        own_k: [B, H, J, T, D], keys of steps 1 to J; so are their values `own_v`.
+        q: [M, H, D].
+        k: [M, KVH, D], keys of step 0; so are its values `v`.
+        own_k: keys of steps 1 to J, [M, KVH, D] each; so are their values `own_v`. On a CPU or in half precision.
 
     Returns:
-        [B, H, T, D].
+        [M, H, D].
     """
-    output: Tensor = _OwnAttention.apply(q, k, v, own_k, own_v)  # type: ignore[no-untyped-call]
+    output: Tensor = _OwnAttention.apply(q, k, v, spans, columns, *own_k, *own_v)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -39,77 +143,124 @@ class _OwnAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-        scale = q.shape[-1] ** -0.5
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        output, log_sum, extra = _flash(q, k, v, scale)
-        scores = (q.unsqueeze(2) * own_k).sum(-1, dtype=torch.float32) * scale
-        total = torch.logaddexp(log_sum, scores.logsumexp(2))
-        merged = output * (log_sum - total).exp().unsqueeze(-1)
-        merged += ((scores - total.unsqueeze(2)).exp().unsqueeze(-1) * own_v).sum(2)
-        merged = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, own_k, own_v, merged, total, *extra)
-        ctx.scale = scale
-        return merged
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: OwnColumns, *own: Tensor) -> Tensor:
+        output, log_sum, extra = _flash(q, k, v, spans)
+        total = log_sum
+        if own:
+            half = len(own) // 2
+            output, total = columns.merge(q, output, log_sum, list(own[:half]), list(own[half:]))
+        ctx.save_for_backward(q, k, v, output, total, *own, *extra)
+        ctx.spans, ctx.columns, ctx.num_own = spans, columns, len(own)
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, own_k, own_v, output, total, *extra = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, total, *rest = ctx.saved_tensors
+        own, extra = rest[: ctx.num_own], rest[ctx.num_own :]
         grad = grad.contiguous()
-        grad_q, grad_k, grad_v = _flash_backward(grad, q, k, v, output, total, extra, ctx.scale)
-        weights = ((q.unsqueeze(2) * own_k).sum(-1, dtype=torch.float32) * ctx.scale - total.unsqueeze(2)).exp()
-        inner = (grad.unsqueeze(2) * own_v).sum(-1, dtype=torch.float32)
-        inner -= (grad * output).sum(-1, dtype=torch.float32).unsqueeze(2)
-        grad_scores = (weights * inner * ctx.scale).unsqueeze(-1).to(q.dtype)
-        grad_q = grad_q + (grad_scores * own_k).sum(2)
-        grad_own_v = weights.unsqueeze(-1).to(q.dtype) * grad.unsqueeze(2)
-        return grad_q, grad_k, grad_v, grad_scores * q.unsqueeze(2), grad_own_v
+        grad_q, grad_k, grad_v = _flash_backward(grad, q, k, v, output, total, extra, ctx.spans)
+        if not own:
+            return grad_q, grad_k, grad_v, None, None
+        half = len(own) // 2
+        grad_q, own_k, own_v = ctx.columns.gradients(grad_q, grad, q, output, total, list(own[:half]), list(own[half:]))
+        return grad_q, grad_k, grad_v, None, None, *own_k, *own_v
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal attention, the logarithm of each query's sum of weights [B, H, T], and what backward wants besides."""
-    if q.is_cuda and q.dtype == torch.float32:
-        # No flash attention for this dtype there: the sum is computed with the scores in memory, the rest in backward.
-        return (*_with_scores(q, k, v, scale), [])
-    if q.is_cuda:
-        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-        return found[0], found[1], [found[6], found[7]]
-    output, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
+    """[M, H, D] as float32 [M, KVH, H / KVH, D]."""
+    grouped: Tensor = heads.float().unflatten(1, (num_kv_heads, -1))
+    return grouped
+
+
+def _merge(
+    q: Tensor, output: Tensor, log_sum: Tensor, own_k: list[Tensor], own_v: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The merged output [M, H, D] and the logarithm of all weights' sum, float32 [M, H]."""
+    scale = q.shape[-1] ** -0.5
+    queries = _grouped(q, own_k[0].shape[1])
+    true = log_sum.unflatten(1, (own_k[0].shape[1], -1))
+    scores = [(queries * k.float().unsqueeze(2)).sum(-1) * scale for k in own_k]
+    largest = true
+    for score in scores:
+        largest = torch.maximum(largest, score)
+    weight = (true - largest).exp()
+    mixed = _grouped(output, own_k[0].shape[1]) * weight.unsqueeze(-1)
+    total = weight
+    for score, v in zip(scores, own_v, strict=True):
+        weight = (score - largest).exp()
+        mixed = mixed + weight.unsqueeze(-1) * v.float().unsqueeze(2)
+        total = total + weight
+    merged = (mixed / total.unsqueeze(-1)).flatten(1, 2).to(q.dtype)
+    return merged, (largest + total.log()).flatten(1, 2)
+
+
+def _merge_gradients(
+    grad_q: Tensor, grad: Tensor, q: Tensor, output: Tensor, total: Tensor, own_k: list[Tensor], own_v: list[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Of q, with the flash part's, and of the own keys and values."""
+    scale = q.shape[-1] ** -0.5
+    num_kv_heads = own_k[0].shape[1]
+    queries, grads = _grouped(q, num_kv_heads), _grouped(grad, num_kv_heads)
+    log_sum = total.unflatten(1, (num_kv_heads, -1))
+    inner = (grads * _grouped(output, num_kv_heads)).sum(-1)
+    found = _grouped(grad_q, num_kv_heads)
+    own_grad_k, own_grad_v = [], []
+    for k, v in zip(own_k, own_v, strict=True):
+        key = k.float().unsqueeze(2)
+        weight = ((queries * key).sum(-1) * scale - log_sum).exp()
+        slope = (weight * ((grads * v.float().unsqueeze(2)).sum(-1) - inner) * scale).unsqueeze(-1)
+        found = found + slope * key
+        own_grad_k.append((slope * queries).sum(2).to(k.dtype))
+        own_grad_v.append((weight.unsqueeze(-1) * grads).sum(2).to(v.dtype))
+    return found.flatten(1, 2).to(q.dtype), own_grad_k, own_grad_v
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether there is flash attention over many sequences at once."""
+    return q.is_cuda and q.dtype != torch.float32
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Causal attention within sequences, each query's logarithm of the sum [M, H], and what backward wants besides."""
+    scale = q.shape[-1] ** -0.5
+    if _has_kernel(q):
+        size = spans.longest
+        found = aten._flash_attention_forward(
+            q, k, v, spans.bounds, spans.bounds, size, size, 0.0, True, False, scale=scale
+        )
+        # [H, M] there.
+        return found[0], found[1].t(), [found[2], found[3]]
+    output = torch.empty_like(q)
+    log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
+    for place, heads in _sequences(spans, q, k, v):
+        found = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=scale)
+        output[place], log_sum[place] = found[0][0].transpose(0, 1), found[1][0].t()
     return output, log_sum, []
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, total: Tensor, extra: list[Tensor], scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, total: Tensor, extra: list[Tensor], spans: Spans
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.is_cuda and q.dtype == torch.float32:
-        return _with_scores_backward(grad, q, k, v, output, total, scale)
-    if q.is_cuda:
-        size = q.shape[2]
-        found = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, output, total, None, None, size, size, 0.0, True, *extra, scale=scale
+    scale = q.shape[-1] ** -0.5
+    if _has_kernel(q):
+        size, bounds, sums = spans.longest, spans.bounds, total.t().contiguous()
+        found = aten._flash_attention_backward(
+            grad, q, k, v, output, sums, bounds, bounds, size, size, 0.0, True, *extra, scale=scale
         )
-    else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, output, total, 0.0, True, scale=scale
-        )
-    return found[0], found[1], found[2]
+        return found[0], found[1], found[2]
+    grads = [torch.empty_like(part) for part in (q, k, v)]
+    for place, (rows, *heads) in _sequences(spans, grad, q, k, v, output):
+        sums = total[place].t().unsqueeze(0)
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(rows, *heads, sums, 0.0, True, scale=scale)
+        for whole, part in zip(grads, found, strict=True):
+            # Of a key or value, over the queries that share it.
+            whole[place] = part[0].transpose(0, 1).unflatten(1, (whole.shape[1], -1)).sum(2)
+    return grads[0], grads[1], grads[2]
 
 
-def _causal_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
-
-
-def _with_scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _causal_scores(q, k, scale)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-
-def _with_scores_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, total: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_causal_scores(q, k, scale) - total.unsqueeze(-1)).exp()
-    inner = grad @ v.transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)
-    grad_scores = weights * inner * scale
-    return grad_scores @ k, grad_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
+def _sequences(spans: Spans, *parts: Tensor) -> list[tuple[slice, list[Tensor]]]:
+    """Each sequence's place, and its part [1, H, T, D] of tensors [M, H, D]; key heads repeated for their queries."""
+    num_heads = max(part.shape[1] for part in parts)
+    whole = [part.repeat_interleave(num_heads // part.shape[1], 1).transpose(0, 1).unsqueeze(0) for part in parts]
+    return [(place, [part[:, :, place].contiguous() for part in whole]) for place in spans.places()]

@@ -13,10 +13,11 @@ import numpy as np
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider_tools.training.generate import Generator, Job, greedy_answers
-from outrider_tools.training.openings import all_openings
+from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.parallel import Peers
-from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.prompts import ChatForm, Question, all_openings, read_questions
 from outrider_tools.training.report import Report
+from outrider_tools.training.target import Target
 from outrider_tools.training.texts import Texts
 
 # Invented questions of fewer tokens are mere greetings, or nothing.
@@ -26,32 +27,6 @@ MIN_QUESTION = 4
 ANSWER_TOKENS, KEPT_SHARE = 240, 0.8
 # Ranks draw their noise from seeds this far apart.
 RANK_SEEDS = 7919
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusOptions:
-    """How much text, of what kind."""
-
-    tokens: int = 10_000_000
-    """Answer tokens to make; a little more come, since answers that have begun are finished."""
-    invented: int = -1
-    """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
-    opened: float = 0.6
-    """Share of them whose first words are given (`openings`), so that they are of many kinds."""
-    given_repeats: int = 1
-    """Answers to each given question."""
-    question_tokens: int = 192
-    answer_tokens: int = 512
-    question_temperature: float = 1.0
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.8, 1.0)
-    """Answers take these in turn."""
-    held_out: int = 64
-    """Invented questions that are left out, for the evaluation."""
-    text_minutes: float = 0.0
-    """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
-    num_rows: int = 1024
-    """Conversations at once."""
-    seed: int = 0
 
 
 class Corpus:
@@ -205,3 +180,66 @@ def greedy_texts(
     """The target's answers at temperature 0 to questions in a chat."""
     prompts = [form.ask(question.text) for question in questions]
     return Texts.join(prompts, greedy_answers(model, prompts, max_new_tokens, model.config.eos_token_ids, num_rows))
+
+
+WORK_FOLDER = "work"
+TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunTexts:
+    """What is trained on, and the questions that are evaluated with."""
+
+    texts: Texts
+    questions: list[Question]
+    num_given: int
+    """Questions that the text answers beside invented ones."""
+
+
+def run_texts(
+    target: Target, form: ChatForm, options: RunOptions, work: Path, report: Report, peers: Peers | None = None
+) -> RunTexts:
+    """Questions and text of a run, the same for all `peers`.
+
+    Raises:
+        ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
+    """
+    given, held_out = _questions(options)
+    if options.text is not None:
+        texts, own, num_given = _earlier(options.text, target)
+    else:
+        corpus = Corpus(target.model, form, options.corpus, work, report, peers)
+        texts, own, num_given = corpus.texts(given), corpus.held_out, len(given)
+    asked = held_out or [Question(form.decode(prompt)) for prompt in own]
+    if not asked:
+        raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
+    # Whatever text it is: what is evaluated with is not trained on.
+    return RunTexts(texts.without(form.ask(question.text) for question in asked), asked, num_given)
+
+
+def _questions(options: RunOptions) -> tuple[list[Question], list[Question]]:
+    """Given questions to train on, and to evaluate with."""
+    given = read_questions(options.prompts) if options.prompts else []
+    held_out = read_questions(options.eval_prompts) if options.eval_prompts else []
+    both = {question.text for question in given} & {question.text for question in held_out}
+    if both:
+        raise ConfigError(f"{len(both)} prompts are both trained on and evaluated with, {min(both)[:60]!r} for one")
+    return given, held_out
+
+
+def _earlier(folder: Path, target: Target) -> tuple[Texts, list[list[int]], int]:
+    """Text, questions that were held back, and how many were given, of a run's folder or of the folder `work` in it."""
+    if (folder / WORK_FOLDER / TEXTS).is_file():
+        folder = folder / WORK_FOLDER
+    path, record = folder / TEXTS, folder / TEXTS_RECORD
+    if not path.is_file() or not record.is_file():
+        raise ConfigError(f"--text {folder}: holds no {TEXTS} with its {TEXTS_RECORD}; give an earlier run's --out")
+    texts = Texts.load(path)
+    largest = int(texts.tokens.max(initial=0))
+    if largest >= target.config.vocab_size:
+        raise ConfigError(
+            f"--text {folder}: holds token {largest}, and the target has {target.config.vocab_size}; "
+            "it is another target's text"
+        )
+    found = json.loads(record.read_text("utf-8"))
+    return texts, found["held_out"], int(found["options"]["given"])

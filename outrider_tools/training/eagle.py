@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
-from outrider_tools.training.channels import channel_sizes, levelling_weight
-from outrider_tools.training.decoder import MLP_NORM, Layer, llama_layer, matrix
-from outrider_tools.training.feature_head import FeatureHead
+from outrider_tools.training.layers import MLP_NORM, Layer, llama_fields, llama_layer, matrix
+from outrider_tools.training.learner import Head, channel_sizes, levelling_weight
 
 # Of what a new head adds to its stream, against the target's features.
 START_SIZE = 0.3
 
 
-class EagleHead(FeatureHead):
+class EagleHead(Head):
     """`fc` over embedding and feature, and one layer without a norm before its attention.
 
     The residual stream is the next hidden state itself, whose channels differ a hundredfold in some targets. What
@@ -29,6 +28,7 @@ class EagleHead(FeatureHead):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         hidden = config.hidden_size
+        self.feature_layers = (config.num_layers + 1,)
         self.fc = matrix(2 * hidden, hidden)
         self.layer = Layer(llama_layer(config), (MLP_NORM,))
         with torch.no_grad():
@@ -38,26 +38,31 @@ class EagleHead(FeatureHead):
         self.register_buffer("token_scale", torch.ones(hidden))
         self.register_buffer("feature_scale", torch.ones(hidden))
 
+    @property
+    def decoder_layer(self) -> Layer:
+        """See Head."""
+        return self.layer
+
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See FeatureHead."""
+        """See Drafter."""
         for scale, rows in ((self.feature_scale, features), (self.token_scale, embedded)):
             scale.copy_(channel_sizes(rows))
         self.layer.post_attention_layernorm.weight.copy_(levelling_weight(self.feature_scale))
 
-    def enter(self, embedded: Tensor, feature: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """See FeatureHead."""
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See Head."""
         scaled = torch.cat([embedded / self.token_scale, feature / self.feature_scale], -1)
         stream = self._grown(self.fc(scaled.to(feature.dtype)))
         return stream, (stream / self.feature_scale).to(stream.dtype)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
-        """See FeatureHead."""
+        """See Head."""
         stream = stream + self._grown(self.layer.self_attn.output(attended))
         return stream + self._grown(self.layer.mlp(self.layer.post_attention_layernorm(stream)))
 
     def public_state(self) -> dict[str, Tensor]:
-        """See FeatureHead."""
+        """See Drafter."""
         state = {name: tensor.detach() for name, tensor in self.layer.state_dict().items()}
         rows, columns = self.feature_scale[:, None], 1 / self.feature_scale[None]
         for name in ("q", "k", "v"):
@@ -67,25 +72,9 @@ class EagleHead(FeatureHead):
         fc = rows * self.fc.weight.detach() / torch.cat([self.token_scale, self.feature_scale])[None]
         return {"fc.weight": fc, **{f"layers.0.{name}": tensor for name, tensor in state.items()}}
 
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """See Drafter."""
+        return llama_fields(self.config, "LlamaForCausalLMEagle", target_fields)
+
     def _grown(self, rows: Tensor) -> Tensor:
         return (rows * self.feature_scale).to(rows.dtype)
-
-
-def eagle_fields(config: ModelConfig, shared: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a head; `shared` are fields of its target that stand there as they are."""
-    return {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        **shared,
-    }

@@ -1,18 +1,27 @@
-"""The trainable EAGLE-3 head (arXiv 2503.01840), under the key names that public heads have."""
+"""The trainable EAGLE-3 head (arXiv 2503.01840), under the key names that public heads have; new, or from a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from outrider.layers.rotary import Rotary
-from outrider.models.config import ModelConfig
-from outrider_tools.training.channels import channel_sizes
-from outrider_tools.training.decoder import INPUT_NORM, MLP_NORM, Layer, Norm, llama_layer, matrix
-from outrider_tools.training.unroll import unroll
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig, read_json
+from outrider.models.drafters.base import EMBEDDING, OUTPUT
+from outrider.models.drafters.config import HeadConfig, eagle3_config
+from outrider.models.drafters.loader import Stored, algorithm_of, check_tensors, head_name, stored_tensors
+from outrider.models.drafters.token_ids import ids_of_offsets
+from outrider_tools.training.layers import INPUT_NORM, MLP_NORM, Layer, Norm, llama_fields, llama_layer, matrix
+from outrider_tools.training.learner import Head, channel_sizes
+from outrider_tools.training.target import Target
+
+# Of an initial head's layer: what it has in common with the target's, and what no trainable head has.
+SHARED = ("hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
+LACKING = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm")
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
@@ -44,17 +53,9 @@ class _MidLayer(Layer):
         plain = replace(llama_layer(config), intermediate_size=mlp_size)
         super().__init__(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
 
-    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """What attention projects: [..., 2 * hidden]."""
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
-
-class Eagle3Head(nn.Module):
-    """Guesses the token after next from the target's features and the next token.
-
-    At base t the input is the feature of position t with token t + 1, and the first guess is token t + 2. Step j of
-    the unrolled head takes its own feature of step j - 1 with token t + 1 + j, and guesses token t + 2 + j.
-    """
+class Eagle3Head(Head):
+    """See the module. Its vocabulary may be a part of the target's."""
 
     d2t: Tensor
     t2d: Tensor
@@ -66,9 +67,10 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, shape: HeadShape, target_ids: Tensor) -> None:
         """`target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
-        super().__init__()
+        super().__init__(shape.target)
         config = shape.target
         self.shape = shape
+        self.feature_layers = shape.feature_layers
         self.learned = False
         self.fc = matrix(len(shape.feature_layers) * config.hidden_size, config.hidden_size)
         self.midlayer = _MidLayer(config, shape.mlp_size)
@@ -87,48 +89,147 @@ class Eagle3Head(nn.Module):
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     @property
-    def draft_ids(self) -> Tensor:
-        """int64 [vocab_size]; -1 for tokens that are not in the draft vocabulary."""
-        return torch.where(self.t2d, self.t2d.long().cumsum(0) - 1, -1)
+    def decoder_layer(self) -> Layer:
+        """See Head."""
+        return self.midlayer
+
+    @property
+    def output_weight(self) -> Tensor:
+        """See Drafter."""
+        return self.lm_head.weight
+
+    @property
+    def inherited(self) -> list[Tensor]:
+        """See Drafter: output matrix and the norm before it."""
+        return [self.lm_head.weight, self.norm.weight]
 
     @torch.no_grad()
-    def calibrate(self, features: Tensor) -> None:
-        """Set the scale of each channel to its root mean square over features [N, layers * hidden]."""
+    def start(self, target: Target) -> None:
+        """Take the target's final norm and rows of its output matrix: a new head then speaks its language."""
+        self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
+        self.norm.weight.copy_(target.stored("model.norm.weight").float())
+
+    @torch.no_grad()
+    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
+        """See Drafter: the scale of each feature channel is its root mean square."""
         sizes = channel_sizes(features)
         if self.learned:
             self.fc.weight.mul_(sizes / self.feature_scale)
         self.feature_scale.copy_(sizes)
 
     def project(self, features: Tensor) -> Tensor:
-        """The target's features [..., layers * hidden] as a step takes them, [..., hidden]."""
+        """See Head."""
         projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
         return projected
 
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See Head."""
+        layer = self.midlayer
+        return feature, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], -1)
+
+    def output_rows(self, feature: Tensor) -> Tensor:
+        """See Drafter."""
+        rows: Tensor = self.norm(feature)
+        return rows
+
     def public_state(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors by their public names."""
+        """See Drafter."""
         state = dict(self.state_dict())
         state["fc.weight"] = self.fc.weight.detach() / state.pop("feature_scale")
         return state
 
-    def unroll(self, features: Tensor, embedded: Tensor, rotary: Rotary, num_steps: int) -> Iterator[Tensor]:
-        """Run the head `num_steps` times at every base at once.
-
-        Args:
-            features: [B, T, layers * hidden], the target's.
-            embedded: [B, T, hidden], embeddings of the tokens.
-            rotary: the target's.
-            num_steps: at least 1.
-
-        Yields:
-            features of the step [B, T, hidden], which `norm` and `lm_head` turn into logits; see `unroll.unroll`.
-        """
-        layer = self.midlayer
-        return unroll(
-            self.project(features),
-            embedded,
-            rotary,
-            num_steps,
-            enter=lambda tokens, feature, first: (feature, layer.inputs(tokens, feature)),
-            project=layer.self_attn.project,
-            finish=layer.finish,
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """See Drafter."""
+        shape, target = self.shape, self.config
+        found = llama_fields(
+            target,
+            "LlamaForCausalLMEagle3",
+            target_fields,
+            intermediate_size=shape.mlp_size,
+            draft_vocab_size=shape.draft_vocab_size,
+            target_hidden_size=target.hidden_size,
         )
+        if tuple(shape.feature_layers) != default_feature_layers(target.num_layers):
+            # Heads name the layer whose output they take; ours are numbered by the layer that it enters.
+            found["eagle_config"] = {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.feature_layers],
+            }
+        return found
+
+
+class InitialHead:
+    """A head in a folder, checked against the target that it is to be trained for.
+
+    Attributes:
+        shape: of the trainable head that takes its weights.
+        target_ids: int64 [draft_vocab_size], the target's id of each row of its output matrix, ascending.
+    """
+
+    def __init__(self, folder: Path, target: ModelConfig) -> None:
+        """Raises ConfigError: names the field or tensor at fault, and both values."""
+        self._folder = folder
+        found = algorithm_of(folder)
+        if found != "EAGLE3":
+            raise self._misfit("algorithm", found, "EAGLE3")
+        self._stored = stored_tensors(folder, head_name)
+        config = eagle3_config(read_json(folder / "config.json"), self._stored, target.num_layers)
+        self._check(config, target)
+        self.shape = HeadShape(target, config.draft_vocab_size, config.feature_layers, config.decoder.intermediate_size)
+        self.target_ids, self._order = self._vocabulary(self._stored.pop("d2t", None))
+
+    def head(self, target: Target) -> Eagle3Head:
+        """A trainable head, on the target's device, that computes what the head in the folder does.
+
+        Raises:
+            ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
+        """
+        head = Eagle3Head(self.shape, self.target_ids)
+        weights = {
+            name.replace("midlayer.", "layers.0.", 1): weight.detach() for name, weight in head.named_parameters()
+        }
+        stored = dict(self._stored)
+        embedding = stored.pop(EMBEDDING, None)
+        if embedding is not None:
+            self._check_embedding(embedding, target)
+        check_tensors(stored, weights, self._folder)
+        for name, weight in weights.items():
+            tensor = stored[name].read()
+            weight.copy_(tensor[self._order] if name == OUTPUT else tensor)
+        head.learned = True
+        return head.to(target.device)
+
+    def _vocabulary(self, offsets: Stored | None) -> tuple[Tensor, Tensor]:
+        """Target ids, ascending, and where their rows lie in the folder's output matrix."""
+        size, whole = self.shape.draft_vocab_size, self.shape.target.vocab_size
+        if offsets is None:
+            if size != whole:
+                raise self._misfit("draft_vocab_size", size, f"{whole} where tensor d2t is missing")
+            return torch.arange(size), torch.arange(size)
+        sorted_ids = ids_of_offsets(offsets.read(), size, whole, str(offsets.path)).sort()
+        return sorted_ids.values, sorted_ids.indices
+
+    def _check(self, config: HeadConfig, target: ModelConfig) -> None:
+        decoder, plain = config.decoder, HeadConfig(config.decoder, 0, 0, ())
+        wanted: list[tuple[str, Any, Any]] = [("target_hidden_size", config.target_hidden_size, target.hidden_size)]
+        wanted += [(name, getattr(decoder, name), getattr(target, name)) for name in SHARED]
+        wanted += [("num_hidden_layers", decoder.num_layers, 1)]
+        wanted += [(name, getattr(decoder, name), False) for name in LACKING]
+        # The flags of EAGLE-3 heads, which all have a default.
+        flags = [field.name for field in fields(HeadConfig) if isinstance(field.default, bool)]
+        wanted += [(name, getattr(config, name), getattr(plain, name)) for name in flags]
+        for name, value, needed in wanted:
+            if value != needed:
+                raise self._misfit(name, value, needed)
+
+    def _check_embedding(self, stored: Stored, target: Target) -> None:
+        vocab_size, hidden = self.shape.target.vocab_size, self.shape.target.hidden_size
+        if stored.shape != (vocab_size, hidden):
+            raise self._misfit(stored.name, list(stored.shape), [vocab_size, hidden])
+        # A head is trained and written with the target's own.
+        own = target.embed(torch.arange(vocab_size, device=target.device))
+        if not torch.equal(stored.read().to(own.device, own.dtype), own):
+            raise ConfigError(f"--init-from {self._folder}: tensor {stored.name} is not the target's embedding")
+
+    def _misfit(self, name: str, value: Any, needed: Any) -> ConfigError:
+        return ConfigError(f"--init-from {self._folder}: the head's {name} is {value}, and must be {needed} here")

@@ -1,30 +1,221 @@
-"""What the trainer asks of a drafter: its weights, and how they learn from a batch."""
+"""How drafters learn: the base of their modules, and their unrolled steps against the target's own distribution.
+
+A new kind of head is a `Head`, or a `Drafter` with a `runner` of its own, in one file, and an entry in `drafters`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
+from outrider.layers.rotary import Rotary
+from outrider.models.config import ModelConfig
+from outrider_tools.training.attention import OwnColumns, Spans, own_attention
+from outrider_tools.training.layers import Layer
+from outrider_tools.training.loss import TargetLoss
 from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.target import Target, target_states
 from outrider_tools.training.texts import TextBatch
 
+# Compiled variants of a piece: one for each number of own keys, and a few for each number of targets.
+MAX_VARIANTS = 64
+# The least size of a channel, so that one without content is not blown up.
+MIN_CHANNEL_SIZE = 1e-3
 
-class Learner(Protocol):
-    """A drafter and the way it learns. One trainer works with any of them.
+Wrap = Callable[[Any], Any]
+"""Applied to each piece of a step that may be compiled: a compiler, or what leaves it as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """What drafters run on: M tokens of the sequences in `spans`.
 
     Attributes:
-        packed: whether it wants batches of one shape, with `bounds` (packing.PackedBatches), or padded rectangles.
+        token_ids: int64 [M].
+        embedded: [M, hidden], the target's embeddings of them.
+        features: [M, len(feature_layers) * hidden], the target's.
     """
 
-    packed: bool
+    token_ids: Tensor
+    embedded: Tensor
+    features: Tensor
+    spans: Spans
+
+
+Runner = Callable[[DraftInput, int], Iterator[Tensor]]
+"""Runs a drafter a number of steps ahead at every base at once, each step on what the step before it made: yields
+[M, hidden] of each. Bases whose tokens lie behind their sequence hold nothing of meaning."""
+
+
+class Drafter(nn.Module, ABC):
+    """What is trained. Its state_dict, buffers included, is what a state on disk holds.
+
+    Attributes:
+        feature_layers: layers of the target whose input (`CausalLM.forward_with_features`) it reads.
+        lead: after the first step, what it computes at base i is about the token at i + 1 + lead.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    lead = 1
+
+    @abstractmethod
+    def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
+        """Runs it; `rotary` is the target's."""
+
+    @abstractmethod
+    def public_state(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors by their public names."""
+
+    @abstractmethod
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint's config.json, from its target's."""
+
+    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
+        """Fit what depends on the sizes of the target's features [N, layers * hidden] and embeddings [N, hidden]."""
+
+    def output_rows(self, feature: Tensor) -> Tensor:
+        """What the output matrix takes, [N, hidden], of what the runner gave."""
+        return feature
 
     @property
-    def module(self) -> nn.Module:
-        """What is trained, on its device. Its state_dict, buffers included, is what a state on disk holds."""
+    def output_weight(self) -> Tensor | None:
+        """The output matrix [draft vocabulary, hidden]; None where it is the target's."""
+        return None
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [draft vocabulary], the target's id of each draft id; None where the drafter has all tokens."""
+        return None
+
+    @property
+    def inherited(self) -> list[Tensor]:
+        """Weights that begin as the target's own, and so move less."""
+        return []
+
+
+class Head(Drafter):
+    """Guesses the token after next from the target's features and the next token; has one layer.
+
+    At base t the input is the feature of position t with token t + 1, and the first guess is token t + 2. Step j of
+    the unrolled head takes its own feature of step j - 1 with token t + 1 + j, and guesses token t + 2 + j.
+
+    Attributes:
+        config: the target's.
+        skips_first_token: whether the first pair of a sequence has no token.
+    """
+
+    skips_first_token = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    @abstractmethod
+    def decoder_layer(self) -> Layer:
+        """Its layer."""
+
+    @abstractmethod
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """From a step's tokens and features [M, hidden] to the residual stream [M, hidden] that the layer takes, and
+        the rows [M, width] that its attention projects."""
+
+    def project(self, features: Tensor) -> Tensor:
+        """The target's features as a step takes them, [M, hidden]."""
+        return features
+
+    def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """The step's features [M, hidden], from the stream and what attention found [M, H, D]."""
+        return self.decoder_layer.finish(stream, attended)
+
+    def before_attention(
+        self, embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream, and q [M, H, D], k and v [M, KVH, D]."""
+        stream, rows = self.enter(embedded, feature)
+        return stream, *self.decoder_layer.self_attn.project(rows, cos, sin)
+
+    def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
+        """See Drafter. Step j computes what drafting j + 1 tokens past the root does: see `attention`."""
+        project, before, after = wrap(self.project), wrap(self.before_attention), wrap(self.finish)
+        columns = OwnColumns(wrap)
+
+        def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
+            spans, num_tokens = given.spans, given.token_ids.shape[0]
+            feature = project(given.features)
+            # At the end tokens are missing; zeros take their place.
+            embedded = functional.pad(given.embedded, (0, 0, 0, num_steps))
+            own_k: list[Tensor] = []
+            own_v: list[Tensor] = []
+            for step in range(num_steps):
+                tokens = embedded[1 + step : 1 + step + num_tokens]
+                if step == 0 and self.skips_first_token:
+                    tokens = tokens.masked_fill(spans.positions.unsqueeze(1) == 0, 0.0)
+                angles = rotary.angles(spans.positions + step, feature.dtype)
+                stream, q, k, v = before(tokens, feature, *angles)
+                if step == 0:
+                    true_k, true_v = k, v
+                else:
+                    own_k.append(k)
+                    own_v.append(v)
+                feature = after(stream, own_attention(q, true_k, true_v, own_k, own_v, spans, columns))
+                yield feature
+
+        return run
+
+
+class Learner:
+    """A drafter and how it learns from batches.
+
+    Attributes:
+        fixed_shape: whether it wants batches of one shape.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        module: Drafter,
+        options: TrainerOptions,
+        feature_weight: float = 0.0,
+        *,
+        fixed_shape: bool | None = None,
+        compiled: bool | None = None,
+    ) -> None:
+        """`feature_weight`: of the smooth L1 distance to the target's hidden states, beside the loss on tokens.
+
+        Without `fixed_shape` and `compiled`, the options decide on a GPU; a CPU does without both.
+        """
+        self.module = module
+        on_gpu = target.device.type == "cuda"
+        self.fixed_shape = on_gpu and options.packed if fixed_shape is None else fixed_shape
+        self._target = target
+        self._num_steps = options.unroll
+        self._feature_weight = feature_weight
+        wrap = _compiler(on_gpu and options.compile and self.fixed_shape if compiled is None else compiled)
+        self._loss = TargetLoss(wrap, options.hit_weight)
+        self._run = module.runner(target.rotary, wrap)
+        self._output_rows = wrap(module.output_rows)
+        own = module.output_weight
+        self._output = target.stored_output().to(target.device, target.dtype) if own is None else own
+        whole = torch.arange(target.config.vocab_size, device=target.device)
+        ids = module.target_ids
+        self._target_ids = whole if ids is None else ids
+        self._draft_ids = torch.full_like(whole, -1)
+        self._draft_ids[self._target_ids] = torch.arange(self._target_ids.shape[0], device=target.device)
 
     def prepare(self, batch: TextBatch) -> None:
-        """Called once before the first step of a training that begins anew. The first rank's result is that of all."""
+        """Fit the drafter to a batch; called once before the first step of a training that begins anew."""
+        given, _ = self._given(batch)
+        places = torch.from_numpy(batch.targets[: batch.num_targets]).to(self._target.device)
+        self.module.calibrate(given.features[places], given.embedded[places])
 
     def losses(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
         """The loss of each step that the drafter runs on itself, float32 [steps], with what backward needs; and the
@@ -32,7 +223,124 @@ class Learner(Protocol):
 
         The trainer sums the losses with weights that `decay` gives, and runs backward.
         """
+        given, hidden = self._given(batch)
+        places, counts = self._places(batch)
+        hidden = hidden.index_select(0, places.targets)
+        wanted = self._loss.wanted(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
+        count = counts.sum(dtype=torch.float32)
+        losses, rates = [], []
+        with self._target.autocast():
+            for step, feature in enumerate(self._run(given, self._num_steps)):
+                # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
+                rows = _pick_rows(feature, *places.at(self.module.lead + step))
+                loss, hits = self._loss(self._output_rows(rows), self._output, wanted, count)
+                if self._feature_weight:
+                    loss = loss + self._feature_weight * _distance(rows, hidden, counts)
+                losses.append(loss)
+                rates.append(hits.sum() / count)
+        return torch.stack(losses), torch.stack(rates)
 
     def groups(self, options: TrainerOptions) -> list[dict[str, Any]]:
         """Optimizer groups: `params`, a list of the module's parameters that learn; `peak`, their highest learning
         rate; `kind`, "matrix" for 2-D weights that Muon may take, else "other". Every parameter is in one group."""
+        inherited, peak = self.module.inherited, options.learning_rate
+        known = {id(weight) for weight in inherited}
+        new = [weight for weight in self.module.parameters() if id(weight) not in known]
+        groups = [
+            {"params": [weight for weight in new if weight.dim() == 2], "peak": peak, "kind": "matrix"},
+            {"params": [weight for weight in new if weight.dim() != 2], "peak": peak, "kind": "other"},
+            {"params": inherited, "peak": peak * options.output_share, "kind": "other"},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _given(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
+        """What the drafter runs on, and the target's hidden states [M, hidden]."""
+        target = self._target
+        token_ids = self._put(batch.token_ids)
+        spans = Spans.of(self._put(batch.bounds), token_ids.shape[0], batch.longest)
+        features, hidden = target_states(target.model, token_ids, spans, self.module.feature_layers)
+        return DraftInput(token_ids, target.embed(token_ids), features, spans), hidden
+
+    def _places(self, batch: TextBatch) -> tuple[_Places, Tensor]:
+        """Of the targets, and bool [R]: which of them count."""
+        size, count = batch.targets.size, batch.num_targets
+        found = np.full(batch.token_ids.size + self._num_steps + 1, size, np.int64)
+        found[batch.targets[:count]] = np.arange(count)
+        parts = self._put(np.concatenate([batch.targets, np.arange(size) < count, found])).split(
+            (size, size, found.size)
+        )
+        return _Places(parts[0], parts[2], batch.token_ids.size), parts[1].bool()
+
+    def _put(self, values: NDArray[Any]) -> Tensor:
+        source = torch.from_numpy(values)
+        if self._target.device.type == "cuda":
+            # Copies from other memory wait for all that was asked of the GPU before.
+            source = source.pin_memory()
+        return source.to(self._target.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Of a batch's targets [R] among its `size` tokens, and of each token among the targets."""
+
+    targets: Tensor
+    found: Tensor
+    size: int
+
+    def at(self, lead: int) -> tuple[Tensor, Tensor]:
+        """Bases so many tokens before the targets [R], and where each base [size] is among them, R for nowhere."""
+        return self.targets - lead, self.found[lead : lead + self.size]
+
+
+def _compiler(on: bool) -> Wrap:
+    """What turns a piece into a compiled one of fixed shapes; leaves it as it is unless `on`."""
+    if not on:
+        return lambda piece: piece
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
+    return lambda piece: torch.compile(piece, dynamic=False, fullgraph=True)
+
+
+def _distance(rows: Tensor, true: Tensor, counts: Tensor) -> Tensor:
+    """Smooth L1 between own and true features [R, hidden], each channel in units of its own size: a scalar, the mean
+    over the rows where bool `counts` [R] is True."""
+    share = (counts / counts.sum()).unsqueeze(1)
+    scale = (true.float().square() * share).sum(0).sqrt().clamp_(min=MIN_CHANNEL_SIZE)
+    distance = functional.smooth_l1_loss(rows.float() / scale, true.float() / scale, reduction="none")
+    return (distance * share).sum(0).mean()
+
+
+def _pick_rows(matrix: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Rows of a matrix [M, K] at int64 `rows` [R]; `places` int64 [M] has where each row went, R for nowhere."""
+    picked: Tensor = _PickRows.apply(matrix, rows, places)  # type: ignore[no-untyped-call]
+    return picked
+
+
+class _PickRows(torch.autograd.Function):
+    """Rows of a matrix, each at most once, so that backward is a look-up too."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return matrix.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Nothing for rows that were picked a second time.
+        (places,) = ctx.saved_tensors
+        return functional.pad(grad, (0, 0, 0, 1)).index_select(0, places), None, None
+
+
+def channel_sizes(rows: Tensor, least: float = MIN_CHANNEL_SIZE) -> Tensor:
+    """Root mean square of each channel over rows [N, C], and no less than `least`: float32 [C].
+
+    Channels of features and embeddings differ a hundredfold in some targets.
+    """
+    return rows.float().square().mean(0).sqrt().clamp_(min=least)
+
+
+def levelling_weight(sizes: Tensor) -> Tensor:
+    """[C]: the weight of an RMS norm, which divides all channels by one number, from which channels of these sizes [C]
+    come out alike."""
+    return sizes.square().mean().sqrt() / sizes

@@ -35,28 +35,7 @@ class Wanted:
     best: Tensor
 
 
-@torch.no_grad()
-def wanted_at(model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor) -> Wanted:
-    """The target's distribution at `hidden` [R, hidden_size].
-
-    `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
-    tokens that the drafter does not have.
-    """
-    return Teaching(lambda piece: piece).wanted(model, hidden, target_ids, draft_ids)
-
-
-def soft_cross_entropy(rows: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
-    """Mean over R rows [R, hidden] of -sum(chances * log softmax(rows @ weight^T)); `weight` [draft vocab, hidden].
-
-    Chances that add up to less than one weigh their row accordingly.
-
-    Returns:
-        the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
-    """
-    return Teaching(lambda piece: piece).loss(rows, weight, wanted)
-
-
-class Teaching:
+class TargetLoss:
     """What is wanted, and the loss against it; `wrap` is applied to what passes over logits: a compiler, or nothing.
 
     With a `hit_weight` above 0 the loss is (1 - hit_weight) * cross-entropy + hit_weight * hit loss (`_hit_slopes`).
@@ -70,18 +49,13 @@ class Teaching:
         self._slopes = wrap(_mixed(hit_weight) if hit_weight else _slopes)
 
     @torch.no_grad()
-    def wanted(
-        self,
-        model: CausalLM,
-        hidden: Tensor,
-        target_ids: Tensor,
-        draft_ids: Tensor,
-        counts: Tensor | None = None,
-    ) -> Wanted:
-        """See `wanted_at`. Rows where bool `counts` [R] is False want nothing."""
+    def wanted(self, model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> Wanted:
+        """The target's distribution at `hidden` [R, hidden_size]. Rows where bool `counts` [R] is False want nothing.
+
+        `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
+        tokens that the drafter does not have.
+        """
         chances, best = [], []
-        if counts is None:
-            counts = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
         parts = zip(_chunks(hidden, draft_ids.shape[0]), _chunks(counts, draft_ids.shape[0]), strict=True)
         for rows, counting in parts:
             found = self._chances(model.logits(rows), target_ids, draft_ids, counting)
@@ -89,8 +63,14 @@ class Teaching:
             best.append(found[1])
         return Wanted(torch.cat(chances), torch.cat(best))
 
-    def loss(self, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `soft_cross_entropy`; `count`, a float32 scalar, is what the sum is divided by in place of R."""
+    def __call__(self, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over R rows [R, hidden] of -sum(chances * log softmax(rows @ weight^T)), divided by the scalar `count`.
+
+        `weight` is [draft vocabulary, hidden]. Chances that add up to less than one weigh their row accordingly.
+
+        Returns:
+            the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
+        """
         loss, hits = _SoftCrossEntropy.apply(rows, weight, wanted, count, self._slopes)  # type: ignore[no-untyped-call]
         return loss, hits
 
@@ -150,11 +130,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor | None, slopes: Callable[..., Any]
+        ctx: Any, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor, slopes: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         num_rows = rows.shape[0]
-        if count is None:
-            count = torch.full((), float(num_rows), device=rows.device)
         cast = weight.to(rows.dtype)
         grad_rows = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

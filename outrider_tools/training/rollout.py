@@ -1,19 +1,132 @@
-"""A draft model over one known text: once with the target's features, and then ahead of them from many roots at once.
-
-Row b of the text is what the draft model runs at position b: token b, or for a head token b + 1 with the feature of
-position b. A root is a token of the text; its row and the rows of its tree see the rows before it, and their own path.
-"""
+"""A draft model over one known text: with the target's features, and ahead of them from many roots at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.attention.base import TokenBatch
+from kernels.gumbel import gumbel as device_gumbel
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.torch_backend import HeadSplit
+from outrider.cache.kv import KVCache
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
-from outrider_tools.training.rollout_attention import BranchAttention, BranchBatch, TextAttention
+from outrider.sampling.noise import gumbel
+from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
+from outrider_tools.training.options import TreeShape
+
+
+class Ranking:
+    """Edge scores of one answer's candidates, as `HostProposer` and `Proposer` compute them for a node at a time.
+
+    The noise of a token depends on its position alone, so it is computed once for all nodes of all trees.
+    """
+
+    def __init__(self, model: DraftModel, temperature: float, seed: int, num_positions: int) -> None:
+        """`num_positions` bounds the positions of candidates; `seed` and choice 0 key the noise."""
+        self._divisor, self._tau, noisy = model.edge_scale.columns(temperature, True)
+        ids = torch.arange(model.vocab_size, device=model.device) if model.target_ids is None else model.target_ids
+        self._target_ids = ids.long()
+        self._whole = model.target_ids is None
+        self._noise = self._draw(seed, num_positions) if noisy else None
+
+    def edges(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """float32 [N, V], at most 0; `logits` [N, V] may be overwritten. `positions` [N] are the candidates' own."""
+        logits = logits.div_(self._divisor)
+        if self._noise is not None:
+            logits = logits.add_(self._noise[positions]).div_(self._tau)
+        return logits.log_softmax(-1)
+
+    def best(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """int64 [N], the target's id of the best candidate."""
+        if self._noise is not None:
+            logits = logits.div_(self._divisor).add_(self._noise[positions])
+        return self._target_ids[logits.argmax(-1)]
+
+    def target_id(self, draft_ids: Tensor) -> Tensor:
+        """int64, the same shape."""
+        return self._target_ids[draft_ids]
+
+    def _draw(self, seed: int, num_positions: int) -> Tensor:
+        """float32 [num_positions, V]."""
+        ids = self._target_ids
+        if ids.device.type == "cuda":
+            positions = torch.arange(num_positions, dtype=torch.int32, device=ids.device)
+            keys = noise_keys([seed] * num_positions).to(ids.device)
+            if self._whole:
+                return device_gumbel(keys, positions, ids.shape[0])
+            return device_gumbel(keys, positions, 0, ids.int().expand(num_positions, -1).contiguous())
+        wanted = ids.numpy()
+        rows = [gumbel(seed, 0, position, wanted) for position in range(num_positions)]
+        return torch.from_numpy(np.stack(rows))
+
+
+def noise_keys(seeds: list[int]) -> Tensor:
+    """int32 [N, 3], what the device's noise is keyed by: seed, low and high word, and choice 0."""
+    words = [[seed & 0xFFFFFFFF, seed >> 32, 0] for seed in seeds]
+    return torch.from_numpy(np.array(words, np.uint32).view(np.int32))
+
+
+@dataclass(slots=True)
+class BranchBatch(TokenBatch):
+    """`bases` int64 [N], how many rows of the text each node sees; `parents` as in `Branches.run`."""
+
+    bases: Tensor
+    parents: Tensor
+
+
+class BranchAttention(AttentionBackend):
+    """Attention of nodes to the text before their root, and to the path from there to them."""
+
+    def __init__(self, text: SpanAttention) -> None:
+        self.text = text
+        self.own: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """See AttentionBackend."""
+        if not isinstance(batch, BranchBatch):
+            raise ValueError("nodes below a text's roots need a batch that says where they stand")
+        return _BranchPlan(self, batch, HeadSplit(batch, kv, num_heads, rotary))
+
+
+class _BranchPlan(AttentionPlan):
+    def __init__(self, backend: BranchAttention, batch: BranchBatch, split: HeadSplit) -> None:
+        self._backend = backend
+        self._batch = batch
+        self._split = split
+        length = backend.text.kept[0][0].shape[0]
+        self._hidden = torch.arange(length, device=batch.bases.device) >= batch.bases.unsqueeze(1)
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """See AttentionPlan."""
+        q, k, v = self._split(heads, qk_norm)
+        text_k, text_v = self._backend.text.kept[layer]
+        own_k, own_v = self._extend(layer, k, v)
+        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+        scale = q.shape[-1] ** -0.5
+        text = torch.einsum("nkgd,tkd->nkgt", q, text_k).float() * scale
+        text = text.masked_fill_(self._hidden[:, None, None], float("-inf"))
+        own = torch.einsum("nkgd,nkjd->nkgj", q, own_k).float() * scale
+        weights = torch.cat([text, own], -1).softmax(-1).to(v.dtype)
+        text, own = weights.split((text.shape[-1], own.shape[-1]), -1)
+        found = torch.einsum("nkgt,tkd->nkgd", text, text_v) + torch.einsum("nkgj,nkjd->nkgd", own, own_v)
+        return found.flatten(1)
+
+    def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes' own keys and values behind those of their parents."""
+        before = self._backend.own.get(layer)
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
+        if before is not None:
+            k, v = (torch.cat([old[self._batch.parents], new], 2) for old, new in zip(before, (k, v), strict=True))
+        self._backend.own[layer] = (k, v)
+        return k, v
+
 
 # Logits that are in memory at a time.
 CHUNK_LOGITS = 2**27
@@ -34,9 +147,10 @@ class TextDraft:
         self.token_ids = token_ids
         self.offset = 0 if features is None else 1
         self.features = None if features is None else model.project(features)
-        self.attention = TextAttention()
+        self.attention = SpanAttention(keep=True)
         tokens = token_ids[self.offset :]
-        batch = TokenBatch(tokens, torch.arange(tokens.shape[0], device=tokens.device))
+        spans = Spans.whole(tokens.shape[0], tokens.device)
+        batch = SpanBatch(tokens, spans.positions, spans)
         before = None if self.features is None else self.features[:-1]
         # Nothing is written to the cache, which tells its heads and dtype alone.
         self.rows, self.child_features = model.forward(batch, before, model.new_kv(1), self.attention)
@@ -89,3 +203,105 @@ class Branches:
         batch = BranchBatch(tokens, bases + self._depth, bases, parents)
         self._depth += 1
         return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self._attention)
+
+
+# Roots that are grown at a time.
+CHUNK_ROOTS = 128
+
+
+@dataclass(slots=True)
+class _Level:
+    """Nodes of one depth: R roots, W places each. Places that hold no node have score -inf."""
+
+    tokens: Tensor
+    scores: Tensor
+    on_text: Tensor
+    parents: Tensor
+    """int64 [R, W], place of the parent among the nodes that were run last."""
+
+
+@torch.inference_mode()
+def tree_accepts(
+    draft: TextDraft, ranking: Ranking, shape: TreeShape, first_root: int = 1, all_roots: bool = True
+) -> Tensor:
+    """Accepted nodes after each root from `first_root` on, int64 [T]; 0 for those before.
+
+    Without `all_roots` only those count that decoding from `first_root` comes to, one after the other: less work, and
+    less of it at a time.
+
+    The tree of a root is the `shape.nodes` nodes with the best path scores, found level by level: a node that is not
+    among the best so far cannot be in the end, since scores only fall along a path, and is not run.
+    """
+    token_ids = draft.token_ids
+    accepted = torch.zeros_like(token_ids)
+    if not all_roots:
+        root = max(draft.offset, first_root)
+        while root < token_ids.shape[0] - 1:
+            accepted[root] = _grow(draft, ranking, torch.tensor([root], device=token_ids.device), shape)[0]
+            root += int(accepted[root]) + 1
+        return accepted
+    for start in range(max(draft.offset, first_root), token_ids.shape[0] - 1, CHUNK_ROOTS):
+        roots = torch.arange(start, min(start + CHUNK_ROOTS, token_ids.shape[0] - 1), device=token_ids.device)
+        accepted[roots] = _grow(draft, ranking, roots, shape)
+    return accepted
+
+
+def _grow(draft: TextDraft, ranking: Ranking, roots: Tensor, shape: TreeShape) -> Tensor:
+    """Accepted nodes [R] of the trees of some roots."""
+    num_roots = roots.shape[0]
+    # The root itself is level 0: one node that is always there, run with the feature of its own row.
+    level = _Level(
+        draft.token_ids[roots].unsqueeze(1),
+        torch.zeros(num_roots, 1, device=roots.device),
+        torch.ones(num_roots, 1, dtype=torch.bool, device=roots.device),
+        torch.arange(num_roots, device=roots.device).unsqueeze(1),
+    )
+    branches = Branches(draft, roots)
+    features = branches.root_features
+    scores = torch.empty(num_roots, 0, device=roots.device)
+    on_text = torch.empty(num_roots, 0, dtype=torch.bool, device=roots.device)
+    chosen = on_text
+    for depth in range(shape.depth):
+        places = level.scores.isfinite().flatten().nonzero()[:, 0]
+        if not places.numel():
+            break
+        owners, parents = places // level.scores.shape[1], level.parents.flatten()[places]
+        before = None if features is None else features[parents]
+        rows, features = branches.run(level.tokens.flatten()[places], owners, before, parents)
+        edges, ids = _candidates(draft, ranking, rows, roots[owners] + depth + 1, shape.branching)
+        level = _children(level, places, edges, ids, draft.following(roots + depth + 1), shape.nodes)
+        scores, on_text = torch.cat([scores, level.scores], 1), torch.cat([on_text, level.on_text], 1)
+        best = scores.topk(min(shape.nodes, scores.shape[1]), 1)
+        chosen = on_text.gather(1, best.indices) & best.values.isfinite()
+        # What has fallen out of the best is not run.
+        level.scores = torch.where(level.scores >= best.values[:, -1:], level.scores, float("-inf"))
+    return chosen.sum(1)
+
+
+def _candidates(
+    draft: TextDraft, ranking: Ranking, rows: Tensor, positions: Tensor, branching: int
+) -> tuple[Tensor, Tensor]:
+    """Edge scores and target ids of the best children of N nodes, [N, branching] both."""
+    edges, ids = [], []
+    for place, logits in draft.logits(rows):
+        found = ranking.edges(logits, positions[place]).topk(min(branching, logits.shape[1]), 1)
+        edges.append(found.values)
+        ids.append(ranking.target_id(found.indices))
+    return torch.cat(edges), torch.cat(ids)
+
+
+def _children(level: _Level, places: Tensor, edges: Tensor, ids: Tensor, following: Tensor, most: int) -> _Level:
+    """The next level: the best `most` children of all nodes of a level, of which those at `places` were run."""
+    num_roots, width = level.scores.shape
+    count = edges.shape[1]
+    all_edges = torch.full((num_roots * width, count), float("-inf"), device=edges.device)
+    all_ids = torch.full((num_roots * width, count), -1, device=edges.device)
+    runs = torch.zeros(num_roots * width, dtype=torch.int64, device=edges.device)
+    all_edges[places], all_ids[places] = edges, ids
+    runs[places] = torch.arange(places.shape[0], device=edges.device)
+    scores = (level.scores.unsqueeze(2) + all_edges.view(num_roots, width, count)).flatten(1)
+    best = scores.topk(min(most, scores.shape[1]), 1)
+    parents = best.indices // count
+    tokens = all_ids.view(num_roots, -1).gather(1, best.indices)
+    on_text = level.on_text.gather(1, parents) & (tokens == following.unsqueeze(1)) & best.values.isfinite()
+    return _Level(tokens, best.values, on_text, runs.view(num_roots, width).gather(1, parents))

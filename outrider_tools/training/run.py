@@ -13,19 +13,17 @@ import numpy as np
 import torch
 
 import outrider
-from outrider_tools.training.card import write_card
-from outrider_tools.training.evaluation_stage import load_drafter, measure
-from outrider_tools.training.export import export_drafter
-from outrider_tools.training.initial_head import resolved
+from outrider_tools.training.card import write_card, write_plots
+from outrider_tools.training.corpus import WORK_FOLDER, run_texts
+from outrider_tools.training.drafters import export_drafter, make_learner, resolved
+from outrider_tools.training.evaluate import load_drafter, measure
+from outrider_tools.training.figures import length_table, rate_table
+from outrider_tools.training.options import STATE_FILE, RunOptions, check_resumed
 from outrider_tools.training.parallel import Peers
-from outrider_tools.training.plots import write_plots
 from outrider_tools.training.prompts import ChatForm
 from outrider_tools.training.report import Report
-from outrider_tools.training.run_options import STATE_FILE, RunOptions, check_resumed
-from outrider_tools.training.tables import length_table, rate_table
 from outrider_tools.training.target import Target
-from outrider_tools.training.text_stage import WORK_FOLDER, run_texts
-from outrider_tools.training.trainee import make_trainee
+from outrider_tools.training.texts import coverage
 from outrider_tools.training.trainer import Trainer
 
 RECORD_FILE = "training.json"
@@ -68,14 +66,14 @@ def train(
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
 
     check_resumed(work, options)
-    trainee = make_trainee(target, texts, options)
-    trainer = Trainer(trainee.learner, texts, options.trainer, work / STATE_FILE, peers)
-    history = trainer.run(report.point)
+    learner = make_learner(target, texts, options)
+    module, ids = learner.module, learner.module.target_ids
+    history = Trainer(learner, texts, options.trainer, work / STATE_FILE, peers).run(report.point)
     peers.leave()
     if not peers.first:
         return
     clock.lap("training")
-    num_bytes = export_drafter(trainee.module, model_folder, out)
+    num_bytes = export_drafter(module, model_folder, out)
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
     evaluations = measure(
@@ -99,9 +97,9 @@ def train(
         "questions_given": found.num_given,
         "answers": len(texts),
         "answer_tokens": texts.num_answer_tokens,
-        "trained_parameters": sum(parameter.numel() for parameter in trainee.module.parameters()),
+        "trained_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "weight_bytes": num_bytes,
-        **trainee.facts,
+        "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),
         "options": _plain(asdict(options)),
         "seconds": clock.seconds,
         "training": asdict(history),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,10 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.weights import TensorReader
-from outrider_tools.training.decoder import Layer, Norm, matrix
-from outrider_tools.training.dense import target_states
-from outrider_tools.training.feature_learner import groups_of, output_matrix
-from outrider_tools.training.loss import soft_cross_entropy, wanted_at
-from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.padded import on_device
-from outrider_tools.training.target import Target
-from outrider_tools.training.texts import TextBatch
+from outrider_tools.training.attention import OwnColumns, Spans, own_attention
+from outrider_tools.training.layers import Layer, Norm, matrix
+from outrider_tools.training.learner import Drafter, DraftInput, Runner, Wrap
+from outrider_tools.training.target import EMBEDDING, Target
 
 
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
@@ -48,8 +45,11 @@ def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> Mode
     )
 
 
-class SmallModel(nn.Module):
-    """A decoder-only language model under Hugging Face's names, without their leading `model.`."""
+class SmallModel(Drafter):
+    """A decoder-only language model under Hugging Face's names, without their leading `model.`. It has no features to
+    run ahead on, so it learns from one step."""
+
+    lead = 0
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -60,108 +60,85 @@ class SmallModel(nn.Module):
         self.lm_head = None if config.tie_embeddings else matrix(config.hidden_size, config.vocab_size)
 
     @property
-    def output(self) -> Tensor:
-        """[vocabulary, hidden]."""
+    def output_weight(self) -> Tensor:
+        """See Drafter."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, token_ids: Tensor, rotary: Rotary) -> Tensor:
-        """Hidden states [B, T, hidden] after the last norm, of padded sequences int64 [B, T]."""
+    @property
+    def inherited(self) -> list[Tensor]:
+        """See Drafter: embedding and output matrix."""
+        return [self.embed_tokens.weight, *([] if self.lm_head is None else [self.lm_head.weight])]
+
+    def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
+        """See Drafter."""
+
+        def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
+            yield self(given.token_ids, given.spans, rotary)
+
+        return run
+
+    def forward(self, token_ids: Tensor, spans: Spans, rotary: Rotary) -> Tensor:
+        """Hidden states [M, hidden] after the last norm, of sequences one after the other, int64 [M]."""
         stream = self.embed_tokens(token_ids)
         if torch.is_autocast_enabled(token_ids.device.type):
             stream = stream.to(torch.get_autocast_dtype(token_ids.device.type))
-        angles = rotary.angles(torch.arange(token_ids.shape[1], device=token_ids.device), stream.dtype)
-        for layer in self.layers:
-            stream = layer(stream, angles)
+        angles = rotary.angles(spans.positions, stream.dtype)
+        nothing = OwnColumns(lambda piece: piece)
+        for layer in cast(Iterable[Layer], self.layers):
+            q, k, v = layer.self_attn.project(layer.input_layernorm(stream), *angles)
+            stream = layer.finish(stream, own_attention(q, k, v, [], [], spans, nothing))
         rows: Tensor = self.norm(stream)
         return rows
 
     def public_state(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors by their public names."""
+        """See Drafter."""
         return {
             name if name.startswith("lm_head.") else f"model.{name}": tensor.detach()
             for name, tensor in self.state_dict().items()
         }
 
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """See Drafter: the target's, with the small model's sizes."""
+        config = self.config
+        fields = {
+            **target_fields,
+            "num_hidden_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+        }
+        # Lists with an entry a layer are the target's and fit no longer, and the small model has no MTP modules.
+        lacking = ("layer_types", "num_nextn_predict_layers")
+        return {name: value for name, value in fields.items() if name not in lacking}
 
-@torch.no_grad()
-def start_small_model(model: SmallModel, target: Target) -> None:
-    """Begin with the target's own weights.
+    @torch.no_grad()
+    def start(self, target: Target) -> None:
+        """Begin with the target's own weights.
 
-    Of the same width: embedding, output matrix, last norm, and layers spread over the target's from its first to its
-    last. Narrower: the embedding's (and output matrix's) main directions; the rest stays random.
-    """
-    config = target.config
-    same = model.config.hidden_size == config.hidden_size
-    with TensorReader(target.folder) as reader:
-        embedding = reader.tensor("model.embed_tokens.weight").float()
-        directions = None if same else _directions(embedding, model.config.hidden_size)
-        model.embed_tokens.weight.copy_(embedding if directions is None else embedding @ directions)
-        if model.lm_head is not None:
-            output = output_matrix(target).float()
-            model.lm_head.weight.copy_(output if directions is None else output @ directions)
+        Of the same width: embedding, output matrix, last norm, and layers spread over the target's from its first to
+        its last. Narrower: the embedding's (and output matrix's) main directions; the rest stays random.
+        """
+        config = target.config
+        same = self.config.hidden_size == config.hidden_size
+        embedding = target.stored(EMBEDDING).float()
+        directions = None if same else _directions(embedding, self.config.hidden_size)
+        self.embed_tokens.weight.copy_(embedding if directions is None else embedding @ directions)
+        if self.lm_head is not None:
+            output = target.stored_output().float()
+            self.lm_head.weight.copy_(output if directions is None else output @ directions)
         if not same:
             return
-        model.norm.weight.copy_(reader.tensor("model.norm.weight").float())
-        chosen = torch.linspace(0, config.num_layers - 1, model.config.num_layers).round().long().tolist()
-        for layer, number in zip(model.layers, chosen, strict=True):
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(reader.tensor(f"model.layers.{number}.{name}").float())
+        self.norm.weight.copy_(target.stored("model.norm.weight").float())
+        chosen = torch.linspace(0, config.num_layers - 1, self.config.num_layers).round().long().tolist()
+        with TensorReader(target.folder) as reader:
+            for layer, number in zip(self.layers, chosen, strict=True):
+                for name, parameter in layer.named_parameters():
+                    parameter.copy_(reader.tensor(f"model.layers.{number}.{name}").float())
 
 
 def _directions(embedding: Tensor, count: int) -> Tensor:
     """[hidden, count]: the directions that most of the embedding lies in, the first ones first."""
     found: Tensor = torch.linalg.eigh(embedding.t() @ embedding).eigenvectors
     return found[:, -count:].flip(1)
-
-
-class StandaloneLearner:
-    """See Learner. One step: a language model has no features to run ahead on."""
-
-    module: nn.Module
-    packed = False
-
-    def __init__(self, target: Target, model: SmallModel) -> None:
-        self.module = self._model = model
-        self._target = target
-        self._rotary = Rotary(model.config.rope, model.config.head_dim, target.device)
-        self._ids = torch.arange(target.config.vocab_size, device=target.device)
-
-    def prepare(self, batch: TextBatch) -> None:
-        """See Learner."""
-
-    def losses(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """See Learner."""
-        target = self._target
-        token_ids, places = on_device(batch, target.device)
-        _, hidden = target_states(target.model, token_ids, (0,))
-        wanted = wanted_at(target.model, hidden.flatten(0, 1).index_select(0, places), self._ids, self._ids)
-        with target.autocast():
-            rows = self._model(token_ids, self._rotary).flatten(0, 1).index_select(0, places)
-            loss, hits = soft_cross_entropy(rows, self._model.output, wanted)
-        return loss.unsqueeze(0), hits.float().mean().unsqueeze(0)
-
-    def groups(self, options: TrainerOptions) -> list[dict[str, Any]]:
-        """See Learner. Embedding and output matrix begin as the target's own, and so move less."""
-        model, peak = self._model, options.learning_rate
-        given = [model.embed_tokens.weight]
-        if model.lm_head is not None:
-            given.append(model.lm_head.weight)
-        own = {id(parameter) for parameter in given}
-        new = [parameter for parameter in model.parameters() if id(parameter) not in own]
-        first = {"params": given, "peak": peak * options.output_share, "kind": "other"}
-        return [*groups_of(new, peak), first]
-
-
-def small_fields(config: ModelConfig, target_fields: dict[str, Any]) -> dict[str, Any]:
-    """config.json: the target's, with the small model's sizes."""
-    fields = {
-        **target_fields,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-    }
-    # Lists with an entry a layer are the target's and fit no longer; so are modules that the small model has not got.
-    return {name: value for name, value in fields.items() if name not in ("layer_types", "num_nextn_predict_layers")}

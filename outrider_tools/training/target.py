@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from torch.nn import functional
 
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.models.weights import TensorReader
-from outrider_tools.training.eagle3 import Eagle3Head
+from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class Target:
@@ -26,22 +30,38 @@ class Target:
         self.model = load_model(folder, self.dtype, device)
         self.config: ModelConfig = self.model.config
         self.rotary = Rotary(self.config.rope, self.config.head_dim, device)
-        with TensorReader(folder) as reader:
-            embedding = reader.tensor("model.embed_tokens.weight")
-        self._embedding = embedding.to(device, self.dtype)
+        self._embedding = self.stored(EMBEDDING).to(device, self.dtype)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor of the checkpoint, on the CPU and in its file's dtype."""
+        with TensorReader(self.folder) as reader:
+            return reader.tensor(name)
+
+    def stored_output(self) -> Tensor:
+        """The output matrix [vocab_size, hidden], likewise."""
+        return self.stored(EMBEDDING if self.config.tie_embeddings else "lm_head.weight")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [..., hidden] of int64 [...]."""
         return functional.embedding(token_ids, self._embedding)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Heads are float32 and compute in the target's dtype."""
+        """Drafters are float32 and compute in the target's dtype."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-    @torch.no_grad()
-    def start(self, head: Eagle3Head) -> None:
-        """Give a new head the target's final norm and the rows of its output matrix: it then speaks its language."""
-        with TensorReader(self.folder) as reader:
-            name = "model.embed_tokens.weight" if self.config.tie_embeddings else "lm_head.weight"
-            head.lm_head.weight.copy_(reader.tensor(name)[head.target_ids.cpu()].float())
-            head.norm.weight.copy_(reader.tensor("model.norm.weight").float())
+
+def target_states(
+    model: CausalLM, token_ids: Tensor, spans: Spans, feature_layers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Run the target over the sequences of `spans`, token ids int64 [M].
+
+    Returns:
+        features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states [M, hidden]
+        that `model.logits` takes. Both may be saved for a backward pass.
+    """
+    batch = SpanBatch(token_ids, spans.positions, spans)
+    # Nothing is written to the cache, which tells its heads and dtype alone.
+    hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(), feature_layers)
+    # Copies: autograd refuses to keep tensors that inference mode made.
+    hidden = hidden.clone()
+    return torch.cat(layers, 1) if layers else hidden[:, :0], hidden

@@ -1,9 +1,9 @@
-"""Token sequences to train on, and how they are put into batches."""
+"""Token sequences to train on, how they are put into batches, and the vocabulary that they are made of."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from outrider.errors import ConfigError
+
 Tokens = Sequence[int] | NDArray[np.int32]
 
-# Sequences of like length share a batch: they are sorted within this many batches' worth of shuffled ones.
-SORTED_BATCHES = 32
-# Batches are padded to multiples of this, so that few shapes occur.
-LENGTH_STEP = 16
+# Room for targets beyond their mean share: batches of one shape that hold still more of them leave some out.
+SPARE_TARGETS = 1.05
+# Rows of targets come in multiples of this, in batches of one shape.
+TARGET_STEP = 1024
+# Sequences of a batch, at most: one for so many tokens, and always so many.
+TOKENS_A_SEQUENCE, MIN_SEQUENCES = 64, 8
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,12 @@ class Texts:
     @classmethod
     def join(cls, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> Texts:
         """Of prompts and their answers."""
-        parts: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        parts: list[Tokens] = [np.empty(0, np.int32)]
         for prompt, answer in zip(prompts, answers, strict=True):
-            parts += [np.asarray(prompt, np.int32), np.asarray(answer, np.int32)]
+            parts += [prompt, answer]
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
-        return cls(
-            np.concatenate(parts),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.array([len(prompt) for prompt in prompts], np.int32),
-        )
+        tokens = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+        return cls(tokens, _offsets(lengths), np.array([len(prompt) for prompt in prompts], np.int32))
 
     @classmethod
     def together(cls, parts: Sequence[Texts]) -> Texts:
@@ -52,7 +53,7 @@ class Texts:
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([part.tokens for part in parts]),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            _offsets(lengths),
             np.concatenate([part.prompt_lens for part in parts]),
         )
 
@@ -70,7 +71,7 @@ class Texts:
             return self
         return Texts(
             self.tokens[np.repeat(kept, self.lengths)],
-            np.concatenate([[0], np.cumsum(self.lengths[kept])]).astype(np.int64),
+            _offsets(self.lengths[kept]),
             self.prompt_lens[kept],
         )
 
@@ -111,91 +112,122 @@ class Texts:
         return cls(**load_file(path))
 
 
+def _offsets(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
 @dataclass(frozen=True)
 class TextBatch:
-    """B sequences, padded on the right to T tokens; or, with `bounds`, any number one after the other. In host memory.
+    """Sequences one after the other, M tokens in all. In host memory.
 
     Attributes:
-        token_ids: int64 [B, T]; B is 1 with `bounds`.
-        targets: int64 [R], places in the flattened [B * T] whose next token the target chose and knew well enough
-            about: the drafter is taught the target's distribution there.
+        token_ids: int64 [M].
+        targets: int64 [R], places whose next token the target chose and knew well enough about: the drafter is taught
+            the target's distribution there.
         num_targets: how many of `targets` count; those behind repeat a place so that all batches are of one shape.
         bounds: int32 [S + 1], sequence s is tokens bounds[s] to bounds[s + 1] - 1. Padding is sequences of its own;
             the last ones may be empty.
-        longest: with `bounds`, no sequence of any batch is longer.
+        longest: no sequence of any batch is longer.
     """
 
     token_ids: NDArray[np.int64]
     targets: NDArray[np.int64]
     num_targets: int
-    bounds: NDArray[np.int32] | None = None
-    longest: int = 0
-
-
-def make_batch(texts: Texts, numbers: NDArray[np.int64], first_target: int) -> TextBatch:
-    """Pad some sequences to one rectangle. Places before `first_target` of a sequence are no targets."""
-    lengths = texts.lengths[numbers]
-    width = -(-int(lengths.max()) // LENGTH_STEP) * LENGTH_STEP
-    token_ids = np.zeros((len(numbers), width), np.int64)
-    targets = []
-    for row, number in enumerate(numbers):
-        sequence = texts.sequence(int(number))
-        token_ids[row, : len(sequence)] = sequence
-        first = max(int(texts.prompt_lens[number]) - 1, first_target)
-        targets.append(np.arange(first, len(sequence) - 1, dtype=np.int64) + row * width)
-    places = np.concatenate(targets)
-    return TextBatch(token_ids, places, places.size)
+    bounds: NDArray[np.int32]
+    longest: int
 
 
 class Batches:
-    """Every sequence once an epoch, in an order that a seed decides, in padded rectangles of about `num_tokens`."""
+    """Every sequence that has targets once an epoch, in an order that a seed decides, in batches of `num_tokens`.
 
-    def __init__(self, texts: Texts, num_tokens: int, first_target: int) -> None:
+    With `fixed_shape` all batches are padded to one shape, so that nothing is compiled or captured twice; else they
+    have at most so many tokens, unless a single sequence has more.
+
+    Attributes:
+        longest: no sequence of any batch has more tokens.
+        num_targets: with `fixed_shape`, the length of each batch's `targets`.
+    """
+
+    def __init__(self, texts: Texts, num_tokens: int, first_target: int, fixed_shape: bool = False) -> None:
+        """Places before `first_target` of a sequence are no targets.
+
+        Raises ConfigError where a sequence is longer than a batch of one shape.
+        """
         self._texts = texts
         self._num_tokens = num_tokens
-        self._first_target = first_target
-        self._targets = count_targets(texts, first_target)
+        self._fixed_shape = fixed_shape
+        self._lengths = texts.lengths
+        self._first = np.maximum(texts.prompt_lens.astype(np.int64) - 1, first_target)
+        targets = np.maximum(self._lengths - 1 - self._first, 0)
+        self._numbers = np.flatnonzero(targets)
+        kept = self._lengths[self._numbers]
+        self.longest = int(kept.max(initial=1))
+        if fixed_shape and self.longest > num_tokens:
+            raise ConfigError(f"batch_tokens {num_tokens} is less than the longest text's {self.longest} tokens")
+        share = float(targets.sum() / max(1, int(kept.sum())))
+        step = min(TARGET_STEP, num_tokens)
+        self.num_targets = min(num_tokens, -(-int(num_tokens * share * SPARE_TARGETS) // step) * step)
+        # Padding takes sequences too.
+        self._max_sequences = max(MIN_SEQUENCES, num_tokens // TOKENS_A_SEQUENCE)
+        self._num_bounds = self._max_sequences + -(-num_tokens // self.longest) + 1
 
     def groups(self, seed: int) -> list[NDArray[np.int64]]:
-        """An epoch: the numbers of each batch's sequences. A batch has targets."""
-        groups = _epoch(self._texts.lengths, self._num_tokens, seed)
-        return [group for group in groups if self._targets[group].any()]
+        """An epoch: the numbers of each batch's sequences."""
+        random = np.random.default_rng(seed)
+        order = self._numbers[random.permutation(len(self._numbers))]
+        ends = np.cumsum(self._lengths[order])
+        groups, start, before = [], 0, 0
+        while start < len(order):
+            end = int(np.searchsorted(ends, before + self._num_tokens, "right"))
+            end = max(start + 1, min(end, start + self._max_sequences))
+            groups.append(order[start:end])
+            start, before = end, int(ends[end - 1])
+        return groups
 
     def batch(self, numbers: NDArray[np.int64]) -> TextBatch:
         """Of one group."""
-        return make_batch(self._texts, numbers, self._first_target)
+        bounds, places = [0], []
+        for number in numbers.tolist():
+            begin = bounds[-1]
+            bounds.append(begin + int(self._lengths[number]))
+            places.append(np.arange(begin + self._first[number], bounds[-1] - 1, dtype=np.int64))
+        token_ids = np.concatenate([self._texts.sequence(number) for number in numbers.tolist()]).astype(np.int64)
+        targets = np.concatenate(places)
+        if not self._fixed_shape:
+            return TextBatch(token_ids, targets, targets.size, np.array(bounds, np.int32), self.longest)
+        targets = targets[: self.num_targets]
+        # Any place that all steps of an unrolled drafter can be asked about.
+        padded_targets = np.full(self.num_targets, targets[0], np.int64)
+        padded_targets[: targets.size] = targets
+        while bounds[-1] < self._num_tokens:
+            bounds.append(min(bounds[-1] + self.longest, self._num_tokens))
+        padded_bounds = np.full(self._num_bounds, self._num_tokens, np.int32)
+        padded_bounds[: len(bounds)] = bounds
+        padded_ids = np.zeros(self._num_tokens, np.int64)
+        padded_ids[: token_ids.size] = token_ids
+        return TextBatch(padded_ids, padded_targets, targets.size, padded_bounds, self.longest)
 
 
-def batches(texts: Texts, num_tokens: int, first_target: int, seed: int) -> Iterator[TextBatch]:
-    """One epoch of `Batches`."""
-    plan = Batches(texts, num_tokens, first_target)
-    return map(plan.batch, plan.groups(seed))
+def choose_vocabulary(
+    texts: Texts, vocab_size: int, draft_vocab_size: int, always: Sequence[int] = ()
+) -> NDArray[np.int64]:
+    """The most frequent tokens of the answers, as ascending target ids [draft_vocab_size]; those `always` are in.
+
+    Tokens that do not occur follow in the order of their ids: byte-level vocabularies list the common ones first.
+
+    Raises:
+        ConfigError: more are wanted than there are.
+    """
+    if not len(set(always)) <= draft_vocab_size <= vocab_size:
+        raise ConfigError(f"a draft vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens is impossible")
+    counts = np.bincount(texts.answer_tokens(), minlength=vocab_size)
+    counts[list(always)] = np.iinfo(np.int64).max
+    chosen = np.argsort(-counts, kind="stable")[:draft_vocab_size]
+    return np.sort(chosen)
 
 
-def count_targets(texts: Texts, first_target: int) -> NDArray[np.int64]:
-    """How many places of each sequence are targets, int64 [S]."""
-    first = np.maximum(texts.prompt_lens.astype(np.int64) - 1, first_target)
-    return np.maximum(texts.lengths - 1 - first, 0)
-
-
-def _epoch(lengths: NDArray[np.int64], num_tokens: int, seed: int) -> list[NDArray[np.int64]]:
-    random = np.random.default_rng(seed)
-    order = random.permutation(len(lengths))
-    per_batch = max(1, num_tokens // max(1, int(lengths.mean())))
-    groups: list[NDArray[np.int64]] = []
-    for start in range(0, len(order), per_batch * SORTED_BATCHES):
-        part = order[start : start + per_batch * SORTED_BATCHES]
-        part = part[np.argsort(lengths[part], kind="stable")]
-        groups += _cut(part, lengths, num_tokens)
-    return [groups[i] for i in random.permutation(len(groups))]
-
-
-def _cut(order: NDArray[np.int64], lengths: NDArray[np.int64], num_tokens: int) -> list[NDArray[np.int64]]:
-    """Cut ascending sequences where the padded rectangle would grow past `num_tokens`."""
-    groups, start = [], 0
-    for end in range(1, len(order) + 1):
-        full = end < len(order) and (end + 1 - start) * int(lengths[order[end]]) > num_tokens
-        if full or end == len(order):
-            groups.append(order[start:end])
-            start = end
-    return groups
+def coverage(texts: Texts, chosen: NDArray[np.int64], vocab_size: int) -> float:
+    """Share of the answers' tokens that a vocabulary holds."""
+    known = np.zeros(vocab_size, np.bool_)
+    known[chosen] = True
+    return int(known[texts.answer_tokens()].sum()) / max(1, texts.num_answer_tokens)

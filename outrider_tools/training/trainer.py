@@ -1,24 +1,142 @@
-"""The training loop of a drafter."""
+"""The training loop of a drafter, its optimizers, and its state on disk."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider_tools.training.learner import Learner
-from outrider_tools.training.optimizers import Average, make_optimizers
-from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.packing import PackedBatches
+from outrider_tools.training.options import OPTIMIZERS, TrainerOptions
 from outrider_tools.training.parallel import Peers
-from outrider_tools.training.state import load_state, save_state
 from outrider_tools.training.texts import Batches, TextBatch, Texts
+
+_AVERAGE = "average."
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def make_optimizers(learner: Learner, options: TrainerOptions) -> Optimizers:
+    """Every group has its peak learning rate as "peak".
+
+    Raises:
+        ConfigError: an unknown optimizer.
+    """
+    if options.optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer {options.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    groups = learner.groups(options)
+    for group in groups:
+        group["params"] = list(group["params"])
+    muon = options.optimizer == "muon"
+    matrices = [group for group in groups if muon and group.get("kind") == "matrix"]
+    others = [group for group in groups if not (muon and group.get("kind") == "matrix")]
+    found: Optimizers = [_adamw(others, options)] if others else []
+    if matrices:
+        share = options.muon_learning_rate / options.learning_rate
+        for group in matrices:
+            group["peak"] *= share
+        rate = options.muon_learning_rate
+        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def _adamw(groups: list[dict[str, Any]], options: TrainerOptions) -> torch.optim.AdamW:
+    fused = True if groups[0]["params"][0].is_cuda else None
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+
+
+class Average:
+    """A running average of the weights that forgets: of each step it keeps `share`."""
+
+    def __init__(self, weights: Sequence[Tensor], share: float) -> None:
+        """Raises ConfigError for a share that is no average."""
+        if not 0.0 < share < 1.0:
+            raise ConfigError(f"average {share}: choose a share between 0 and 1, as 0.999, or 0 for none")
+        self._share = share
+        self._steps = 0
+        self._averages = [torch.zeros_like(weight) for weight in weights]
+
+    @torch.no_grad()
+    def add(self, weights: Sequence[Tensor]) -> None:
+        """The weights after a step."""
+        self._steps += 1
+        # Until there are enough steps, their plain mean.
+        share = min(self._share, 1.0 - 1.0 / self._steps)
+        torch._foreach_lerp_(self._averages, list(weights), 1.0 - share)
+
+    @torch.no_grad()
+    def give(self, weights: Sequence[Tensor]) -> None:
+        """Overwrite the weights by their averages."""
+        torch._foreach_copy_(list(weights), self._averages)
+
+    def state(self) -> dict[str, Tensor]:
+        """What `load` takes."""
+        found = {f"{_AVERAGE}{number}": average for number, average in enumerate(self._averages)}
+        return found | {f"{_AVERAGE}steps": torch.tensor(self._steps)}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take its own tensors out of a state."""
+        self._steps = int(state.pop(f"{_AVERAGE}steps"))
+        for number, average in enumerate(self._averages):
+            average.copy_(state.pop(f"{_AVERAGE}{number}"))
+
+
+_RECORD = "training"
+
+
+def save_state(
+    path: Path, weights: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], record: dict[str, Any]
+) -> None:
+    """Write the file, whole or not at all. `record` is what JSON holds."""
+    tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
+    for place, optimizer in enumerate(optimizers):
+        for number, values in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
+    part = path.with_name(path.name + ".part")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {_RECORD: json.dumps(record)})
+    os.replace(part, path)
+
+
+def load_state(path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights, in host memory, and the record; the optimizers' state goes to them.
+
+    Raises:
+        ConfigError: the file is not what `save_state` wrote.
+    """
+    weights: dict[str, Tensor] = {}
+    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    try:
+        with safe_open(path, "pt") as file:
+            record: dict[str, Any] = json.loads(file.metadata()[_RECORD])
+            for key in file.keys():  # noqa: SIM118
+                kind, _, name = key.partition(".")
+                if kind == "weights":
+                    weights[name] = file.get_tensor(key)
+                elif kind == "optimizer":
+                    place, number, name = name.split(".", 2)
+                    # Another number of optimizers is another training, which the record tells.
+                    if int(place) < len(states):
+                        states[int(place)].setdefault(int(number), {})[name] = file.get_tensor(key)
+                else:
+                    raise ValueError(f"{kind} is unknown")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no state of a training ({error}); remove it") from None
+    # Groups follow from options, which the record holds.
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return weights, record
+
 
 # Steps that are run before the speed is taken, and that it is then taken over.
 SPEED_AFTER, SPEED_OVER = 10, 20
@@ -69,8 +187,7 @@ class Trainer:
         self._peers = peers or Peers()
         self._device = next(learner.module.parameters()).device
         self._options = options
-        kind = PackedBatches if learner.packed else Batches
-        self._plan = kind(texts, options.batch_tokens, options.unroll + 1)
+        self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape)
         self._state_path = state_path
         self._step = self._first_step = 0
         self._step_weights: Tensor | None = None
@@ -119,7 +236,7 @@ class Trainer:
         """This rank's batches from where the state stands, epoch after epoch; all ranks have equally many."""
         epoch, skip = 0, self._step
         while True:
-            groups = self._plan.groups(self._options.seed * 1000 + epoch)
+            groups = self._batches.groups(self._options.seed * 1000 + epoch)
             steps = len(groups) // self._peers.count
             if not groups:
                 raise ConfigError("the texts are too short to train on: no answer is longer than the unrolled steps")
@@ -129,7 +246,7 @@ class Trainer:
                     "make more text, or choose fewer tokens a batch"
                 )
             for step in range(skip, steps):
-                yield self._plan.batch(groups[step * self._peers.count + self._peers.rank])
+                yield self._batches.batch(groups[step * self._peers.count + self._peers.rank])
             skip = max(0, skip - steps)
             epoch += 1
 

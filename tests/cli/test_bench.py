@@ -14,11 +14,19 @@ from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, GrpcClient, RestClient
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
-from outrider_tools.bench.plots import draw, points_of
-from outrider_tools.bench.record import ACCEPTED, BONUS, PLAIN, Record
-from outrider_tools.bench.report import Row
+from outrider_tools.bench.report import Row, draw, points_of
+from outrider_tools.bench.requests import (
+    ACCEPTED,
+    BONUS,
+    PLAIN,
+    Prompt,
+    RandomLengths,
+    Record,
+    arrivals,
+    random_prompts,
+    read_prompts,
+)
 from outrider_tools.bench.runner import Point, Run, run_point
-from outrider_tools.bench.workload import Prompt, RandomLengths, arrivals, random_prompts, read_prompts
 
 LENGTHS = RandomLengths(12, 24, vocab_size=61)
 SHAPE = ["--random-vocab-size=61", "--random-input-len=12", "--random-output-len=24", "--ignore-eos"]

@@ -22,10 +22,9 @@ from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, GrpcClient
+from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
 from outrider_tools.bench.runner import Point, run_point
-from outrider_tools.bench.workload import Prompt, RandomLengths, random_prompts
-from outrider_tools.cli.top import Watch, line_of, page_url, picture_of
-from outrider_tools.cli.top_figures import View, view_of
+from outrider_tools.cli.top import View, Watch, line_of, page_url, picture_of, view_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

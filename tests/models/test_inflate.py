@@ -21,10 +21,8 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
 from outrider.models.progress import silent
-from outrider_tools.inflate.check import compare, streamed_logits
-from outrider_tools.inflate.folder import InflateOptions, inflate
-from outrider_tools.inflate.maps import Embedding, shape_of
-from outrider_tools.inflate.shapes import SHAPES, Shape, parse_shape
+from outrider_tools.inflate.folder import InflateOptions, compare, inflate, streamed_logits
+from outrider_tools.inflate.shapes import SHAPES, Embedding, Shape, parse_shape, shape_of
 
 # The tiny sources have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.
 WIDER = Shape(hidden=48, layers=5, heads=12, kv_heads=4, head_dim=16, intermediate=56)

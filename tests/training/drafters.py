@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 
 from outrider.models.drafters.base import DraftModel
-from outrider_tools.training.corpus import CorpusOptions
-from outrider_tools.training.evaluation_stage import load_drafter
-from outrider_tools.training.export import export_drafter
-from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.run_options import RunOptions
+from outrider_tools.training.drafters import export_drafter, make_learner
+from outrider_tools.training.evaluate import load_drafter
+from outrider_tools.training.learner import Learner
+from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.target import Target
 from outrider_tools.training.texts import Texts
-from outrider_tools.training.trainee import Trainee, make_trainee
 from outrider_tools.training.trainer import Trainer
 
 KINDS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
@@ -29,15 +27,15 @@ OPTIONS = RunOptions(
 
 
 @torch.enable_grad()
-def train_drafter(target: Target, texts: Texts, algorithm: str, steps: int = 12) -> Trainee:
+def train_drafter(target: Target, texts: Texts, algorithm: str, steps: int = 12) -> Learner:
     """Of a few steps."""
     options = replace(OPTIONS, algorithm=algorithm, trainer=replace(OPTIONS.trainer, steps=steps))
-    trainee = make_trainee(target, texts, options)
-    Trainer(trainee.learner, texts, options.trainer).run()
-    return trainee
+    learner = make_learner(target, texts, options)
+    Trainer(learner, texts, options.trainer).run()
+    return learner
 
 
-def loaded_drafter(target: Target, trainee: Trainee, algorithm: str, folder: Path) -> DraftModel:
+def loaded_drafter(target: Target, learner: Learner, algorithm: str, folder: Path) -> DraftModel:
     """Written and read again, in float32."""
-    export_drafter(trainee.module, target.folder, folder, torch.float32)
+    export_drafter(learner.module, target.folder, folder, torch.float32)
     return load_drafter(algorithm, folder, target.folder, target.model)

@@ -13,7 +13,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer
-from outrider_tools.training.tree import TreeShape
+from outrider_tools.training.options import TreeShape
 
 
 @dataclass

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from training_world import make_head, random_texts
 
 from outrider.errors import ConfigError
-from outrider_tools.training.corpus import Corpus, CorpusOptions
-from outrider_tools.training.eagle3_learner import Eagle3Learner
-from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training.corpus import Corpus
+from outrider_tools.training.learner import Learner
+from outrider_tools.training.options import CorpusOptions, TrainerOptions
 from outrider_tools.training.parallel import Peers
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.report import Report
@@ -28,7 +28,7 @@ OPTIONS = TrainerOptions(steps=4, batch_tokens=130, unroll=2, optimizer="adamw",
 """AdamW: Muon makes much of last bits, which sums of two ranks round otherwise than one process."""
 
 
-class Calibrated(Eagle3Learner):
+class Calibrated(Learner):
     """Leaves a head's scale of features as it is."""
 
     def prepare(self, batch: TextBatch) -> None:

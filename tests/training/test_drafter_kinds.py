@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from drafters import OPTIONS, loaded_drafter, train_drafter
-from training_world import random_texts
+from training_world import random_texts, run_ahead, states
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
@@ -15,16 +15,12 @@ from outrider.errors import ConfigError
 from outrider.models.drafters.loader import algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.corpus import greedy_texts
-from outrider_tools.training.dense import target_states
-from outrider_tools.training.export import export_drafter
-from outrider_tools.training.feature_head import FeatureHead
-from outrider_tools.training.packing import PackedBatches
-from outrider_tools.training.padded import on_device
+from outrider_tools.training.drafters import export_drafter, make_learner
+from outrider_tools.training.learner import Head
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.standalone import SmallModel, small_config, start_small_model
+from outrider_tools.training.standalone import SmallModel, small_config
 from outrider_tools.training.target import Target
-from outrider_tools.training.texts import Texts, make_batch
-from outrider_tools.training.trainee import make_trainee
+from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
 HEADS = ("EAGLE", "NEXTN")
@@ -41,21 +37,21 @@ def texts(target: Target) -> Texts:
 def test_exported_heads_run_ahead_as_the_trained_module_does(
     target: Target, texts: Texts, tmp_path: Path, kind: str
 ) -> None:
-    module = (trainee := train_drafter(target, texts, kind)).module
-    assert isinstance(module, FeatureHead)
-    model = loaded_drafter(target, trainee, kind, tmp_path)
+    module = (learner := train_drafter(target, texts, kind)).module
+    assert isinstance(module, Head)
+    model = loaded_drafter(target, learner, kind, tmp_path)
     assert algorithm_of(tmp_path) == kind
     ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
-    features, _ = target_states(target.model, ids[None], model.feature_layers)
-    steps = list(module.unroll(features, target.embed(ids[None]), target.rotary, 4))
+    features, _ = states(target, ids, model.feature_layers)
+    steps = run_ahead(target, module, ids, 4)
     for base in range(len(ids) - 5):
         # The text up to the base, then a chain on the head's own features.
         kv, count = model.new_kv(64), base + 1
         slots = torch.arange(64)
         batch = ForwardBatch(ids[1 : count + 1], slots[:count], [Segment(count, slots[:count])])
-        rows, own = model.forward(batch, model.project(features[0, :count]), kv, TorchAttention())
+        rows, own = model.forward(batch, model.project(features[:count]), kv, TorchAttention())
         for step in range(4):
-            expected = steps[step][0, base]
+            expected = steps[step][base]
             torch.testing.assert_close(rows[-1], expected, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(
                 model.logits(rows)[-1], target.model.logits(expected[None])[0], rtol=1e-4, atol=1e-4
@@ -70,10 +66,10 @@ def test_exported_heads_run_ahead_as_the_trained_module_does(
 def test_an_exported_language_model_gives_the_trained_modules_logits(
     target: Target, texts: Texts, tmp_path: Path
 ) -> None:
-    trainee = train_drafter(target, texts, "STANDALONE")
-    module = trainee.module
+    learner = train_drafter(target, texts, "STANDALONE")
+    module = learner.module
     assert isinstance(module, SmallModel)
-    model = loaded_drafter(target, trainee, "STANDALONE", tmp_path)
+    model = loaded_drafter(target, learner, "STANDALONE", tmp_path)
     assert algorithm_of(tmp_path) == "STANDALONE"
     assert (tmp_path / "tokenizer.json").read_bytes() == (target.folder / "tokenizer.json").read_bytes()
     ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
@@ -81,7 +77,7 @@ def test_an_exported_language_model_gives_the_trained_modules_logits(
     rows, _ = model.forward(
         ForwardBatch(ids, slots, [Segment(len(ids), slots)]), None, model.new_kv(64), TorchAttention()
     )
-    expected = module(ids[None], target.rotary)[0] @ module.output.t()
+    expected = run_ahead(target, module, ids, 1)[0] @ module.output_weight.t()
     torch.testing.assert_close(model.logits(rows), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -89,8 +85,8 @@ def test_an_exported_language_model_gives_the_trained_modules_logits(
 def test_every_kind_learns(target: Target, texts: Texts, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 5)
     options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=40, warmup_share=0.1))
-    trainee = make_trainee(target, texts, options)
-    points = Trainer(trainee.learner, texts, options.trainer).run().points
+    learner = make_learner(target, texts, options)
+    points = Trainer(learner, texts, options.trainer).run().points
     # A small model begins with the target's own layers, so it has less to learn.
     assert points[-1].loss < points[0].loss - 0.15
     assert all(last > first + 0.1 for first, last in zip(points[0].rates, points[-1].rates, strict=True))
@@ -103,35 +99,35 @@ def test_a_resumed_training_of_every_kind_equals_an_uninterrupted_one(
     options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=6))
     whole = train_drafter(target, texts, kind, 6).module.state_dict()
     path = tmp_path / "state.safetensors"
-    Trainer(make_trainee(target, texts, options).learner, texts, options.trainer, path).run(stop_after=3)
-    again = make_trainee(target, texts, options)
-    Trainer(again.learner, texts, options.trainer, path).run()
+    Trainer(make_learner(target, texts, options), texts, options.trainer, path).run(stop_after=3)
+    again = make_learner(target, texts, options)
+    Trainer(again, texts, options.trainer, path).run()
     for name, tensor in again.module.state_dict().items():
         assert torch.equal(tensor, whole[name]), name
 
 
 def test_a_small_model_of_all_layers_begins_as_the_target(target: Target) -> None:
     model = SmallModel(small_config(target.config, target.config.num_layers, 0))
-    start_small_model(model, target)
-    ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()[None]
-    _, hidden = target_states(target.model, ids, (0,))
+    model.start(target)
+    ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
+    _, hidden = states(target, ids)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, target.rotary), hidden, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run_ahead(target, model, ids, 1)[0], hidden, rtol=1e-4, atol=1e-4)
 
 
 def test_a_narrow_model_keeps_the_size_of_heads_and_begins_with_the_embeddings_main_directions(
     target: Target, texts: Texts, tmp_path: Path
 ) -> None:
     options = replace(OPTIONS, algorithm="STANDALONE", hidden=32, layers=1)
-    trainee = make_trainee(target, texts, options)
-    module = trainee.module
+    learner = make_learner(target, texts, options)
+    module = learner.module
     assert isinstance(module, SmallModel)
     assert (module.config.num_heads, module.config.head_dim) == (2, target.config.head_dim)
     own, full = module.embed_tokens.weight, target.embed(torch.arange(target.config.vocab_size))
     # As much of the embedding's size as any 32 directions can hold.
     best = torch.linalg.svdvals(full)[:32].square().sum()
     torch.testing.assert_close(own.detach().square().sum(), best, rtol=1e-4, atol=1e-4)
-    model = loaded_drafter(target, trainee, "STANDALONE", tmp_path)
+    model = loaded_drafter(target, learner, "STANDALONE", tmp_path)
     assert model.num_heads == 2
     with pytest.raises(ConfigError, match="--hidden 33: must be a multiple of the head size 16"):
         small_config(target.config, 1, 33)
@@ -140,17 +136,8 @@ def test_a_narrow_model_keeps_the_size_of_heads_and_begins_with_the_embeddings_m
 
 
 def test_a_head_for_another_family_says_what_it_needs(target: Target, texts: Texts, tmp_path: Path) -> None:
-    trainee = train_drafter(target, texts, "NEXTN", 1)
-    export_drafter(trainee.module, target.folder, tmp_path)
+    learner = train_drafter(target, texts, "NEXTN", 1)
+    export_drafter(learner.module, target.folder, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLM"] and fields["num_nextn_predict_layers"] == 1
     assert fields["torch_dtype"] == "bfloat16" and "dtype" not in fields
-
-
-def test_packed_batches_become_rectangles_with_the_same_targets(target: Target) -> None:
-    texts = random_texts(target, 9, 6, 30)
-    plan = PackedBatches(texts, 128, 4)
-    for numbers in plan.groups(0):
-        found_ids, found_places = on_device(plan.batch(numbers), torch.device("cpu"))
-        ids, places = on_device(make_batch(texts, numbers, 4), torch.device("cpu"))
-        assert found_ids.tolist() == ids.tolist() and found_places.tolist() == places.tolist()

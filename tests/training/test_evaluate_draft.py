@@ -8,6 +8,7 @@ import pytest
 import torch
 from drafters import KINDS, loaded_drafter, train_drafter
 from naive_draft import NaiveDraft
+from training_world import states
 
 from kernels.gumbel import gumbel as device_gumbel
 from outrider.cli.main import main
@@ -16,17 +17,14 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
-from outrider_tools.training.answers import Answers, answer_questions
-from outrider_tools.training.dense import target_states
 from outrider_tools.training.evaluate import evaluate
-from outrider_tools.training.figures import Replay, Tally
-from outrider_tools.training.loops import loops
+from outrider_tools.training.figures import Replay, Tally, loops
+from outrider_tools.training.generate import Answers, answer_questions
+from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.ranking import Ranking, noise_keys
-from outrider_tools.training.rollout import TextDraft
+from outrider_tools.training.rollout import Ranking, TextDraft, noise_keys, tree_accepts
 from outrider_tools.training.target import Target
 from outrider_tools.training.texts import Texts
-from outrider_tools.training.tree import TreeShape, tree_accepts
 
 SHAPE = TreeShape(nodes=7, depth=3, branching=3)
 DEPTH = 3
@@ -52,8 +50,8 @@ def drafters(
     for kind in KINDS:
         # On the very texts, so that some guesses are right at every depth and temperature.
         texts = Texts.together([answers[0.0].texts, answers[1.0].texts])
-        trainee = train_drafter(target, texts, kind, 25)
-        found[kind] = loaded_drafter(target, trainee, kind, tmp_path_factory.mktemp(kind))
+        learner = train_drafter(target, texts, kind, 25)
+        found[kind] = loaded_drafter(target, learner, kind, tmp_path_factory.mktemp(kind))
     return found
 
 
@@ -70,7 +68,7 @@ def test_figures_equal_those_of_drafting_node_by_node(
         ids, first = given.texts.sequence(number).tolist(), int(given.texts.prompt_lens[number])
         features = None
         if model.feature_layers:
-            features = target_states(target.model, torch.tensor([ids]), model.feature_layers)[0][0]
+            features = states(target, torch.tensor(ids), model.feature_layers)[0]
         params = SamplingParams(temperature=temperature, seed=given.seeds[number])
         naive = NaiveDraft(model, ids, features, params)
         forced = {
@@ -112,8 +110,8 @@ def test_trees_of_all_roots_at_once_equal_those_of_one_root_at_a_time(
     model, texts = drafters["EAGLE3"], answers[1.0].texts
     for number in range(len(texts)):
         ids, first = torch.from_numpy(texts.sequence(number)).long(), int(texts.prompt_lens[number]) - 1
-        features, _ = target_states(target.model, ids[None], model.feature_layers)
-        draft, ranking = TextDraft(model, ids, features[0]), Ranking(model, 1.0, 11 + number, len(ids) + 5)
+        features, _ = states(target, ids, model.feature_layers)
+        draft, ranking = TextDraft(model, ids, features), Ranking(model, 1.0, 11 + number, len(ids) + 5)
         whole = tree_accepts(draft, ranking, SHAPE, first)
         visited = tree_accepts(draft, ranking, SHAPE, first, all_roots=False)
         root = first
@@ -135,8 +133,8 @@ def test_sampled_answers_are_drawn_with_the_shared_noise(target: Target, answers
     for number, seed in enumerate((11, 12, 13)):
         assert given.seeds[number] == seed
         ids, first = given.texts.sequence(number), int(given.texts.prompt_lens[number])
-        _, hidden = target_states(target.model, torch.from_numpy(ids[None].astype(np.int64)), (0,))
-        logits = target.model.logits(hidden[0]).numpy()
+        _, hidden = states(target, torch.from_numpy(ids.astype(np.int64)))
+        logits = target.model.logits(hidden).numpy()
         for place in range(first, len(ids)):
             noise = gumbel(seed, 0, place, vocab_size=target.config.vocab_size)
             assert int((logits[place - 1] + noise).argmax()) == ids[place]
@@ -198,8 +196,8 @@ def test_a_drafter_of_another_size_is_refused(target: Target, drafters: dict[str
 def test_the_command_tells_the_kind_by_itself_and_writes_everything(
     target: Target, answers: dict[float, Answers], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainee = train_drafter(target, answers[0.0].texts, "NEXTN", 2)
-    loaded_drafter(target, trainee, "NEXTN", tmp_path / "head")
+    learner = train_drafter(target, answers[0.0].texts, "NEXTN", 2)
+    loaded_drafter(target, learner, "NEXTN", tmp_path / "head")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": q.text, "category": q.category}) + "\n" for q in QUESTIONS))
     words = ["evaluate-draft", "--model", str(target.folder), "--draft", str(tmp_path / "head"), "--device", "cpu"]

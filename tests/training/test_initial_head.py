@@ -10,16 +10,13 @@ import pytest
 import torch
 from drafters import OPTIONS
 from safetensors.torch import load_file, save_file
-from training_world import make_head, make_trainer, random_texts
+from training_world import make_head, make_trainer, random_texts, run_ahead
 
 from outrider.errors import ConfigError
-from outrider_tools.training.dense import target_states
-from outrider_tools.training.eagle3 import Eagle3Head
-from outrider_tools.training.export import export_drafter
-from outrider_tools.training.initial_head import InitialHead, resolved
-from outrider_tools.training.run_options import RunOptions, check_resumed
+from outrider_tools.training.drafters import export_drafter, make_learner, resolved
+from outrider_tools.training.eagle3 import Eagle3Head, InitialHead
+from outrider_tools.training.options import RunOptions, check_resumed
 from outrider_tools.training.target import Target
-from outrider_tools.training.trainee import make_trainee
 from outrider_tools.training.trainer import Trainer
 
 
@@ -42,10 +39,9 @@ def folder(target: Target, trained: Eagle3Head, tmp_path: Path) -> Path:
 @torch.no_grad()
 def guesses(target: Target, head: Eagle3Head) -> torch.Tensor:
     """Log-probabilities [T, vocabulary] of two steps, -inf for what it has no word for."""
-    ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()[None]
-    features, _ = target_states(target.model, ids, head.shape.feature_layers)
-    _, feature = head.unroll(features, target.embed(ids), target.rotary, 2)
-    logits = head.lm_head(head.norm(feature[0]))
+    ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()
+    _, feature = run_ahead(target, head, ids, 2)
+    logits = head.lm_head(head.norm(feature))
     found = torch.full((logits.shape[0], target.config.vocab_size), float("-inf"))
     found[:, head.target_ids] = logits.log_softmax(1)
     return found
@@ -55,13 +51,13 @@ def test_a_training_begins_as_the_head_in_the_folder(target: Target, trained: Ea
     texts = random_texts(target, 12, 6, 30, seed=4)
     options = resolved(RunOptions(init_from=folder, trainer=replace(OPTIONS.trainer, steps=40)), target.config)
     assert (options.draft_vocab_size, options.feature_layers) == (200, (1, 2, 3))
-    trainee = make_trainee(target, texts, options)
-    head = trainee.module
+    learner = make_learner(target, texts, options)
+    head = learner.module
     assert isinstance(head, Eagle3Head)
     torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
-    trainer = Trainer(trainee.learner, texts, options.trainer)
+    trainer = Trainer(learner, texts, options.trainer)
     # Calibration gives channels other scales, and leaves what the head computes as it is.
-    trainee.learner.prepare(next(trainer.stream()))
+    learner.prepare(next(trainer.stream()))
     assert not torch.allclose(head.feature_scale, trained.feature_scale, rtol=1e-2)
     torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
     points = trainer.run().points

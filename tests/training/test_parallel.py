@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from training_world import make_head
 
 from outrider.errors import ConfigError
-from outrider_tools.training.openings import all_openings
 from outrider_tools.training.parallel import run_ranks
-from outrider_tools.training.prompts import ChatForm
+from outrider_tools.training.prompts import ChatForm, all_openings
 from outrider_tools.training.target import Target
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer

@@ -7,8 +7,10 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider_tools.training import loss as loss_module
-from outrider_tools.training.loss import MIN_HIT, SHARPNESS, Teaching, Wanted, soft_cross_entropy, wanted_at
+from outrider_tools.training.loss import MIN_HIT, SHARPNESS, TargetLoss, Wanted
 from outrider_tools.training.target import Target
+
+PLAIN = TargetLoss(lambda piece: piece)
 
 
 @pytest.mark.parametrize("chunk_logits", [10**9, 45])
@@ -18,7 +20,7 @@ def test_loss_and_gradients_equal_autograd(chunk_logits: int, monkeypatch: pytes
     rows, weight = torch.randn(10, 6, requires_grad=True), torch.randn(15, 6, requires_grad=True)
     chances = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
     best = torch.randint(-1, 15, (10,))
-    loss, hits = soft_cross_entropy(rows, weight, Wanted(chances, best))
+    loss, hits = PLAIN(rows, weight, Wanted(chances, best), torch.tensor(10.0))
     (3 * loss).backward()
     assert rows.grad is not None and weight.grad is not None
     got = rows.grad.clone(), weight.grad.clone()
@@ -38,7 +40,7 @@ def test_what_is_wanted_is_the_targets_distribution_cut_to_the_draft_vocabulary(
     kept = kept[kept != int(logits[0].argmax())]
     draft_ids = torch.full((target.config.vocab_size,), -1)
     draft_ids[kept] = torch.arange(kept.numel())
-    wanted = wanted_at(target.model, hidden, kept, draft_ids)
+    wanted = PLAIN.wanted(target.model, hidden, kept, draft_ids, torch.ones(7, dtype=torch.bool))
     torch.testing.assert_close(wanted.chances, logits.softmax(1)[:, kept])
     for row, best in enumerate(logits.argmax(1).tolist()):
         assert wanted.best[row] == (kept.tolist().index(best) if best in kept.tolist() else -1)
@@ -58,7 +60,7 @@ def test_the_hit_loss_and_its_gradients_equal_autograd(
     chances[3] = 0
     count = torch.tensor(9.0)
     wanted = Wanted(chances, torch.full((10,), -1))
-    loss, _ = Teaching(lambda piece: piece, hit_weight).loss(rows, weight, wanted, count)
+    loss, _ = TargetLoss(lambda piece: piece, hit_weight)(rows, weight, wanted, count)
     (3 * loss).backward()
     assert rows.grad is not None and weight.grad is not None
     got = rows.grad.clone(), weight.grad.clone()
@@ -77,7 +79,8 @@ def test_the_hit_loss_and_its_gradients_equal_autograd(
 def hit_loss(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Of one row of logits."""
     wanted = Wanted(chances[None], torch.tensor([-1]))
-    return Teaching(lambda piece: piece, 1.0).loss(logits[None], torch.eye(logits.numel()), wanted)[0]
+    loss = TargetLoss(lambda piece: piece, 1.0)
+    return loss(logits[None], torch.eye(logits.numel()), wanted, torch.tensor(1.0))[0]
 
 
 def test_choices_under_shared_noise_agree_as_often_as_the_hit_loss_says() -> None:
@@ -103,4 +106,4 @@ def test_a_draft_that_knows_the_target_misses_nothing_but_what_it_has_no_word_fo
 
 def test_a_hit_weight_is_a_share() -> None:
     with pytest.raises(ConfigError, match=r"hit_weight 1\.5: choose a share of the loss from 0 to 1"):
-        Teaching(lambda piece: piece, 1.5)
+        TargetLoss(lambda piece: piece, 1.5)

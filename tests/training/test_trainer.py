@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,7 +18,7 @@ from outrider_tools.training.corpus import greedy_texts
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.target import Target
-from outrider_tools.training.texts import Texts, batches
+from outrider_tools.training.texts import Batches, Texts
 
 OPTIONS = TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3)
 
@@ -114,17 +115,17 @@ def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, mon
 
 def test_an_epoch_has_every_sequence_once_in_batches_that_fit(target: Target) -> None:
     texts = random_texts(target, 40, 6, 50)
-    seen = []
-    for batch in batches(texts, 512, 4, seed=3):
-        assert batch.token_ids.size <= 512 + 16 * len(batch.token_ids)
-        for row, tokens in enumerate(batch.token_ids):
-            length = int(tokens.nonzero()[0].max()) + 1
-            number = next(n for n in range(len(texts)) if texts.sequence(n).tolist() == tokens[:length].tolist())
-            seen.append(number)
-            places = batch.targets - row * batch.token_ids.shape[1]
-            own = places[(places >= 0) & (places < batch.token_ids.shape[1])]
-            assert own.tolist() == list(range(max(4, int(texts.prompt_lens[number]) - 1), length - 1))
-    assert sorted(seen) == list(range(40))
-    order = [batch.token_ids.tolist() for batch in batches(texts, 512, 4, seed=3)]
-    assert order == [batch.token_ids.tolist() for batch in batches(texts, 512, 4, seed=3)]
-    assert order != [batch.token_ids.tolist() for batch in batches(texts, 512, 4, seed=4)]
+    batches = Batches(texts, 512, 4)
+    groups = [group.tolist() for group in batches.groups(3)]
+    assert sorted(number for group in groups for number in group) == list(range(40))
+    assert groups == [group.tolist() for group in batches.groups(3)]
+    assert groups != [group.tolist() for group in batches.groups(4)]
+    for group in groups:
+        batch = batches.batch(np.array(group))
+        assert batch.token_ids.size == batch.bounds[-1] <= 512 and batch.num_targets == batch.targets.size
+        for begin, end, number in zip(batch.bounds, batch.bounds[1:], group, strict=False):
+            assert batch.token_ids[begin:end].tolist() == texts.sequence(number).tolist()
+            own = batch.targets[(begin <= batch.targets) & (batch.targets < end)] - begin
+            assert own.tolist() == list(range(max(4, int(texts.prompt_lens[number]) - 1), end - begin - 1))
+    # A single sequence may be longer.
+    assert len(Batches(texts, 32, 4).groups(3)) == 40

@@ -13,15 +13,12 @@ from safetensors.torch import load_file
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.loader import algorithm_of
-from outrider_tools.training import plots
-from outrider_tools.training.corpus import CorpusOptions
-from outrider_tools.training.options import TrainerOptions
+from outrider_tools.training import card as card_module
+from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, read_questions
 from outrider_tools.training.report import Report
 from outrider_tools.training.run import train
-from outrider_tools.training.run_options import RunOptions
-from outrider_tools.training.texts import Texts
-from outrider_tools.training.vocabulary import choose_vocabulary, coverage
+from outrider_tools.training.texts import Texts, choose_vocabulary, coverage
 
 OPTIONS = RunOptions(
     draft_vocab_size=150,
@@ -113,9 +110,9 @@ def test_plots_are_drawn_beside_the_card(earlier: Path, monkeypatch: pytest.Monk
     for name in ("training.png", "accept_rate.png"):
         assert (earlier / name).read_bytes().startswith(b"\x89PNG")
         assert f"({name})" in (earlier / "README.md").read_text()
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(card_module, "find_spec", lambda name: None)
     told = StringIO()
-    assert plots.write_plots({}, tmp_path, Report(told)) == []
+    assert card_module.write_plots({}, tmp_path, Report(told)) == []
     assert "matplotlib is not installed" in told.getvalue()
 
 

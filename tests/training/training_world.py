@@ -1,15 +1,18 @@
-"""Heads and texts for the tests of training."""
+"""Heads and texts for the tests of training, and what target and drafters make of a text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from outrider_tools.training.attention import Spans
 from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
-from outrider_tools.training.eagle3_learner import Eagle3Learner
+from outrider_tools.training.learner import Drafter, DraftInput, Learner
 from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import Target, target_states
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
@@ -19,8 +22,8 @@ def make_head(target: Target, draft_vocab_size: int = 200) -> Eagle3Head:
     torch.manual_seed(5)
     random = torch.randperm(target.config.vocab_size)[:draft_vocab_size].sort().values
     head = Eagle3Head(HeadShape(target.config, draft_vocab_size, (1, 2, 3)), random)
-    target.start(head)
-    head.calibrate(torch.rand(10, head.fc.in_features) * 3)
+    head.start(target)
+    head.calibrate(torch.rand(10, head.fc.in_features) * 3, torch.empty(0))
     return head
 
 
@@ -37,8 +40,20 @@ def random_texts(target: Target, count: int, prompt_len: int, answer_len: int, s
     )
 
 
+def states(target: Target, ids: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """The target's features [T, layers * hidden] and hidden states [T, hidden] of a text, int64 [T]."""
+    return target_states(target.model, ids, Spans.whole(len(ids), ids.device), layers)
+
+
+def run_ahead(target: Target, module: Drafter, ids: Tensor, num_steps: int) -> list[Tensor]:
+    """What a drafter yields over a text, int64 [T]: [T, hidden] of each step."""
+    features, _ = states(target, ids, module.feature_layers)
+    given = DraftInput(ids, target.embed(ids), features, Spans.whole(len(ids), ids.device))
+    return list(module.runner(target.rotary, lambda piece: piece)(given, num_steps))
+
+
 def make_trainer(
     target: Target, head: Eagle3Head, texts: Texts, options: TrainerOptions, state_path: Path | None = None
 ) -> Trainer:
     """Of an EAGLE-3 head."""
-    return Trainer(Eagle3Learner(target, head, options), texts, options, state_path)
+    return Trainer(Learner(target, head, options), texts, options, state_path)

@@ -32,8 +32,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
 from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, inflate
-from outrider_tools.inflate.head import inflate_head
-from outrider_tools.inflate.random_head import random_eagle3_head
+from outrider_tools.inflate.head import inflate_head, random_eagle3_head
 from outrider_tools.inflate.shapes import Shape
 
 # The tiny targets have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,43 @@ from torch.nn import functional
 from outrider.layers.rotary import rotate
 from outrider.models.config import ModelConfig
 
+# What a head takes over from its target's config.json as it stands there.
+SHARED_FIELDS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
 INPUT_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
 def llama_layer(config: ModelConfig) -> ModelConfig:
     """The config with a Llama's layer, which public heads have whatever their target's is: no biases, no head norms."""
     return replace(config, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False)
+
+
+def llama_fields(
+    target: ModelConfig, architecture: str, target_fields: dict[str, Any], **changes: Any
+) -> dict[str, Any]:
+    """config.json of a head with such a layer: sizes of the target's, `changes`, and what stands in the target's."""
+    fields = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": target.rms_norm_eps,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    return fields | changes | {name: target_fields[name] for name in SHARED_FIELDS if name in target_fields}
 
 
 class Norm(nn.Module):
@@ -60,21 +92,19 @@ class Attention(nn.Module):
             self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
         self._qk_norm = config.qk_norm
 
-    def project(self, rows: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, heads, T, head_dim] of [B, T, width], rotated; each kv head repeated for its queries."""
+    def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [M, H, D], k and v [M, KVH, D] of rows [M, width]; q and k are rotated by the angles of their positions."""
         num_heads, num_kv_heads, head_dim = self._heads
-        q = self.q_proj(rows).view(*rows.shape[:2], num_heads, head_dim)
-        k = self.k_proj(rows).view(*rows.shape[:2], num_kv_heads, head_dim)
-        v = self.v_proj(rows).view(*rows.shape[:2], num_kv_heads, head_dim)
+        q = self.q_proj(rows).unflatten(1, (num_heads, head_dim))
+        k = self.k_proj(rows).unflatten(1, (num_kv_heads, head_dim))
+        v = self.v_proj(rows).unflatten(1, (num_kv_heads, head_dim))
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        k, v = (part.repeat_interleave(num_heads // num_kv_heads, 2) for part in (k, v))
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def output(self, attended: Tensor) -> Tensor:
-        """[B, H, T, D] to [B, T, hidden]."""
-        projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        """[M, H, D] to [M, hidden]."""
+        projected: Tensor = self.o_proj(attended.flatten(1))
         return projected
 
 
@@ -94,10 +124,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP.
-
-    Heads whose attention takes something else than the normed stream have other norms, and no use for `forward`.
-    """
+    """Attention and MLP. What attention does with its projections, and what they are made of, is the caller's."""
 
     input_layernorm: Norm
     post_attention_layernorm: Norm
@@ -113,13 +140,8 @@ class Layer(nn.Module):
         for name in norms:
             self.add_module(name, Norm(config.hidden_size, config.rms_norm_eps))
 
-    def forward(self, stream: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """The residual stream [B, T, hidden] after the layer, with causal attention."""
-        q, k, v = self.self_attn.project(self.input_layernorm(stream), angles)
-        return self.finish(stream, functional.scaled_dot_product_attention(q, k, v, is_causal=True))
-
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after the layer, from the one that entered it and what attention found [B, H, T, D]."""
+        """The residual stream after the layer, from the one that entered it and what attention found [M, H, D]."""
         stream = stream + self.self_attn.output(attended)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return output

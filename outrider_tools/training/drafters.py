@@ -1,0 +1,125 @@
+"""The drafters that can be trained: how each begins, and how it is written as a folder in the layout of public ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig, read_json
+from outrider_tools.training.eagle import EagleHead
+from outrider_tools.training.eagle3 import Eagle3Head, HeadShape, InitialHead, default_feature_layers
+from outrider_tools.training.learner import Drafter, Learner
+from outrider_tools.training.mtp import MtpHead
+from outrider_tools.training.options import RunOptions
+from outrider_tools.training.standalone import SmallModel, small_config
+from outrider_tools.training.target import Target
+from outrider_tools.training.texts import Texts, choose_vocabulary
+
+# Options that an initial head decides.
+INITIAL_HEAD_SIZES = ("draft_vocab_size", "intermediate_size", "feature_layers")
+DRAFT_VOCAB_SIZE = 8192
+# What makes a folder a language model of its own, beside config and weights.
+MODEL_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def make_learner(target: Target, texts: Texts, options: RunOptions) -> Learner:
+    """The untrained drafter that `options.algorithm` names, on the target's device; the same for the same options and
+    texts.
+
+    Raises:
+        ConfigError: the target or the sizes do not allow it.
+    """
+    torch.manual_seed(options.trainer.seed)
+    module = MAKERS[options.algorithm](target, texts, options).to(target.device)
+    return Learner(target, module, options.trainer, options.feature_weight)
+
+
+def _eagle3(target: Target, texts: Texts, options: RunOptions) -> Drafter:
+    if options.init_from is not None:
+        return InitialHead(options.init_from, target.config).head(target)
+    config = target.config
+    layers = options.feature_layers
+    if not layers:
+        if config.num_layers < 4:
+            raise ConfigError(f"--feature-layers: must be given for a target of {config.num_layers} layers")
+        layers = default_feature_layers(config.num_layers)
+    chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
+    shape = HeadShape(config, options.draft_vocab_size, layers, options.intermediate_size)
+    head = Eagle3Head(shape, torch.from_numpy(chosen))
+    head.start(target)
+    return head
+
+
+def _standalone(target: Target, texts: Texts, options: RunOptions) -> Drafter:
+    model = SmallModel(small_config(target.config, options.layers, options.hidden))
+    model.start(target)
+    return model
+
+
+MAKERS: dict[str, Callable[[Target, Texts, RunOptions], Drafter]] = {
+    "EAGLE3": _eagle3,
+    "EAGLE": lambda target, texts, options: EagleHead(target.config),
+    "NEXTN": lambda target, texts, options: MtpHead(target.config),
+    "STANDALONE": _standalone,
+}
+
+
+def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
+    """Options with sizes in place of those that were not given: the initial head's, or the default.
+
+    Raises:
+        ConfigError: the initial head does not fit the target or a size that was given, or another kind is trained.
+    """
+    if options.algorithm != "EAGLE3":
+        named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}
+        for option, value in named.items():
+            if value:
+                raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
+    if options.init_from is None:
+        return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
+    shape = InitialHead(options.init_from, target).shape
+    for name in INITIAL_HEAD_SIZES:
+        given, own = getattr(options, name), getattr(shape, name)
+        if given and given != own:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {given}: the head of --init-from has {own}; leave the option out")
+    return replace(options, **{name: getattr(shape, name) for name in INITIAL_HEAD_SIZES})
+
+
+def export_drafter(module: Drafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
+
+    A head's embedding (and, but for EAGLE-3, output matrix) is the target's and is left out. A language model gets the
+    target's tokenizer. Norms and matrices in `dtype`; of EAGLE-3 heads `d2t` int64, `t2d` bool.
+    """
+    fields = module.config_fields(read_json(target_folder / "config.json"))
+    # Both are ways to say it; the newer one would win over what we write.
+    fields.pop("dtype", None)
+    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    tensors = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()
+        for name, tensor in module.public_state().items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in MODEL_FILES if isinstance(module, SmallModel) else ():
+        if (target_folder / name).is_file():
+            shutil.copyfile(target_folder / name, folder / name)
+    path, part = folder / "model.safetensors", folder / "model.safetensors.part"
+    save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, path)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+    return path.stat().st_size
