@@ -31,8 +31,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
 from outrider_tools.bench.report import Row, cpu_name, write_report
-from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
@@ -207,26 +206,31 @@ class Draft:
         self.receiving += time.perf_counter() - start
 
 
-class Wire(ThreadInbox):
+class Wire:
     """The engine's inbox, with messages that come later."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._actions: list[Action] = []
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
+
+    def post(self, action: Action) -> None:
+        """See VerifyInbox."""
+        self._actions.append(action)
 
     def post_later(self, at: float, arrive: Callable[[], None]) -> None:
         """Call `arrive` when the clock says `at`."""
         heapq.heappush(self._later, (at, next(self._count), arrive))
 
     def take(self, timeout: float | None) -> list[Action]:
-        """See Inbox; sleeps as a wait for a socket does."""
+        """See VerifyInbox; sleeps as a wait for a socket does."""
         self._arrive()
-        if timeout is not None and not len(self):
+        if timeout is not None and not self._actions:
             left = self._later[0][0] - time.monotonic() if self._later else timeout
             time.sleep(max(min(timeout, left), 0.0))
             self._arrive()
-        return super().take(None)
+        actions, self._actions = self._actions, []
+        return actions
 
     def _arrive(self) -> None:
         while self._later and self._later[0][0] <= time.monotonic():

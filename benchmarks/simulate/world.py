@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from verify_service.engine.inbox import Action
+from verify_service.engine.engine import Action
 from verify_service.engine.round import Entry
 from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
@@ -248,7 +248,7 @@ class Actor:
 
 
 class VerifyInbox:
-    """What has come for verify's engine: see verify_service.engine.inbox."""
+    """What has come for verify's engine: see verify_service.engine.engine."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from threaded_engine import ThreadedEngine
 
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
@@ -15,7 +16,6 @@ from outrider.models.drafters.base import DraftModel
 from outrider.protocol.messages import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms
-from verify_service.engine.engine import VerifyEngine
 
 
 def drafter_of(model: DraftModel, options: DraftOptions) -> ModelDrafter:
@@ -33,7 +33,7 @@ class InProcessDraft:
     turns for each thing that it is told.
     """
 
-    def __init__(self, engine: VerifyEngine, drafter: AnyDrafter, options: DraftOptions, turns: int = 1000) -> None:
+    def __init__(self, engine: ThreadedEngine, drafter: AnyDrafter, options: DraftOptions, turns: int = 1000) -> None:
         self.address = "in-process"
         self.vocab_size = engine.limits.vocab_size
         self.parts: frozenset[int] | None = None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import Answer, make_engine, run_all, tiny_model
 from in_process_draft import InProcessDraft, drafter_of
+from threaded_engine import ThreadedEngine
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
@@ -17,7 +18,6 @@ from outrider.config.draft import DraftOptions
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 
 VOCAB = 61
 DEPTH = 5
@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[VerifyEngine]]:
-    made: list[VerifyEngine] = []
+def engines() -> Iterator[list[ThreadedEngine]]:
+    made: list[ThreadedEngine] = []
     yield made
     for engine in made:
         engine.stop()
@@ -58,8 +58,8 @@ def prompts(count: int, length: int = 20) -> list[list[int]]:
 
 
 def serve(
-    engines: list[VerifyEngine], model: CausalLM, options: DraftOptions, turns: int = 1000, **limits: object
-) -> tuple[VerifyEngine, InProcessDraft]:
+    engines: list[ThreadedEngine], model: CausalLM, options: DraftOptions, turns: int = 1000, **limits: object
+) -> tuple[ThreadedEngine, InProcessDraft]:
     engine = make_engine(model, **limits)
     engines.append(engine)
     draft = InProcessDraft(engine, drafter_of(StandaloneDraft(model, ""), options), options, turns)
@@ -68,7 +68,7 @@ def serve(
 
 
 def plain(
-    engines: list[VerifyEngine], model: CausalLM, jobs: list[tuple[list[int], SamplingParams]]
+    engines: list[ThreadedEngine], model: CausalLM, jobs: list[tuple[list[int], SamplingParams]]
 ) -> list[list[int]]:
     engine = make_engine(model)
     engines.append(engine)
@@ -84,7 +84,7 @@ def lengths(answer: Answer) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_in_lockstep_every_round_accepts_a_whole_chain(
-    engines: list[VerifyEngine], model: CausalLM, sampling: SamplingParams, width: int
+    engines: list[ThreadedEngine], model: CausalLM, sampling: SamplingParams, width: int
 ) -> None:
     options = options_of(lockstep=True, speculative_eagle_topk=1)
     engine, draft = serve(engines, model, options, lockstep=True, max_hold_seconds=5.0, max_nodes=DEPTH * width)
@@ -100,7 +100,7 @@ def test_in_lockstep_every_round_accepts_a_whole_chain(
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("topk", [1, 3])
 def test_ahead_of_verify_every_committed_token_was_the_best_child(
-    engines: list[VerifyEngine], model: CausalLM, sampling: SamplingParams, width: int, topk: int
+    engines: list[ThreadedEngine], model: CausalLM, sampling: SamplingParams, width: int, topk: int
 ) -> None:
     options = options_of(speculative_num_steps=0, speculative_eagle_topk=topk)
     engine, draft = serve(engines, model, options, max_nodes=8 * width)
@@ -136,7 +136,9 @@ class NotingHead(StandaloneDraft):
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_features_come_with_the_token_behind_them(engines: list[VerifyEngine], model: CausalLM, lockstep: bool) -> None:
+def test_features_come_with_the_token_behind_them(
+    engines: list[ThreadedEngine], model: CausalLM, lockstep: bool
+) -> None:
     head, prompt, count = NotingHead(model), prompts(1)[0], 60
     options = options_of(speculative_algorithm=("EAGLE3",), lockstep=lockstep, max_requests=1)
     engine = make_engine(model, lockstep=lockstep, max_hold_seconds=5.0, max_nodes=16)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 
 # Engine and runners are driven on a GPU as they are on a CPU.
@@ -20,7 +20,7 @@ for _folder in ("verify", "burst", "models"):
     sys.path.append(str(Path(__file__).parent.parent / _folder))
 
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
+Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +46,9 @@ def start() -> Iterator[Start]:
     """Makes engines and starts them; in the end nothing may be left in them."""
     from cuda_harness import make_paged_engine
 
-    made: list[VerifyEngine] = []
+    made: list[ThreadedEngine] = []
 
-    def begin(model: CausalLM, **options: object) -> tuple[VerifyEngine, CudaExecutor]:
+    def begin(model: CausalLM, **options: object) -> tuple[ThreadedEngine, CudaExecutor]:
         engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
         made.append(engine)
         engine.start()

@@ -12,6 +12,7 @@ import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle
+from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -21,7 +22,6 @@ from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.build import build, load
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.request import Request
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.frames.submission import Update
@@ -33,7 +33,7 @@ SIZES = {"max_running": 8, "max_round_tokens": 32, "max_nodes": 24}
 
 
 class Running(NamedTuple):
-    engine: VerifyEngine
+    engine: ThreadedEngine
     executor: CudaExecutor
 
 
@@ -110,7 +110,7 @@ def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(tmp_path: Pat
         assert said(others) == said(expected)
 
 
-def cancel_after(engine: VerifyEngine, request: Request, num_updates: int) -> None:
+def cancel_after(engine: ThreadedEngine, request: Request, num_updates: int) -> None:
     """Have a request cancelled at its first update, its second, ...; it may have ended by then."""
     left = num_updates
 

@@ -10,19 +10,19 @@ from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
 LAYERS = (0, 1, 3)
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
+Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
 
 
-def guessing(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
+def guessing(engine: ThreadedEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> FeatureDraft:
     return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 

@@ -12,20 +12,20 @@ from feature_draft import FeatureDraft, ProjectedDraft, random_projection
 from harness import run_all, tokens
 from local_draft import oracle
 from ring_reader import Offerer, Reader
+from threaded_engine import ThreadedEngine
 
 from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
 from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.features.staging import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
 
 LAYERS = (0, 1, 3)
 WHERE = [pytest.param("cuda:0", marks=pytest.mark.gpu), pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[VerifyEngine, CudaExecutor]]
+Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
 MakeReader = Callable[[str], Reader]
 
 

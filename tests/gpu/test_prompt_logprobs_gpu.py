@@ -12,11 +12,11 @@ import torch
 from cuda_harness import VOCAB, make_paged_engine, small_model
 from harness import Answer, make_request
 from local_draft import LocalDraft, noise
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import PromptLogprobs
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(VOCAB) for _ in range(length)] for length in (2, 17, 40, 90, 33)]
 
 
-def ask(engine: VerifyEngine, prompt: list[int], num_top: int = 3) -> Answer:
+def ask(engine: ThreadedEngine, prompt: list[int], num_top: int = 3) -> Answer:
     answer = Answer()
     engine.submit(make_request(answer, prompt, GREEDY, VOCAB, max_tokens=6, num_prompt_logprobs=num_top))
     return answer

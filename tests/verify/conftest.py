@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from cuda_harness import jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
+from threaded_engine import ThreadedEngine
 
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from verify_service.door import session
-from verify_service.engine.engine import VerifyEngine
 
 # What may come through a door is described with the layer below.
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
@@ -44,9 +44,9 @@ def truth(model: CausalLM) -> list[Answer]:
 
 
 @pytest.fixture
-def engines() -> Iterator[list[VerifyEngine]]:
+def engines() -> Iterator[list[ThreadedEngine]]:
     """Engines that a test makes; in the end nothing may be left in them."""
-    made: list[VerifyEngine] = []
+    made: list[ThreadedEngine] = []
     yield made
     for engine in made:
         engine.stop()
@@ -56,10 +56,10 @@ def engines() -> Iterator[list[VerifyEngine]]:
 
 
 @pytest.fixture
-def start(model: CausalLM, engines: list[VerifyEngine]) -> Callable[..., VerifyEngine]:
+def start(model: CausalLM, engines: list[ThreadedEngine]) -> Callable[..., ThreadedEngine]:
     """Makes engines of a kind."""
 
-    def begin(kind: str, **options: Any) -> VerifyEngine:
+    def begin(kind: str, **options: Any) -> ThreadedEngine:
         if kind == "torch":
             engine = make_engine(model, **{"chunk_size": 16, "max_nodes": 24} | options)
         else:

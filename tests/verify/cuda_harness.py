@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from harness import PAGE_SIZE, Answer, Silence
+from threaded_engine import ThreadedEngine
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.triton_backend import TritonAttention
@@ -17,7 +18,6 @@ from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
@@ -98,7 +98,7 @@ def make_paged_engine(
     rule: AcceptRule = EXACT,
     vocabulary: GrammarVocabulary | None = None,
     **limits: Any,
-) -> tuple[VerifyEngine, CudaExecutor]:
+) -> tuple[ThreadedEngine, CudaExecutor]:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
     memory = Memory(num_pages, page_size, share_generated=not deterministic)
     values: dict[str, Any] = {
@@ -129,4 +129,4 @@ def make_paged_engine(
     executor.capture()
     widths = executor.buckets.widths
     cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
-    return VerifyEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor
+    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor

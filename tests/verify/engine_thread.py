@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from threaded_engine import ThreadedEngine
+
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
 from outrider.host.worker import run_engine
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.engine.build import Built
-from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.worker import connect
 from verify_service.frames.engine import RoundReport, ServedModel
@@ -47,7 +48,7 @@ class EngineThread:
     """Both ends."""
 
     remote: WatchedEngine
-    engine: VerifyEngine
+    engine: ThreadedEngine
     exit_codes: list[int]
 
     def ask(self, question: Callable[[], None]) -> None:
@@ -55,7 +56,7 @@ class EngineThread:
         self.engine.ask(question)
 
 
-def ready_of(engine: VerifyEngine) -> ServedModel:
+def ready_of(engine: ThreadedEngine) -> ServedModel:
     """What the door is told of an engine."""
     limits = engine.limits
     return ServedModel(
@@ -71,7 +72,7 @@ def ready_of(engine: VerifyEngine) -> ServedModel:
 
 
 @asynccontextmanager
-async def engine_thread(engine: VerifyEngine) -> AsyncIterator[EngineThread]:
+async def engine_thread(engine: ThreadedEngine) -> AsyncIterator[EngineThread]:
     """The door's view of an engine that has not run yet, and its run. Leaving stops it."""
     ours, theirs = socket.socketpair()
     codes: list[int] = []

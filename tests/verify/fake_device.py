@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from harness import PAGE_SIZE, Answer, Silence, make_request
+from threaded_engine import ThreadedEngine
 
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.request import Request
@@ -93,10 +93,10 @@ def fake_engine(
     observer: Observer | None = None,
     keep_prefixes: bool = True,
     **limits: object,
-) -> VerifyEngine:
+) -> ThreadedEngine:
     """An engine on the device, with rounds that are expected to take `seconds` whatever their width."""
     values: dict[str, object] = {"max_hold_seconds": 0.0, "spin": device.spin} | limits
-    return VerifyEngine(
+    return ThreadedEngine(
         device,
         Memory(num_pages, PAGE_SIZE, keep_prefixes),
         CostModel([seconds] * len(WIDTHS)),
@@ -105,7 +105,7 @@ def fake_engine(
     )
 
 
-def submit(engine: VerifyEngine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None) -> Answer:
+def submit(engine: ThreadedEngine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None) -> Answer:
     """Ask for an answer of exactly `max_tokens`."""
     answer = answer or Answer()
     prompt = [count_up(position) for position in range(prompt_len)]

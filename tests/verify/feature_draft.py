@@ -8,6 +8,7 @@ from collections import defaultdict
 import torch
 from harness import Answer
 from local_draft import Guess, LocalDraft
+from threaded_engine import ThreadedEngine
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
@@ -15,13 +16,12 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Commit, Features, FeaturesBegin, Open, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection, name_projection
-from verify_service.engine.engine import VerifyEngine
 
 
 class FeatureDraft(LocalDraft):
     """Notes the features of each request that was opened, position by position, and releases them at once."""
 
-    def __init__(self, engine: VerifyEngine, vocab_size: int, guess: Guess, layers: tuple[int, ...]) -> None:
+    def __init__(self, engine: ThreadedEngine, vocab_size: int, guess: Guess, layers: tuple[int, ...]) -> None:
         super().__init__(engine, vocab_size, guess)
         self.terms = Terms(feature_layers=layers)
         self.texts: dict[int, list[int]] = {}
@@ -127,7 +127,7 @@ class FeatureDraft(LocalDraft):
 class ProjectedDraft(FeatureDraft):
     """Offers a projection."""
 
-    def __init__(self, engine: VerifyEngine, vocab_size: int, guess: Guess, projection: Projection) -> None:
+    def __init__(self, engine: ThreadedEngine, vocab_size: int, guess: Guess, projection: Projection) -> None:
         super().__init__(engine, vocab_size, guess, projection.layers)
         self.projection = projection
         self.terms = Terms(

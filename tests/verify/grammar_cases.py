@@ -9,11 +9,11 @@ import re
 import jsonschema
 from harness import Answer, run_all
 from local_draft import Guess, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, VOCAB
 
 from outrider.grammar.spec import Grammar
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 
 GRAMMARS = [OBJECT, SCHEMA, REGEX, CHOICE]
 KINDS: list[dict[str, object]] = [
@@ -35,7 +35,7 @@ def jobs() -> list[Job]:
     return made
 
 
-def run(engine: VerifyEngine, width: int = 4, **fields: object) -> list[Answer]:
+def run(engine: ThreadedEngine, width: int = 4, **fields: object) -> list[Answer]:
     engine.start()
     return run_all(engine, jobs(), width, max_tokens=40, stop_ids=frozenset([END]), **fields)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from threaded_engine import ThreadedEngine
 
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
@@ -89,13 +89,13 @@ def make_engine(
     share_generated: bool = True,
     vocabulary: GrammarVocabulary | None = None,
     **limits: object,
-) -> VerifyEngine:
+) -> ThreadedEngine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
     memory = Memory(num_pages, PAGE_SIZE, share_generated=share_generated)
     executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
     bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]
-    return VerifyEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
+    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
 
 
 def make_request(
@@ -120,7 +120,7 @@ def make_request(
 
 
 def run_all(
-    engine: VerifyEngine, jobs: Sequence[tuple[Sequence[int], SamplingParams]], width: int = 4, **fields: object
+    engine: ThreadedEngine, jobs: Sequence[tuple[Sequence[int], SamplingParams]], width: int = 4, **fields: object
 ) -> list[Answer]:
     """Run jobs, `width` at a time, and return their answers."""
     answers = []

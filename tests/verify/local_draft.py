@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from threaded_engine import ThreadedEngine
+
 from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 
 Guess = Callable[[TreeAuthor], None]
 
@@ -15,7 +16,7 @@ Guess = Callable[[TreeAuthor], None]
 class LocalDraft:
     """A draft whose answers are in the engine's inbox when the next round is planned."""
 
-    def __init__(self, engine: VerifyEngine, vocab_size: int, guess: Guess) -> None:
+    def __init__(self, engine: ThreadedEngine, vocab_size: int, guess: Guess) -> None:
         self.address = "local"
         self.num_resets = 0
         self.authors: dict[int, TreeAuthor] = {}

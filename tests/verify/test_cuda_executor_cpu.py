@@ -11,6 +11,7 @@ import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 
 from kernels.sampling import sample_rows
 from kernels.sampling_state import RoundTokens
@@ -18,13 +19,12 @@ from outrider.errors import InternalError
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-Made = list[tuple[VerifyEngine, CudaExecutor]]
+Made = list[tuple[ThreadedEngine, CudaExecutor]]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def made() -> Iterator[Made]:
         assert len(executor.rows) == 0, "a row leaked"
 
 
-def start(made: Made, model: CausalLM, guess: Guess | None = None, **options: object) -> VerifyEngine:
+def start(made: Made, model: CausalLM, guess: Guess | None = None, **options: object) -> ThreadedEngine:
     engine, executor = make_paged_engine(model, **options)  # type: ignore[arg-type]
     made.append((engine, executor))
     if guess is not None:

@@ -7,11 +7,11 @@ import pytest
 from cuda_harness import VOCAB, jobs, texts
 from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Decline, DeclineReason, Grow, Hello
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess:
@@ -28,7 +28,7 @@ def guesser(name: str, truth: list[Answer]) -> Guess:
 @pytest.mark.parametrize("num_pages", [256, 24])
 @pytest.mark.parametrize("name", ["none", "oracle", "wrong", "random"])
 def test_tokens_are_the_same_with_any_draft_batch_and_memory(
-    model: CausalLM, truth: list[Answer], engines: list[VerifyEngine], name: str, num_pages: int, width: int
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], name: str, num_pages: int, width: int
 ) -> None:
     engine = make_engine(model, num_pages, chunk_size=16)
     engines.append(engine)
@@ -58,7 +58,7 @@ RULES: list[dict[str, object]] = [
 @pytest.mark.parametrize("num_pages", [256, 24])
 @pytest.mark.parametrize("rules", RULES)
 def test_tokens_are_the_same_whatever_rounds_the_executor_can_run(
-    model: CausalLM, truth: list[Answer], engines: list[VerifyEngine], rules: dict[str, object], num_pages: int
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], rules: dict[str, object], num_pages: int
 ) -> None:
     share = "generated_in_decode" not in rules
     engine = make_engine(model, num_pages, share_generated=share, chunk_size=16, **rules)
@@ -73,7 +73,7 @@ def test_tokens_are_the_same_whatever_rounds_the_executor_can_run(
 
 
 def test_logprobs_are_those_of_the_raw_distribution_and_cover_every_token(
-    model: CausalLM, truth: list[Answer], engines: list[VerifyEngine]
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
 ) -> None:
     engine = make_engine(model)
     engines.append(engine)
@@ -112,7 +112,7 @@ class Hostile(LocalDraft):
 
 
 def test_a_hostile_draft_changes_no_output_and_is_counted(
-    model: CausalLM, truth: list[Answer], engines: list[VerifyEngine]
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
 ) -> None:
     engine = make_engine(model)
     engines.append(engine)
@@ -125,7 +125,7 @@ def test_a_hostile_draft_changes_no_output_and_is_counted(
 
 
 def test_losing_the_draft_mid_stream_changes_nothing_and_speculation_resumes(
-    model: CausalLM, truth: list[Answer], engines: list[VerifyEngine]
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
 ) -> None:
     engine = make_engine(model)
     engines.append(engine)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer
 
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 
 VOCAB = 49152
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "cpu.jsonl"
@@ -49,7 +49,7 @@ def jobs(model_path: Path) -> list[Job]:
     return made
 
 
-def run(engine: VerifyEngine, jobs: list[Job], width: int, speculate: bool = True) -> list[Answer]:
+def run(engine: ThreadedEngine, jobs: list[Job], width: int, speculate: bool = True) -> list[Answer]:
     try:
         engine.start()
         return run_all(engine, jobs, width, max_tokens=NUM_TOKENS, speculate=speculate)

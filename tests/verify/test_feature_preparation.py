@@ -10,10 +10,10 @@ from cuda_harness import VOCAB, jobs, make_paged_engine, texts
 from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
+from threaded_engine import ThreadedEngine
 
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.round_buffers import Bucket, Buckets
 from verify_service.features.ports import FeaturePlan
@@ -63,7 +63,7 @@ class NotedGraphs:
         self._executor._body(shape)
 
 
-Made = tuple[VerifyEngine, CudaExecutor, NotedGraphs]
+Made = tuple[ThreadedEngine, CudaExecutor, NotedGraphs]
 
 
 @pytest.fixture

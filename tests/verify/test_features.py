@@ -12,18 +12,18 @@ from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, wait_for
 from harness import Answer, make_request, run_all, tokens
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 
 GREEDY = SamplingParams(temperature=0.0)
 LAYERS = (0, 1, 3)
 """The embedding, the second layer's input, and the output behind the final norm."""
 
-Start = Callable[..., VerifyEngine]
+Start = Callable[..., ThreadedEngine]
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess:

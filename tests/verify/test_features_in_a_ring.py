@@ -13,14 +13,14 @@ from feature_draft import FeatureDraft, ProjectedDraft, random_projection
 from harness import Answer, run_all, tokens
 from local_draft import oracle
 from shared_file import MappedFile, SharedFiles
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
-from verify_service.engine.engine import VerifyEngine
 from verify_service.features.staging import NUM_SLOTS, Ring, RingPool
 
 LAYERS = (0, 1, 3)
-Start = Callable[..., VerifyEngine]
+Start = Callable[..., ThreadedEngine]
 
 
 class RingDraft(FeatureDraft):
@@ -57,11 +57,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedFiles:
     return made
 
 
-def reading(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:
+def reading(engine: ThreadedEngine, truth: list[Answer], layers: tuple[int, ...] = LAYERS) -> RingDraft:
     return RingDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 
-def ring_of(engine: VerifyEngine, draft: FeatureDraft) -> Ring | None:
+def ring_of(engine: ThreadedEngine, draft: FeatureDraft) -> Ring | None:
     line = engine.drafts.peers[draft].line
     assert line is not None
     return line.ring

@@ -11,17 +11,17 @@ from cuda_harness import make_paged_engine
 from grammar_cases import fits, guesser, jobs, run
 from harness import Answer, make_engine
 from local_draft import Guess, LocalDraft
+from threaded_engine import ThreadedEngine
 from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaExecutor, CudaRound
 
-Start = Callable[[str, Guess | None], VerifyEngine]
+Start = Callable[[str, Guess | None], ThreadedEngine]
 
 LOOKS = 64
 """At a round's end, while it lasts: more than messages that come in it."""
@@ -52,10 +52,10 @@ def last_for_looks(executor: CudaExecutor) -> None:
 
 
 @pytest.fixture
-def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[VerifyEngine]) -> Start:
+def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[ThreadedEngine]) -> Start:
     """Makes engines of a kind."""
 
-    def make(kind: str, guess: Guess | None) -> VerifyEngine:
+    def make(kind: str, guess: Guess | None) -> ThreadedEngine:
         if kind in ("cpu", "crowded"):
             engine = make_engine(model, 256 if kind == "cpu" else 24, vocabulary=vocabulary, chunk_size=16)
         else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import Answer, make_engine, make_request
 from local_draft import LocalDraft, noise
+from threaded_engine import ThreadedEngine
 from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of
 
 from outrider.errors import InternalError, InvalidRequestError
@@ -19,7 +20,6 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
 from verify_service.engine import grammars
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.grammars import Grammars
 from verify_service.speculation.budget import Forest
 
@@ -28,7 +28,7 @@ LONG = Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}")
 
 
 @pytest.fixture
-def engine(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[VerifyEngine]:
+def engine(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[ThreadedEngine]:
     made = make_engine(model, vocabulary=vocabulary)
     made.start()
     yield made
@@ -39,7 +39,7 @@ def engine(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[VerifyEng
 Ask = Callable[..., Answer]
 
 
-def ask(engine: VerifyEngine, grammar: Grammar | None, max_tokens: int = 40) -> Answer:
+def ask(engine: ThreadedEngine, grammar: Grammar | None, max_tokens: int = 40) -> Answer:
     answer, params = Answer(), SamplingParams(temperature=1.0, seed=7, grammar=grammar)
     answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, stop_ids=frozenset([END]))
     engine.submit(answer.request)
@@ -51,7 +51,7 @@ def finished(answer: Answer) -> Answer:
     return answer
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: VerifyEngine) -> None:
+def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: ThreadedEngine) -> None:
     wrong = ask(engine, Grammar(GrammarKind.REGEX, "(a"))
     others = [ask(engine, None), ask(engine, CHOICE)]
     error = finished(wrong).updates[-1].error
@@ -109,7 +109,7 @@ class Held:
 
 
 def test_others_are_answered_while_a_grammar_is_compiled_and_it_is_compiled_once(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     first, second = ask(engine, CHOICE), ask(engine, CHOICE)
@@ -123,7 +123,7 @@ def test_others_are_answered_while_a_grammar_is_compiled_and_it_is_compiled_once
 
 
 def test_others_are_answered_while_a_grammar_is_compiled_anew_and_it_is_compiled_once_for_all(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What answers share is used up in mid-answer, by all at once."""
     want = [finished(one).token_ids for one in (ask(engine, LONG), ask(engine, LONG))]
@@ -145,7 +145,7 @@ def test_others_are_answered_while_a_grammar_is_compiled_anew_and_it_is_compiled
 
 
 def test_a_request_may_be_cancelled_while_its_grammar_is_compiled_anew(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(ask(engine, LONG))
     held = Held(monkeypatch)
@@ -159,7 +159,7 @@ def test_a_request_may_be_cancelled_while_its_grammar_is_compiled_anew(
 
 
 def test_a_request_whose_mask_cannot_be_had_from_a_fresh_grammar_either_fails(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(ask(engine, LONG))
     monkeypatch.setattr(GrammarState, "_try", lambda state, path: None)
@@ -169,7 +169,7 @@ def test_a_request_whose_mask_cannot_be_had_from_a_fresh_grammar_either_fails(
 
 
 def test_a_request_may_be_cancelled_while_its_grammar_is_compiled(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     gone = ask(engine, CHOICE)
@@ -194,7 +194,7 @@ def test_stopping_tells_requests_whose_grammar_is_being_compiled(
 
 
 def test_the_cache_of_compiled_grammars_is_bounded_and_worn_ones_are_compiled_anew(
-    engine: VerifyEngine, monkeypatch: pytest.MonkeyPatch
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "_MAX_CACHED", 3)
     for index in range(6):

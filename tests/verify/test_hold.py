@@ -10,11 +10,11 @@ from fake_device import VOCAB, FakeDevice, count_up, submit
 from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 from scripted_peer import Clock, Recorder, follow, request, tree
+from threaded_engine import ThreadedEngine, ThreadInbox
 
 from outrider.protocol.messages import VerifyMessage
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.inbox import Action, ThreadInbox
+from verify_service.engine.engine import Action
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
@@ -216,7 +216,7 @@ class Patient(ThreadInbox):
 class Slow(LocalDraft):
     """Grows a fresh tree after each commit, when it is waited for."""
 
-    def __init__(self, engine: VerifyEngine, inbox: Patient) -> None:
+    def __init__(self, engine: ThreadedEngine, inbox: Patient) -> None:
         super().__init__(engine, VOCAB, self._fresh)
         self._inbox = inbox
 
@@ -233,7 +233,7 @@ def test_a_lockstep_engine_takes_a_fixed_number_of_nodes_in_every_round() -> Non
     # Nodes that cost this much and promise this little are never taken by choice.
     cost = CostModel([1e-3 * width for width in WIDTHS])
     limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=5.0, lockstep=True)
-    engine = VerifyEngine(device, Memory(64, PAGE_SIZE), cost, limits, Silence(), inbox)
+    engine = ThreadedEngine(device, Memory(64, PAGE_SIZE), cost, limits, Silence(), inbox=inbox)
     engine.draft_connected(Slow(engine, inbox))
     answer = submit(engine, max_tokens=26)
     engine.start()
@@ -331,8 +331,8 @@ def test_no_round_waits_longer_than_it_may_however_often_it_is_woken(monkeypatch
     clock = Clock()
     monkeypatch.setattr("verify_service.engine.engine.time.monotonic", clock)
     limits = EngineLimits(VOCAB, 200, max_nodes=4, max_hold_seconds=0.02, lockstep=True)
-    engine = VerifyEngine(
-        FakeDevice(), Memory(64, PAGE_SIZE), CostModel([1e-3] * len(WIDTHS)), limits, Silence(), Chatty(clock)
+    engine = ThreadedEngine(
+        FakeDevice(), Memory(64, PAGE_SIZE), CostModel([1e-3] * len(WIDTHS)), limits, Silence(), inbox=Chatty(clock)
     )
     engine.draft_connected(Recorder())
     submit(engine)

@@ -9,11 +9,11 @@ import pytest
 from fake_device import VOCAB, FakeDevice, FakeRound, count_up, fake_engine, submit
 from harness import Answer
 from local_draft import Guess, LocalDraft, chain
+from threaded_engine import ThreadedEngine
 
 from outrider.errors import InternalError
 from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry, Result
 from verify_service.frames.engine import RoundFigures
 from verify_service.frames.submission import Update
@@ -36,7 +36,7 @@ def guess_right(depth: int = 4) -> Guess:
 class Noted(LocalDraft):
     """Notes when commits reach it."""
 
-    def __init__(self, engine: VerifyEngine, events: list[str], depth: int = 4) -> None:
+    def __init__(self, engine: ThreadedEngine, events: list[str], depth: int = 4) -> None:
         super().__init__(engine, VOCAB, guess_right(depth))
         self._events = events
 
@@ -75,7 +75,7 @@ class NotedRounds:
 
 
 def test_drafts_clients_and_metrics_are_told_while_the_next_round_runs(
-    device: FakeDevice, engines: list[VerifyEngine]
+    device: FakeDevice, engines: list[ThreadedEngine]
 ) -> None:
     events = device.events
     observer = NotedRounds(events)
@@ -97,7 +97,7 @@ def test_drafts_clients_and_metrics_are_told_while_the_next_round_runs(
     assert observer.gaps[1:] == [0.25] * (len(observer.gaps) - 1)
 
 
-def test_a_draft_is_told_before_a_round_is_held_for_it(device: FakeDevice, engines: list[VerifyEngine]) -> None:
+def test_a_draft_is_told_before_a_round_is_held_for_it(device: FakeDevice, engines: list[ThreadedEngine]) -> None:
     engine = fake_engine(device, seconds=0.5, max_hold_seconds=5.0)
     engines.append(engine)
     engine.draft_connected(Noted(engine, device.events, depth=2))
@@ -111,7 +111,7 @@ def test_a_draft_is_told_before_a_round_is_held_for_it(device: FakeDevice, engin
     assert all(device.events[index - 1] == "told" for index in launches[1:4])
 
 
-def test_what_a_draft_says_during_a_round_is_in_the_next(device: FakeDevice, engines: list[VerifyEngine]) -> None:
+def test_what_a_draft_says_during_a_round_is_in_the_next(device: FakeDevice, engines: list[ThreadedEngine]) -> None:
     engine = fake_engine(device)
     engines.append(engine)
     draft = LocalDraft(engine, VOCAB, lambda author: None)
@@ -131,7 +131,7 @@ def test_what_a_draft_says_during_a_round_is_in_the_next(device: FakeDevice, eng
 
 
 def test_a_request_that_is_cancelled_during_a_round_says_nothing_more(
-    device: FakeDevice, engines: list[VerifyEngine]
+    device: FakeDevice, engines: list[ThreadedEngine]
 ) -> None:
     engine = fake_engine(device)
     engines.append(engine)
@@ -153,7 +153,7 @@ def test_a_request_that_is_cancelled_during_a_round_says_nothing_more(
     assert other.token_ids == [count_up(position) for position in range(3, 23)]
 
 
-def test_a_request_that_comes_during_a_round_is_in_the_next(device: FakeDevice, engines: list[VerifyEngine]) -> None:
+def test_a_request_that_comes_during_a_round_is_in_the_next(device: FakeDevice, engines: list[ThreadedEngine]) -> None:
     engine = fake_engine(device)
     engines.append(engine)
     late: list[Answer] = []
@@ -170,7 +170,7 @@ def test_a_request_that_comes_during_a_round_is_in_the_next(device: FakeDevice, 
 
 
 def test_pages_of_a_request_that_has_just_ended_serve_before_anybody_is_preempted(
-    device: FakeDevice, engines: list[VerifyEngine]
+    device: FakeDevice, engines: list[ThreadedEngine]
 ) -> None:
     # Six pages of four: the first answer ends with two of them just as the others need their third.
     engine = fake_engine(device, num_pages=6, max_nodes=0)
@@ -204,7 +204,7 @@ def test_what_a_device_fails_with_is_what_its_requests_are_told() -> None:
         assert isinstance(error, InternalError) and error.code == "device_failed"
         assert len(answer.token_ids) == 2, "what was committed before is told first"
     engine.stop()
-    assert not engine.alive
+    assert engine.stopping
 
 
 def test_an_engine_may_run_on_its_callers_thread(device: FakeDevice) -> None:
@@ -214,4 +214,4 @@ def test_an_engine_may_run_on_its_callers_thread(device: FakeDevice) -> None:
     stopper.start()
     engine.run()
     stopper.join()
-    assert len(answer.token_ids) == 8 and not engine.alive
+    assert len(answer.token_ids) == 8 and engine.stopping

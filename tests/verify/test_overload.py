@@ -10,6 +10,7 @@ import grpc
 import pytest
 from fake_device import VOCAB, FakeDevice, count_up, fake_engine
 from harness import Answer, make_request
+from threaded_engine import ThreadedEngine
 
 from outrider.errors import OverloadedError
 from outrider.protocol.tokens import FinishReason, TokenLogprobs
@@ -21,12 +22,11 @@ from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.remote import Backlog
 from verify_service.door.servicer import Outbox, VerifyServicer
-from verify_service.engine.engine import VerifyEngine
 from verify_service.frames.submission import Submission, Update
 
 
 def submit(
-    engine: VerifyEngine, *, client: str = "", priority: int = 0, prompt_len: int = 3, max_tokens: int = 4
+    engine: ThreadedEngine, *, client: str = "", priority: int = 0, prompt_len: int = 3, max_tokens: int = 4
 ) -> Answer:
     answer = Answer()
     prompt = [count_up(position) for position in range(prompt_len)]
@@ -37,7 +37,7 @@ def submit(
     return answer
 
 
-def run(engine: VerifyEngine, *answers: Answer) -> None:
+def run(engine: ThreadedEngine, *answers: Answer) -> None:
     engine.start()
     assert all(answer.done.wait(10) for answer in answers)
     engine.stop()

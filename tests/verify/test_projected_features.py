@@ -10,26 +10,26 @@ from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, ProjectedDraft, random_projection
 from harness import Answer, run_all, tokens
 from local_draft import oracle
+from threaded_engine import ThreadedEngine
 
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.tree.projection import PROJECTED
-from verify_service.engine.engine import VerifyEngine
 
 LAYERS = (3, 0, 1)
-Start = Callable[..., VerifyEngine]
+Start = Callable[..., ThreadedEngine]
 
 
-def projected(engine: VerifyEngine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:
+def projected(engine: ThreadedEngine, truth: list[Answer], seed: int = 1, columns: int = 48) -> ProjectedDraft:
     return ProjectedDraft(engine, VOCAB, oracle(texts(truth), VOCAB), random_projection(LAYERS, 64, columns, seed))
 
 
-def raw(engine: VerifyEngine, truth: list[Answer], layers: tuple[int, ...]) -> FeatureDraft:
+def raw(engine: ThreadedEngine, truth: list[Answer], layers: tuple[int, ...]) -> FeatureDraft:
     return FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), layers)
 
 
-def store_of(engine: VerifyEngine) -> FeatureStore:
+def store_of(engine: ThreadedEngine) -> FeatureStore:
     store = engine._executor._features  # type: ignore[attr-defined]
     assert isinstance(store, FeatureStore)
     return store

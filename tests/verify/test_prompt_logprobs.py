@@ -13,11 +13,11 @@ import torch
 from cuda_harness import VOCAB, make_paged_engine, small_model
 from harness import Answer, make_engine, make_request
 from local_draft import LocalDraft, noise
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import FinishReason, PromptLogprobs
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.engine import VerifyEngine
 from verify_service.executors import prompt_logprobs
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,23 +45,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(small_model(folder), folder)
 
 
-def on_cpu(model: CausalLM, **options: object) -> VerifyEngine:
+def on_cpu(model: CausalLM, **options: object) -> ThreadedEngine:
     return make_engine(model, chunk_size=7, **options)  # type: ignore[arg-type]
 
 
-def on_device(model: CausalLM, **options: object) -> VerifyEngine:
+def on_device(model: CausalLM, **options: object) -> ThreadedEngine:
     return make_paged_engine(model, **options)[0]  # type: ignore[arg-type]
 
 
-def deterministic(model: CausalLM, **options: object) -> VerifyEngine:
+def deterministic(model: CausalLM, **options: object) -> ThreadedEngine:
     return make_paged_engine(model, deterministic=True, **options)[0]  # type: ignore[arg-type]
 
 
-Make = Callable[..., VerifyEngine]
+Make = Callable[..., ThreadedEngine]
 MAKERS = [on_cpu, on_device, deterministic]
 
 
-def start(engines: list[VerifyEngine], engine: VerifyEngine) -> VerifyEngine:
+def start(engines: list[ThreadedEngine], engine: ThreadedEngine) -> ThreadedEngine:
     engines.append(engine)
     engine.start()
     return engine
@@ -72,7 +72,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
     return [source.randrange(VOCAB) for _ in range(length)]
 
 
-def ask(engine: VerifyEngine, prompt: list[int], num_top: int | None = NUM_TOP, **fields: object) -> Answer:
+def ask(engine: ThreadedEngine, prompt: list[int], num_top: int | None = NUM_TOP, **fields: object) -> Answer:
     answer = Answer()
     values: dict[str, object] = {"max_tokens": 4, "num_prompt_logprobs": num_top} | fields
     engine.submit(make_request(answer, prompt, GREEDY, VOCAB, **values))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def check(answer: Answer, prompt: list[int], expected: torch.Tensor, num_top: in
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("piece", [1 << 23, 2 * VOCAB])
 def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
-    make: Make, piece: int, target: Target, engines: list[VerifyEngine], monkeypatch: pytest.MonkeyPatch
+    make: Make, piece: int, target: Target, engines: list[ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "_PIECE_NUMBERS", piece)
     engine = start(engines, make(target.model))
@@ -119,7 +119,7 @@ def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_prompt_that_is_in_the_cache_is_described_from_its_beginning(
-    make: Make, target: Target, engines: list[VerifyEngine]
+    make: Make, target: Target, engines: list[ThreadedEngine]
 ) -> None:
     engine = start(engines, make(target.model))
     prompt = prompt_of(30)
@@ -135,7 +135,7 @@ def test_a_prompt_that_is_in_the_cache_is_described_from_its_beginning(
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
-    make: Make, target: Target, engines: list[VerifyEngine]
+    make: Make, target: Target, engines: list[ThreadedEngine]
 ) -> None:
     engine = start(engines, make(target.model))
     prompt = prompt_of(6)
@@ -150,7 +150,7 @@ def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: list[VerifyEngine]) -> None:
+def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: list[ThreadedEngine]) -> None:
     answer = ask(start(engines, make(target.model)), [5])
     assert answer.done.wait(60) and answer.updates[-1].finish is FinishReason.LENGTH
     assert all(update.prompt_logprobs is None for update in answer.updates)
@@ -158,7 +158,7 @@ def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: lis
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_preemption_neither_repeats_nor_loses_a_position(
-    make: Make, target: Target, engines: list[VerifyEngine]
+    make: Make, target: Target, engines: list[ThreadedEngine]
 ) -> None:
     engine = start(engines, make(target.model, num_pages=30))
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(4, VOCAB)))
@@ -170,7 +170,7 @@ def test_preemption_neither_repeats_nor_loses_a_position(
 
 
 def test_a_model_that_breaks_fails_the_request_alone(
-    target: Target, engines: list[VerifyEngine], monkeypatch: pytest.MonkeyPatch
+    target: Target, engines: list[ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(engines, on_device(target.model))
     logits = target.model.logits

@@ -28,7 +28,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection, ProjectionPart
-from verify_service.door.remote import MAX_UNREAD, RemoteVerifyEngine
+from verify_service.door.remote import MAX_UNREAD_WEIGHT, RemoteVerifyEngine
 from verify_service.frames.drafts import FeaturesDone, FeaturesPart, FeaturesToDraft
 from verify_service.frames.messages import FromDoor
 from verify_service.frames.submission import Submission, Update
@@ -212,7 +212,7 @@ async def test_a_draft_that_floods_loses_its_session_and_nothing_gathers(model: 
             thread.remote.draft_connected(port)
         for _ in range(100):
             thread.remote.draft_received(draft, flood(4096))
-        assert draft.num_resets == 100 - MAX_UNREAD // (4096 + 16)
+        assert draft.num_resets == 100 - MAX_UNREAD_WEIGHT // (4096 + 16)
         thread.remote.draft_received(honest, flood(4096))
         assert honest.num_resets == 0
         may_run.set()
@@ -227,7 +227,7 @@ async def test_long_words_of_a_draft_count_for_what_they_take(model: CausalLM) -
     async with engine_thread(make_engine(model)) as thread:
         draft = Silent()
         thread.remote.draft_connected(draft)
-        decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD)
+        decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD_WEIGHT)
         thread.remote.draft_received(draft, [decline])
         assert draft.num_resets == 1
 
@@ -236,7 +236,7 @@ async def test_an_array_too_long_for_its_message_counts_for_what_it_takes(model:
     async with engine_thread(make_engine(model)) as thread:
         draft = Silent()
         thread.remote.draft_connected(draft)
-        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=np.zeros(MAX_UNREAD, np.float32))])
+        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=np.zeros(MAX_UNREAD_WEIGHT, np.float32))])
         assert draft.num_resets == 1
 
 

@@ -6,10 +6,10 @@ import pytest
 from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import Answer, make_request
 from local_draft import LocalDraft, chain
+from threaded_engine import ThreadedEngine
 
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 
@@ -19,7 +19,7 @@ def rounds_of(device: FakeDevice, request: Request) -> list[tuple[int, int]]:
     return [(extend, nodes) for entries in device.rounds for one, extend, nodes in entries if one is request]
 
 
-def run(engine: VerifyEngine, *answers: Answer) -> None:
+def run(engine: ThreadedEngine, *answers: Answer) -> None:
     engine.start()
     assert all(answer.done.wait(10) for answer in answers)
     engine.stop()

@@ -9,13 +9,13 @@ import pytest
 from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
+from threaded_engine import ThreadedEngine, ThreadInbox
 
 from outrider.host.garbage import Garbage
 from outrider.protocol.messages import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.engine import VerifyEngine
+from verify_service.engine.engine import Action
 from verify_service.engine.host_gap import LONG_GAP_SECONDS, log_long_gap
-from verify_service.engine.inbox import Action, ThreadInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
@@ -79,7 +79,7 @@ class Sleepless(ThreadInbox):
 class Later(LocalDraft):
     """Answers a little later."""
 
-    def __init__(self, engine: VerifyEngine, inbox: Sleepless) -> None:
+    def __init__(self, engine: ThreadedEngine, inbox: Sleepless) -> None:
         super().__init__(engine, VOCAB, self._two)
         self._inbox = inbox
 
@@ -95,7 +95,9 @@ class Later(LocalDraft):
 def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
     device, inbox = FakeDevice(spin=True), Sleepless()
     limits = EngineLimits(VOCAB, 200, max_hold_seconds=5.0, spin=True)
-    engine = VerifyEngine(device, Memory(64, PAGE_SIZE), CostModel([0.5] * len(WIDTHS)), limits, Silence(), inbox)
+    engine = ThreadedEngine(
+        device, Memory(64, PAGE_SIZE), CostModel([0.5] * len(WIDTHS)), limits, Silence(), inbox=inbox
+    )
     engine.draft_connected(Later(engine, inbox))
     answer = submit(engine, max_tokens=12)
     asleep: list[int] = []
@@ -110,7 +112,7 @@ def test_holds_are_spent_awake_and_end_with_the_answer() -> None:
 class EngineUpdates(LocalDraft):
     """Notes when it is told of a commit, beside the launches of rounds."""
 
-    def __init__(self, engine: VerifyEngine, device: FakeDevice, right: bool) -> None:
+    def __init__(self, engine: ThreadedEngine, device: FakeDevice, right: bool) -> None:
         super().__init__(engine, VOCAB, self._right if right else self._wrong)
         self._device = device
 

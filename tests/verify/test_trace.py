@@ -8,27 +8,27 @@ import pytest
 from cuda_harness import VOCAB, make_paged_engine
 from harness import Answer, make_engine, make_request
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.tokens import RoundTree, TokenOrigin
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms
-from verify_service.engine.engine import VerifyEngine
 
 PROMPT = [7, 3, 19, 4]
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(params=["cpu", "device"])
-def engine(request: pytest.FixtureRequest, model: CausalLM) -> Iterator[VerifyEngine]:
+def engine(request: pytest.FixtureRequest, model: CausalLM) -> Iterator[ThreadedEngine]:
     made = make_engine(model) if request.param == "cpu" else make_paged_engine(model)[0]
     made.start()
     yield made
     made.stop()
 
 
-def ask(engine: VerifyEngine, trace: bool = True, **fields: object) -> Answer:
+def ask(engine: ThreadedEngine, trace: bool = True, **fields: object) -> Answer:
     answer = Answer()
     engine.submit(make_request(answer, PROMPT, GREEDY, VOCAB, trace=trace, **fields))  # type: ignore[arg-type]
     assert answer.done.wait(60)
@@ -39,7 +39,7 @@ def trees(answer: Answer) -> list[RoundTree]:
     return [update.tree for update in answer.updates if update.tree is not None]
 
 
-def test_trees_tell_where_every_token_came_from(engine: VerifyEngine) -> None:
+def test_trees_tell_where_every_token_came_from(engine: ThreadedEngine) -> None:
     plain = ask(engine, trace=False)
     text = {tuple(PROMPT): PROMPT + plain.token_ids}
     engine.draft_connected(LocalDraft(engine, VOCAB, oracle(text, VOCAB)), Terms(sources=("oracle",)))
@@ -63,7 +63,7 @@ def test_trees_tell_where_every_token_came_from(engine: VerifyEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wrong", "none", "off"])
-def test_rounds_without_a_right_guess_are_told_too(engine: VerifyEngine, kind: str) -> None:
+def test_rounds_without_a_right_guess_are_told_too(engine: ThreadedEngine, kind: str) -> None:
     plain = ask(engine, trace=False)
     text = {tuple(PROMPT): PROMPT + plain.token_ids}
     guess: Guess = wrong(text, VOCAB) if kind == "wrong" else oracle(text, VOCAB)
@@ -81,7 +81,7 @@ def test_rounds_without_a_right_guess_are_told_too(engine: VerifyEngine, kind: s
     assert any(tree.token_ids for tree in told) == (kind == "wrong")
 
 
-def test_scores_and_drafters_are_those_that_the_draft_sent(engine: VerifyEngine) -> None:
+def test_scores_and_drafters_are_those_that_the_draft_sent(engine: ThreadedEngine) -> None:
     def two_sources(author: TreeAuthor) -> None:
         for token in range(8):
             author.add(author.root, token, -0.25 * (token + 1), token % 2 + 1)
@@ -95,6 +95,6 @@ def test_scores_and_drafters_are_those_that_the_draft_sent(engine: VerifyEngine)
         assert tree.drafter_names[drafter] == ("odd one" if token % 2 == 0 else "source 2")
 
 
-def test_nothing_is_told_unasked(engine: VerifyEngine) -> None:
+def test_nothing_is_told_unasked(engine: ThreadedEngine) -> None:
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(9, VOCAB)))
     assert trees(ask(engine, trace=False)) == []

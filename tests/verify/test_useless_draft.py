@@ -13,11 +13,11 @@ from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import wrong
 from scripted_peer import Clock, Recorder, follow, request, tree
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from outrider.protocol.messages import Commit
 from verify_service.engine import engine as engine_module
-from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.request import Request
 from verify_service.speculation.calibration import TRIAL, DraftBackoff
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
@@ -142,7 +142,7 @@ def test_looks_grow_rarer_but_never_stop() -> None:
 
 
 def test_features_leave_for_a_draft_in_doubt_as_rarely_as_commits(
-    model: CausalLM, truth: list[Answer], start: Callable[..., VerifyEngine], monkeypatch: pytest.MonkeyPatch
+    model: CausalLM, truth: list[Answer], start: Callable[..., ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verify_service.speculation.calibration.TRIAL", 8)
     engine = start("paged")

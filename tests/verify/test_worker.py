@@ -19,7 +19,7 @@ from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_start, run_engine
 from outrider.protocol.messages import Close
 from verify_service.engine.build import Built
-from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.reporter import SNAPSHOT_SECONDS, ReporterPort, VerifyReporter
 from verify_service.engine.worker import SocketInbox, connect

@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
-from outrider.protocol.messages import DraftMessage, Features, FeaturesBegin, VerifyMessage
+from outrider.protocol.messages import Decline, DraftMessage, Features, FeaturesBegin, Grow, VerifyMessage
 from outrider.protocol.part_codec import pack_drafts, unpack_features, unpack_verify
 from outrider.protocol.parts import LineFrame
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import ProjectionPart
-from verify_service.engine.inbox import MAX_UNREAD, unread_weight
 from verify_service.frames.codec import pack_submission, unpack_update
 from verify_service.frames.draft_codec import unpack_begin
 from verify_service.frames.drafts import (
@@ -39,6 +38,8 @@ from verify_service.frames.submission import Submission, Update
 log = get_logger(__name__)
 
 DEFAULT_MAX_TOKENS = 262144
+MAX_UNREAD_WEIGHT = 65536
+"""Weight of one draft's messages that the engine may leave unread: about 0.1 s of work."""
 _LEARN = 0.2
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
@@ -218,7 +219,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
         session = self._sessions[port]
         weight = unread_weight(messages)
-        if self._unread[session] + weight > MAX_UNREAD:
+        if self._unread[session] + weight > MAX_UNREAD_WEIGHT:
             log.warning("draft %s floods the engine; its session is reset", port.address)
             port.reset()
             return
@@ -301,3 +302,21 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
                 self._unread[session] -= weight
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
+
+
+def unread_weight(messages: Sequence[DraftMessage]) -> int:
+    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each.
+
+    A Grow counts for its longest array: where they differ it is malformed, and yet it lies there.
+    """
+    return sum(16 + _length(message) for message in messages)
+
+
+def _length(message: DraftMessage) -> int:
+    match message:
+        case Grow():
+            return max(len(message.token_ids), len(message.parents), len(message.scores), len(message.sources))
+        case Decline():
+            return len(message.detail)
+        case _:
+            return 0

@@ -28,8 +28,7 @@ from outrider.models.progress import ConsoleProgress
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.sampling.lossy import AcceptRule
-from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Executor

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import Garbage
 from outrider.logs import get_logger
-from outrider.protocol.messages import DraftMessage
 from outrider.tree.handshake import Terms
 from verify_service.engine.grammars import POLL_SECONDS, Grammars
 from verify_service.engine.host_gap import GapWatch, HotPathWarmer
-from verify_service.engine.inbox import Action, ThreadInbox, Unread, VerifyInbox, unread_weight
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Commit, Observer, RoundDone, RoundPostprocessor
 from verify_service.engine.request import ActiveRequests, Request
@@ -47,8 +45,26 @@ With more of them slow hosts would fall behind."""
 _NOTHING = Batch([], 0.0, 0)
 
 
+Action = Callable[[], None]
+"""What a message asks of the engine."""
+
+
+class VerifyInbox(Protocol):
+    """Actions for the engine, in the order in which they came. The engine takes them between two rounds."""
+
+    def post(self, action: Action) -> None:
+        """Leave an action."""
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """All actions that have come since the last call; the engine runs them in order.
+
+        None does not wait; a number waits up to so many seconds for something to come, and returns as soon as it has.
+        """
+
+
 class VerifyEngine:
-    """Runs rounds on one thread. Others talk to it through `submit`, `cancel`, `draft_*` and `ask` alone.
+    """Runs rounds on one thread, which alone calls it: what a message asks through `submit`, `cancel` and `draft_*` is
+    done when the engine next takes its inbox.
 
     Between the end of a round and the launch of the next lies only what that launch needs: commit, plan, choice of
     nodes. All that others are told, and all that others say, is dealt with while a round runs.
@@ -61,7 +77,7 @@ class VerifyEngine:
         cost: CostModel,
         limits: EngineLimits,
         observer: Observer,
-        inbox: VerifyInbox | None = None,
+        inbox: VerifyInbox,
         vocabulary: GrammarVocabulary | None = None,
     ) -> None:
         """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused."""
@@ -81,9 +97,9 @@ class VerifyEngine:
         self._executor = executor
         self._warmer = HotPathWarmer(self.scheduler, executor, self._commit)
         self._observer = observer
-        self._inbox = inbox if inbox is not None else ThreadInbox()
+        self._inbox = inbox
         self._stopping = False
-        self._active_requests, self._unread = ActiveRequests(limits.max_running, limits.max_waiting), Unread()
+        self._active_requests = ActiveRequests(limits.max_running, limits.max_waiting)
         self._actions: deque[Action] = deque()
         """What messages ask that were received and not processed yet."""
         self._garbage = Garbage()
@@ -92,19 +108,11 @@ class VerifyEngine:
             self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes
         )
         self._ended_at: float | None = None
-        self._alive, self._worked_at = False, float("-inf")
-        self._thread: threading.Thread | None = None
+        self._worked_at = float("-inf")
         cost.prepare(limits.max_running + limits.max_nodes + 1)
 
-    def start(self) -> None:
-        """Begin to run rounds on a thread of its own."""
-        self._alive = True
-        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
-        self._thread.start()
-
     def run(self) -> None:
-        """Run rounds on the calling thread until `stop`; unfinished requests get UnavailableError."""
-        self._alive = True
+        """Run rounds until `stop`; unfinished requests get UnavailableError."""
         try:
             while not self._stopping:
                 self._step()
@@ -116,26 +124,17 @@ class VerifyEngine:
             self._fail_all(InternalError("the verify engine failed; the service restarts"))
         else:
             self._fail_all(UnavailableError("the verify service stopped before the answer was complete"))
-        finally:
-            self._alive = False
 
     def stop(self) -> None:
-        """End after the round in progress; waits for the thread that `start` made."""
+        """End after the round in progress."""
         self._stopping = True
-        self._inbox.post(lambda: None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    @property
-    def alive(self) -> bool:
-        """Whether rounds are run. An engine that died takes the service with it."""
-        return self._alive and not self._stopping
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
         if self._stopping:
             raise UnavailableError("the verify service is stopping")
-        self._active_requests.add(request, self._begin, self._inbox)
+        self._active_requests.add(request)
+        self._inbox.post(partial(self._begin, request))
 
     def cancel(self, request: Request) -> None:
         """End a request without a further update; its pages are free before the next round."""
@@ -158,26 +157,6 @@ class VerifyEngine:
             self.drafts.disconnected(port)
 
         self._inbox.post(disconnect)
-
-    def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
-        """A draft service sent messages. One that sends more than it has credit for loses its session."""
-        # They may lie in the inbox for a whole round, which is no fault of the draft.
-        arrived_at = time.monotonic()
-        weight = unread_weight(messages)
-
-        def receive() -> None:
-            self._unread.read(port, weight)
-            self.drafts.receive(port, messages, arrived_at)
-
-        if self._unread.add(port, weight):
-            self._inbox.post(receive)
-        else:
-            log.warning("draft %s floods the engine; its session is reset", port.address)
-            port.reset()
-
-    def ask(self, question: Callable[[], None]) -> None:
-        """Run something on the engine's thread between two rounds."""
-        self._inbox.post(question)
 
     def _step(self) -> None:
         """One round: schedule it, launch it, finish the one before and receive while it runs, commit its tokens.
@@ -386,7 +365,6 @@ class VerifyEngine:
         """Tell all unfinished requests how it ended."""
         self._stopping = True
         self.grammars.stop()
-        self._active_requests.refuse()
         # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
         self._try(partial(self._postprocessor.process, with_features=False))
         for request in self._active_requests.take():

@@ -1,98 +1,313 @@
-"""Where the engine finds what others ask of it: a queue for threads of its own process, a socket for another one."""
+"""Where the engine finds what it is told: by the door on its socket, and by draft engines of this host on lines."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import select
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
 
-from outrider.protocol.messages import Decline, DraftMessage, Grow
+from outrider.errors import InternalError, OutriderError
+from outrider.host.frames import Start, Stop
+from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
+from outrider.host.pipe import Pipe
+from outrider.logs import get_logger
+from outrider.protocol.messages import VerifyMessage
+from outrider.protocol.part_codec import pack_verify, unpack_drafts
+from outrider.protocol.parts import DraftPart
+from outrider.sampling.sampler import RequestSampler
+from outrider.tree.handshake import Terms
+from outrider.tree.projection import Projection
+from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
+from verify_service.engine.reporter import ReporterPort, VerifyReporter
+from verify_service.engine.request import Request
+from verify_service.frames.codec import unpack_submission
+from verify_service.frames.drafts import (
+    DraftDown,
+    DraftReset,
+    DraftUp,
+    FeaturesDone,
+    FeaturesUp,
+    FromDraft,
+    ProjectionFrame,
+)
+from verify_service.frames.messages import FromDoor
+from verify_service.frames.requests import Cancel, Submit
+from verify_service.frames.submission import Submission, Update
+from verify_service.speculation.drafts import Drafts
 
-Action = Callable[[], None]
-
-MAX_UNREAD = 65536
-"""Weight of one draft's messages that may lie unread: about 0.1 s of work."""
+log = get_logger(__name__)
 
 
-def unread_weight(messages: Sequence[DraftMessage]) -> int:
-    """What messages of a draft count for while the engine has not taken them: nodes and letters, and 16 for each.
+class LinePort(ReporterPort):
+    """A draft's session: trees on a line, all else through the door."""
 
-    A Grow counts for its longest array: where they differ it is malformed, and yet it lies there.
+    def __init__(self, session: int, address: str, pipe: Pipe[FromDoor], line: Line[DraftBatch]) -> None:
+        super().__init__(session, address, pipe)
+        self.line = line
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """See ReporterPort."""
+        self.line.send(VerifyBatch(pack_verify(messages)))
+
+
+class DraftLines:
+    """The engine's ends of all lines. The engine's thread alone uses them.
+
+    A line is read again when what came last was dealt with, so a draft that never stops holds up nobody.
     """
-    return sum(16 + _length(message) for message in messages)
 
+    def __init__(self, pipe: Pipe[FromDoor], drafts: Drafts, post: Callable[[Action], None]) -> None:
+        """`pipe`: to the door. `post`: leaves an action for the engine."""
+        self._pipe = pipe
+        self._drafts = drafts
+        self._post = post
+        self._ports: dict[int, LinePort] = {}
+        self._busy: set[int] = set()
+        """Sessions of which something has come that was not dealt with."""
 
-def _length(message: DraftMessage) -> int:
-    match message:
-        case Grow():
-            return max(len(message.token_ids), len(message.parents), len(message.scores), len(message.sources))
-        case Decline():
-            return len(message.detail)
-        case _:
-            return 0
+    def port(self, frame: DraftUp) -> ReporterPort:
+        """How to speak to a draft whose session began: on a line, if it can be called."""
+        offer = frame.line
+        line = None if offer is None else dial(offer.host, offer.path, offer.token)
+        if line is None:
+            return ReporterPort(frame.session, frame.address, self._pipe)
+        log.info("draft %s is on this host: its engine is spoken to directly", frame.address)
+        port = self._ports[frame.session] = LinePort(frame.session, frame.address, self._pipe, line)
+        return port
 
+    def forget(self, session: int) -> None:
+        """A session has ended."""
+        port = self._ports.pop(session, None)
+        self._busy.discard(session)
+        if port is not None:
+            port.line.close()
 
-class Unread:
-    """Weight of what each draft has sent and the engine has not taken. Any thread may use it."""
+    def take(self) -> bool:
+        """Leave the engine what has come; whether there was anything."""
+        heard = False
+        for session, port in list(self._ports.items()):
+            port.line.flush()
+            if session not in self._busy:
+                heard |= self._hear(session, port)
+            if port.line.closed:
+                # The door ends the session and dials anew.
+                self.forget(session)
+                self._pipe.send(DraftReset(session))
+        return heard
 
-    def __init__(self) -> None:
-        self._weights: Counter[object] = Counter()
-        self._lock = threading.Lock()
+    def wait(self, timeout: float | None) -> None:
+        """Wait up to `timeout` seconds, None for ever, until something comes, of the door too."""
+        if self._pipe.closed:
+            return
+        reads: list[Pipe[FromDoor] | Line[DraftBatch]] = [self._pipe]
+        reads += [port.line for port in self._ports.values()]
+        select.select(reads, [end for end in reads if end.backlog], [], timeout)
 
-    def add(self, draft: object, weight: int) -> bool:
-        """Whether so much more may lie unread; if so, it does."""
-        with self._lock:
-            if self._weights[draft] + weight > MAX_UNREAD:
-                return False
-            self._weights[draft] += weight
+    def _hear(self, session: int, port: LinePort) -> bool:
+        batches = port.line.receive_from(f"draft {port.address}")
+        if not batches:
+            return port.line.closed
+        arrived_at = monotonic()
+        self._busy.add(session)
+        # One by one, so that the engine may turn to something else in between.
+        for batch in batches:
+            for part in batch.messages:
+                self._post(partial(self._receive, session, port, part, arrived_at))
+        self._post(lambda: self._busy.discard(session))
         return True
 
-    def read(self, draft: object, weight: int) -> None:
-        """The engine has taken so much."""
-        with self._lock:
-            self._weights[draft] -= weight
-            if self._weights[draft] <= 0:
-                del self._weights[draft]
+    def _receive(self, session: int, port: LinePort, part: DraftPart, arrived_at: float) -> None:
+        if session not in self._ports:
+            return
+        try:
+            (message,) = unpack_drafts([part])
+        except ValueError as error:
+            log.warning("draft %s sent a malformed message; its session is reset: %s", port.address, error)
+            port.line.close()
+            return
+        self._drafts.receive(port, [message], arrived_at)
 
 
-class VerifyInbox(Protocol):
-    """Actions for the engine, in the order in which they came. The engine takes them between two rounds."""
+class SocketInbox:
+    """The engine's inbox, fed by the door. The engine's thread alone uses it."""
 
-    def post(self, action: Action) -> None:
-        """Leave an action; wakes an engine that waits."""
-
-    def take(self, timeout: float | None) -> list[Action]:
-        """All actions that have come since the last call; the engine runs them in order.
-
-        None does not wait; a number waits up to so many seconds for something to come, and returns as soon as it has.
-        """
-
-
-class ThreadInbox:
-    """Actions of other threads of this process."""
-
-    def __init__(self) -> None:
+    def __init__(self, pipe: Pipe[FromDoor]) -> None:
+        self.stopped = False
+        """Whether the door asked for the end, or is gone."""
+        self._pipe = pipe
         self._actions: deque[Action] = deque()
-        self._filled = threading.Condition()
+        self._handler: FrameHandler | None = None
+        self._lines: DraftLines | None = None
 
-    def __len__(self) -> int:
-        return len(self._actions)
+    def serve(self, engine: VerifyEngine, reporter: VerifyReporter) -> None:
+        """From now on frames are for this engine; it posts here what they ask for."""
+        self._lines = DraftLines(self._pipe, engine.drafts, self.post)
+        self._handler = FrameHandler(engine, reporter, self._lines, self)
 
     def post(self, action: Action) -> None:
-        """Leave an action; any thread may."""
-        with self._filled:
-            self._actions.append(action)
-            self._filled.notify()
+        """Leave an action."""
+        self._actions.append(action)
 
     def take(self, timeout: float | None) -> list[Action]:
-        """All actions, after waiting for one up to `timeout` seconds; None does not wait."""
-        # Looked at without the lock first: an engine that polls between two looks at the GPU mostly finds nothing.
-        if timeout is None and not self._actions:
-            return []
-        with self._filled:
-            if timeout is not None and not self._actions:
-                self._filled.wait(timeout)
-            actions = list(self._actions)
-            self._actions.clear()
+        """All actions, after waiting for the door up to `timeout` seconds; None does not wait.
+
+        Returns as soon as the door has said something, also where that asks for no action.
+        """
+        heard = self._receive()
+        if timeout is not None and not heard and not self._actions:
+            self._wait(timeout)
+            self._receive()
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
+
+    def _receive(self) -> bool:
+        """Take in what the door sent; whether there was anything, or never will be again."""
+        # A spinning engine waits nowhere, which is where the rest of a long frame would leave.
+        self._pipe.flush()
+        frames = self._pipe.receive()
+        for frame in frames:
+            self._handle(frame)
+        if self._pipe.closed and not self.stopped:
+            self._handle(Stop())
+        # Behind the door's frames: a session that is over is not read.
+        heard = self._lines is not None and self._lines.take()
+        return heard or bool(frames) or self.stopped
+
+    def _wait(self, timeout: float) -> None:
+        if self._lines is None:
+            self._pipe.wait(timeout)
+        else:
+            self._lines.wait(timeout)
+
+    def _handle(self, frame: FromDoor) -> None:
+        if isinstance(frame, Stop):
+            self.stopped = True
+        if self._handler is not None:
+            self._handler.handle(frame)
+
+
+class FrameHandler:
+    """Does what the door's frames ask of an engine."""
+
+    def __init__(self, engine: VerifyEngine, reporter: VerifyReporter, lines: DraftLines, inbox: VerifyInbox) -> None:
+        self._engine = engine
+        self._reporter = reporter
+        self._lines = lines
+        self._inbox = inbox
+        self._requests: dict[int, Request] = {}
+        self._ports: dict[int, ReporterPort] = {}
+        self._terms: dict[int, Terms] = {}
+        self._matrices: dict[int, tuple[str, bytearray]] = {}
+        """Projections that are on their way, as far as they are here, and their dtypes."""
+
+    def handle(self, frame: FromDoor) -> None:
+        """One frame, in the order of arrival. What it asks for is done when the engine takes its inbox."""
+        match frame:
+            case Submit():
+                self._submit(frame)
+            case Cancel():
+                self._cancel(frame.number)
+            case FromDraft():
+                self._hear(frame)
+            case DraftUp():
+                port = self._ports[frame.session] = self._lines.port(frame)
+                terms = Terms(
+                    max_positions=frame.max_positions,
+                    feature_layers=tuple(frame.feature_layers),
+                    projection_columns=frame.projection_columns,
+                    projection_hash=frame.projection_hash,
+                    features_optional=frame.features_optional,
+                    sources=tuple(frame.sources),
+                )
+                self._terms[frame.session] = terms
+                self._engine.draft_connected(port, terms)
+            case DraftDown():
+                self._terms.pop(frame.session)
+                self._matrices.pop(frame.session, None)
+                self._lines.forget(frame.session)
+                self._engine.draft_disconnected(self._ports.pop(frame.session))
+            case ProjectionFrame():
+                # The door has checked that it follows, and how many there are.
+                _, matrix = self._matrices.setdefault(frame.session, (frame.dtype, bytearray()))
+                matrix += frame.data
+            case FeaturesUp() | FeaturesDone():
+                self._hear_of_features(frame)
+            case Stop():
+                self._engine.stop()
+            case Start():
+                raise InternalError("the door started twice")
+
+    def _submit(self, frame: Submit) -> None:
+        number = frame.number
+
+        def sink(update: Update) -> None:
+            if update.last:
+                self._requests.pop(number, None)
+            self._reporter.update(number, update)
+
+        try:
+            request = make_request(unpack_submission(frame), sink, self._engine.limits.vocab_size)
+            self._requests[number] = request
+            self._engine.submit(request)
+        except OutriderError as error:
+            sink(Update(error=error))
+
+    def _cancel(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        # One that ended meanwhile has said so in its last update.
+        if request is not None:
+            self._engine.cancel(request)
+            self._inbox.post(lambda: self._reporter.ended(number))
+
+    def _hear_of_features(self, frame: FeaturesUp | FeaturesDone) -> None:
+        port, features = self._ports.get(frame.session), self._engine.features
+        if port is None:
+            return
+        if isinstance(frame, FeaturesUp):
+            projection = self._take_projection(frame.session)
+            self._inbox.post(partial(features.opened, port, frame.window, frame.uses_ring, projection))
+        else:
+            self._inbox.post(partial(features.released, port, frame.through))
+
+    def _take_projection(self, session: int) -> Projection | None:
+        """What has come of a session's projection, which is all of it."""
+        terms, (dtype, matrix) = self._terms[session], self._matrices.pop(session, ("", bytearray()))
+        if not matrix:
+            return None
+        return Projection(terms.feature_layers, terms.projection_columns, dtype, matrix, terms.projection_hash)
+
+    def _hear(self, frame: FromDraft) -> None:
+        port = self._ports.get(frame.session)
+        if port is None:
+            return
+        # One by one, so that the engine may turn to something else in between.
+        for part in frame.messages:
+            self._inbox.post(partial(self._receive, port, part, frame.arrived_at))
+        self._inbox.post(lambda: self._reporter.read(frame.session, frame.weight))
+
+    def _receive(self, port: ReporterPort, part: DraftPart, arrived_at: float) -> None:
+        self._engine.drafts.receive(port, unpack_drafts([part]), arrived_at)
+
+
+def make_request(submission: Submission, sink: Callable[[Update], None], vocab_size: int) -> Request:
+    """A request at its start, as the engine sees it. Raises InvalidRequestError for what the door should not let in."""
+    tokens = list(submission.tokens)
+    return Request(
+        request_id=submission.request_id,
+        tokens=tokens,
+        prompt_len=len(tokens),
+        sampling=submission.sampling,
+        sampler=RequestSampler(submission.sampling, tokens, vocab_size),
+        max_tokens=submission.max_tokens,
+        stop_ids=submission.stop_ids,
+        speculate=submission.speculate,
+        num_prompt_logprobs=submission.num_prompt_logprobs,
+        trace=submission.trace,
+        priority=submission.priority,
+        tenant=submission.tenant,
+        client=submission.client,
+        sink=sink,
+    )

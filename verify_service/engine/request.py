@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.errors import OverloadedError, UnavailableError
+from outrider.errors import OverloadedError
 from outrider.grammar.state import GrammarState
 from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
-from verify_service.engine.inbox import VerifyInbox
 from verify_service.frames.submission import Update
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of a request; the engine thread alone touches it after `submit`.
+    """State of a request.
 
     Between rounds `cached_len < committed_len`: the last committed token is the root, whose KV the next round
     computes. Until prefill is done, or after a preemption, more tokens than the root wait.
@@ -34,7 +32,7 @@ class Request:
     stop_ids: frozenset[int]
     speculate: bool
     sink: Callable[[Update], None]
-    """Called on the engine thread with every update; must not block."""
+    """Called with every update; must not block."""
     num_prompt_logprobs: int | None = None
     """See Submission."""
     trace: bool = False
@@ -99,43 +97,30 @@ class Request:
 
 
 class ActiveRequests:
-    """The requests of an engine that nobody has told their end. Any thread may add to them."""
+    """The requests of an engine that nobody has told their end."""
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._max_requests = max_running + max_waiting
         self._requests: set[Request] = set()
         self._num_added = 0
-        self._closed = False
-        self._lock = threading.Lock()
 
-    def add(self, request: Request, begin: Callable[[Request], None], inbox: VerifyInbox) -> None:
-        """Let a request in; it is to `begin`. Raises OverloadedError when full, UnavailableError when closed."""
-        with self._lock:
-            if self._closed:
-                raise UnavailableError("the verify service is stopping")
-            if len(self._requests) >= self._max_requests:
-                raise OverloadedError(
-                    f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
-                )
-            self._requests.add(request)
-            self._num_added += 1
-            request.arrival = self._num_added
-            request.arrived_at = time.monotonic()
-            inbox.post(lambda: begin(request))
+    def add(self, request: Request) -> None:
+        """Let a request in. Raises OverloadedError when there are as many as may run and wait."""
+        if len(self._requests) >= self._max_requests:
+            raise OverloadedError(
+                f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
+            )
+        self._requests.add(request)
+        self._num_added += 1
+        request.arrival = self._num_added
+        request.arrived_at = time.monotonic()
 
     def discard(self, request: Request) -> None:
         """It was told its end, or wants to hear nothing of it."""
-        with self._lock:
-            self._requests.discard(request)
-
-    def refuse(self) -> None:
-        """From here on `add` refuses, so that nobody comes behind those who are told."""
-        with self._lock:
-            self._closed = True
+        self._requests.discard(request)
 
     def take(self) -> list[Request]:
         """All that are left, in the order in which they came; they are left no more."""
-        with self._lock:
-            left, self._requests = self._requests, set()
+        left, self._requests = self._requests, set()
         return sorted(left, key=lambda request: request.arrival)

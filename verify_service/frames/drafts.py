@@ -40,7 +40,7 @@ class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
     session: int
     arrived_at: float
     weight: int
-    """Comes back in `Told.read` when the engine has taken it."""
+    """Comes back in `EngineUpdates.read` when the engine has taken it."""
     messages: list[DraftPart]
 
 

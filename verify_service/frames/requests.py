@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """door -> engine: the request shall end without another word but `Told.ended`."""
+    """door -> engine: the request shall end without another word but `EngineUpdates.ended`."""
 
     number: int
 

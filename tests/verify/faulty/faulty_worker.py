@@ -12,7 +12,7 @@ import torch
 from outrider.config.verify import VerifyOptions
 from verify_service.engine import worker
 from verify_service.engine.build import Built, assemble
-from verify_service.engine.inbox import VerifyInbox
+from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.reporter import VerifyReporter
 from verify_service.engine.round import Entry, Executor, Pending, Result
 
