@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import draft_service.engine.engine as draft_engine
-import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.batch_manager as batch_manager
 import outrider.drafting.model.drafter as options
 import outrider.drafting.model.forest as reroot
 import outrider.drafting.model.growth as growth
@@ -28,7 +28,7 @@ from draft_service.engine.reporter import SessionPeer
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.burst import Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.host.garbage import Garbage
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
@@ -59,7 +59,7 @@ class Event:
         self._actor.now = max(self._actor.now, self.at)
 
 
-class ScriptedRunner(runner.Runner):
+class ScriptedRunner(runner.BurstRunner):
     """See BurstRunner. What times it expects is the real runner's own."""
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
@@ -68,13 +68,13 @@ class ScriptedRunner(runner.Runner):
             max_steps=options.MOST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT,
             feature_size=0, lone_branching=options.LONE_BRANCHING,
         )  # fmt: skip
-        self.buckets = Buckets(self.shape)
+        self.buckets = StepBuckets(self.shape)
         self.busy = 0.0
         """Seconds that the device has worked."""
         self._actor, self._costs = actor, costs
         self._cells = Memory(self.shape, language)
         self._pools: dict[int, tuple[Burst, Pool]] = {}
-        self._results: dict[runner.Pending, BurstResult] = {}
+        self._results: dict[runner.PendingBurst, BurstResult] = {}
         self._free_at = 0.0
         actor.pace = lambda: costs.host * (1.0 if self._free_at > actor.now else costs.idle_host)
         self._step_seconds, self._launch_seconds = {}, 0.0
@@ -100,10 +100,10 @@ class ScriptedRunner(runner.Runner):
         """See BurstRunner."""
         self._cells.context[row, position : position + len(slots)] = self._cells.states[row, list(slots)]
 
-    def launch(self, burst: Burst) -> runner.Pending:
+    def launch(self, burst: Burst) -> runner.PendingBurst:
         """See BurstRunner."""
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        pending = runner.Pending(self, burst, bucket, 0)
+        pending = runner.PendingBurst(self, burst, bucket, 0)
         costs, rows = self._costs, len(burst.rows)
         self._actor.spend("launch", costs.launch + costs.launch_row * rows + costs.launch_step * burst.num_steps)
         pool = Pool(burst, bucket, self.shape, self._cells)
@@ -112,13 +112,15 @@ class ScriptedRunner(runner.Runner):
         self._run(pending, pool)
         return pending
 
-    def go_on(self, pending: runner.Pending, num_steps: int, reroots: Reroots | None = None) -> runner.Pending | None:
+    def go_on(
+        self, pending: runner.PendingBurst, num_steps: int, reroots: Reroots | None = None
+    ) -> runner.PendingBurst | None:
         """See BurstRunner."""
         done = pending.first_step + pending.num_steps
         found = self._pools.get(id(pending.burst))
         if found is None or done + num_steps > self.shape.max_steps:
             return None
-        more = runner.Pending(self, pending.burst, pending.bucket, 0, done, num_steps)
+        more = runner.PendingBurst(self, pending.burst, pending.bucket, 0, done, num_steps)
         self._actor.spend("go_on", self._costs.go_on + self._costs.launch_step * num_steps)
         if reroots is not None:
             self._actor.spend("go_on", self._costs.go_on_roots + self._costs.go_on_row * len(reroots.rows))
@@ -127,13 +129,13 @@ class ScriptedRunner(runner.Runner):
         self._run(more, found[1])
         return more
 
-    def finish(self, pending: runner.Pending) -> BurstResult:
-        """See Runner."""
+    def finish(self, pending: runner.PendingBurst) -> BurstResult:
+        """See BurstRunner."""
         if pending.event is not None:
             pending.event.synchronize()
         return self._results.pop(pending)
 
-    def _run(self, pending: runner.Pending, pool: Pool) -> None:
+    def _run(self, pending: runner.PendingBurst, pool: Pool) -> None:
         steps = [pool.run() for _ in range(pending.num_steps)]
         columns: list[Any] = [np.stack(column) for column in zip(*steps, strict=True)]
         first = self.shape.max_seeds + pending.first_step * pending.bucket.num_candidates
@@ -151,7 +153,7 @@ class ScriptedRunner(runner.Runner):
     def _make_proposer(self) -> Any:
         raise NotImplementedError
 
-    def _queue(self, pending: runner.Pending) -> None:
+    def _queue(self, pending: runner.PendingBurst) -> None:
         raise NotImplementedError
 
     def _run_context(self, chunks: Sequence[Any], features: Any) -> None:
@@ -239,8 +241,8 @@ class DraftService:
             (grown._planner, "take", lambda *_: costs.merge + costs.merge_row * rows()),
             (grown._planner, "more_steps", lambda *_: costs.more + costs.more_row * rows()),
             (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
-            (grown._announcer, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
-            (grown._roster, "_look_at", lambda *_: costs.look),
+            (grown._publisher, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
+            (grown._batch_manager, "_look_at", lambda *_: costs.look),
             (grown.ledger, "appended", lambda tree, source, count=1: costs.append * count),
             (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * grown.num_live / max(rows(), 1)),
         ):
@@ -254,4 +256,4 @@ class DraftService:
         )
         reaches = actor.charged("reaches", reroot.reaches, lambda *_: costs.reach)
         clocks = [(one, "perf_counter", actor.clock) for one in (growth, announce, runner, draft_engine)]
-        return [*clocks, (roster, "reroot", follow), (roster, "reaches", reaches)]
+        return [*clocks, (batch_manager, "reroot", follow), (batch_manager, "reaches", reaches)]

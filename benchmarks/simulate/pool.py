@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.simulate.language import ORIGIN, Language
-from outrider.drafting.model.burst import FORCED, Bucket, Burst, BurstShape, Reroots
+from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, StepBucket
 
 CONTEXT = 4096
 _WORD = 64
@@ -51,7 +51,7 @@ class Memory:
 class Pool:
     """What a burst could run, as a device holds it: see kernels.reference.frontier."""
 
-    def __init__(self, burst: Burst, bucket: Bucket, shape: BurstShape, memory: Memory) -> None:
+    def __init__(self, burst: Burst, bucket: StepBucket, shape: BurstShape, memory: Memory) -> None:
         self._memory, self._shape, self._bucket = memory, shape, bucket
         capacity = shape.max_seeds + shape.max_steps * bucket.num_candidates
         self._entries = np.full((5, capacity), -1, np.int64)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-import outrider.drafting.model.batch_manager as roster
+import outrider.drafting.model.batch_manager as batch_manager
 import outrider.drafting.model.drafter as options
 import outrider.drafting.model.growth as growth
 import outrider.drafting.model.planner as launch
@@ -52,7 +52,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 
-_MODULES = (announce, growth, launch, options, roster, hold, drafts, link, expectations)
+_MODULES = (announce, growth, launch, options, batch_manager, hold, drafts, link, expectations)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67
@@ -284,15 +284,15 @@ class Simulation:
 
     def _noting_ends(self, land: Callable[[Any], None]) -> Callable[[Any], None]:
         def noting(grown: Any) -> None:
-            flight = grown._flight
-            if flight is not None:
-                plan, lists = flight.plan, grown._roster
+            active = grown._active
+            if active is not None:
+                plan, lists = active.plan, grown._batch_manager
                 reasons = {
-                    "outdated": flight.is_outdated,
+                    "outdated": active.is_outdated,
                     "all steps": plan.queued_steps >= plan.most_steps,
                     "opening or closing": lists._opening or lists._closing,
                     "news": lists._changed,
-                    "unsettled": lists._unsettled,
+                    "unsettled": lists._incomplete,
                 }
                 self.ends[next((name for name, holds in reasons.items() if holds), "nothing to run")] += 1
             land(grown)

@@ -30,7 +30,16 @@ from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.buffers import BurstInput, BurstOutput
-from outrider.drafting.model.burst import FORCED, Bucket, Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.burst import (
+    FORCED,
+    Burst,
+    BurstResult,
+    BurstShape,
+    Extent,
+    Reroots,
+    StepBucket,
+    StepBuckets,
+)
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.protocol.codec import encode_draft
@@ -120,12 +129,12 @@ class Clock:
 
 
 @dataclass
-class Pending:
+class PendingBurst:
     """A burst whose results are made when `finish` is called."""
 
     runner: ScriptedRunner
     burst: Burst
-    bucket: Bucket
+    bucket: StepBucket
     copy: int
     first_step: int = 0
     further: int = 0
@@ -151,7 +160,7 @@ class Pending:
         """See PendingBurst."""
         return True
 
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst. Trees are told their old roots alone, for slots: commits arrive when a burst is over."""
         if reroots is not None:
             for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
@@ -159,7 +168,7 @@ class Pending:
         done = self.first_step + self.num_steps
         if done + num_steps > self.runner.shape.max_steps:
             return None
-        more = Pending(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
+        more = PendingBurst(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
         self.runner.queued.append(more)
         return more
 
@@ -177,10 +186,10 @@ class ScriptedRunner:
 
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
-        self.queued: list[Pending] = []
+        self.queued: list[PendingBurst] = []
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
-        self.buckets = Buckets(shape)
+        self.buckets = StepBuckets(shape)
         self.moved = 0
         self._fill = clock.time("fill", self.input.fill)
         # Drawn beforehand, so that what a device would do does not empty the caches.
@@ -216,12 +225,12 @@ class ScriptedRunner:
         """See BurstRunner."""
         return np.zeros((sum(len(np.asarray(part)) for part in parts), 1), np.float32)
 
-    def launch(self, burst: Burst) -> Pending:
+    def launch(self, burst: Burst) -> PendingBurst:
         """See BurstRunner."""
         self._copy = 1 - self._copy
         self._fill(self._copy, burst)
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        self.queued.append(Pending(self, burst, bucket, self._copy))
+        self.queued.append(PendingBurst(self, burst, bucket, self._copy))
         return self.queued[-1]
 
     def finish(self) -> None:
@@ -242,7 +251,7 @@ class ScriptedRunner:
             first = self.shape.max_seeds + (pending.first_step + step) * width * branching
             self._step(burst, line, tokens, edges, pending.state["pool"], pending.state["free"], first)
 
-    def _begin(self, pending: Pending) -> None:
+    def _begin(self, pending: PendingBurst) -> None:
         """Fill the pool with the seeds."""
         burst, seeds = pending.burst, pending.burst.seeds
         free = [list(row.free) for row in burst.rows]
@@ -322,8 +331,8 @@ class Service:
             ("take", growth, "_take"),
             ("apply", growth, "_apply"),
             ("launch", growth, "_launch"),
-            ("prepare", growth._announcer, "prepare"),
-            ("append", growth._announcer, "run"),
+            ("prepare", growth._publisher, "prepare"),
+            ("append", growth._publisher, "run"),
             ("tell", self.requests, "tell"),
         ):
             setattr(owner, name, self.clock.time(phase, getattr(owner, name)))
@@ -333,8 +342,8 @@ class Service:
         self.runner.finish()
         before = self.clock.turn
         if commit:
-            if (flight := self._growth._flight) is not None:
-                flight.is_outdated = True  # it ends, as with a commit that its device cannot be told of
+            if (active := self._growth._active) is not None:
+                active.is_outdated = True  # it ends, as with a commit that its device cannot be told of
             self._commit()
         for _ in range(1 + commit):  # commits are followed first, and what is under way ends then
             self._growth.grow(math.inf, never)

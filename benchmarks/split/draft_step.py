@@ -26,7 +26,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.model import runner as burst_runner
 from outrider.drafting.model.burst import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
@@ -135,7 +135,7 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
         yield "llama-8b eagle3", random_head(device, torch.bfloat16)
 
 
-def make_runner(model: DraftModel, cases: list[Case], branching: int) -> Runner:
+def make_runner(model: DraftModel, cases: list[Case], branching: int) -> BurstRunner:
     """One that holds every case."""
     rows, context = max(case.rows for case in cases), max(case.context for case in cases)
     width = max(case.nodes for case in cases)
@@ -162,7 +162,7 @@ def make_runner(model: DraftModel, cases: list[Case], branching: int) -> Runner:
 class Bench:
     """A case's requests in a runner: their roots have been run, and there is more to run than there is time for."""
 
-    def __init__(self, runner: Runner, case: Case, temperature: float) -> None:
+    def __init__(self, runner: BurstRunner, case: Case, temperature: float) -> None:
         self._runner, self._case = runner, case
         self._on_gpu = runner.memory.kv.k.is_cuda
         self._room = case.rows * (runner.shape.region - 1)

@@ -96,13 +96,13 @@ class DraftEngine:
 
     def _turn(self) -> None:
         growth = self.requests.growth
-        if growth.idle and not (growth.has_work or growth.ledger.has_news or growth.declined):
+        if growth.idle and not (growth.has_work or growth.ledger.has_updates or growth.declined):
             self._rest()
         self._take_frames()
         if not growth.idle:
             began = perf_counter()
             growth.grow(began + _SLICE_SECONDS, self.inbox.waiting)
-            if growth.pressed and self.inbox.waiting():
+            if growth.device_idle and self.inbox.waiting():
                 self._take_frames()
                 growth.grow(perf_counter() + _SLICE_SECONDS, self.inbox.waiting)
             self._reporter.count_slice(perf_counter() - began)

@@ -10,9 +10,8 @@ import numpy as np
 
 from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter
-from outrider.drafting.growers import build_grower
-from outrider.drafting.tree import Refusal, Tree
+from outrider.drafting.base import AnyDrafter, Refusal, Tree
+from outrider.drafting.registry import build_grower
 from outrider.protocol.messages import (
     Close,
     Commit,
@@ -101,7 +100,7 @@ class Requests:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
         answers: dict[Peer, list[DraftMessage]] = {}
-        for tree in self.growth.ledger.take_news():
+        for tree in self.growth.ledger.take_updates():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._peers[tree.handle], []).append(grow)
         for peer, messages in answers.items():

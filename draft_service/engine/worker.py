@@ -14,10 +14,10 @@ from draft_service.engine.engine import DraftEngine
 from draft_service.engine.requests import longest_sequence
 from draft_service.frames import DrafterProfile, FeaturesFromDoor, FromDoor, features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.registry import CombinedDrafter, build_drafter
+from outrider.drafting.registry import build_drafter
 from outrider.host.garbage import take_over
 from outrider.host.line import listen
 from outrider.host.pipe import Pipe

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
-from outrider.drafting.tree import Grower, Ledger, Refusal, Tree
+from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode, Grower, Ledger, Refusal, Tree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import DeclineReason, Features
@@ -16,7 +15,7 @@ from outrider.protocol.messages import DeclineReason, Features
 _EXPAND = -1
 """In place of a token: ask the drafter for the node's children."""
 
-_HOPELESS = float("-inf")
+_NOTHING = float("-inf")
 
 _Entry = tuple[float, int, int, int, float, int]
 """Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
@@ -26,7 +25,7 @@ ANY_SOURCE = range(256)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TreeLimits:
     """Bounds of one tree."""
 
     num_nodes: int
@@ -48,14 +47,14 @@ class TreeGrowth:
     A node is expanded only when nothing likelier is left to append, so a used-up credit costs no guesses.
     """
 
-    def __init__(self, tree: Tree, limits: Limits) -> None:
+    def __init__(self, tree: Tree, limits: TreeLimits) -> None:
         self.tree = tree
         self.author = tree.author
         self.limits = limits
-        self._asked: set[int] = set()  # nodes that were expanded; kept where trees are shared
+        self._expanded: set[int] = set()  # nodes that were expanded; kept where trees are shared
         self._num_seen = 0  # ids below this were looked at for others' nodes
         self._heap: list[_Entry] = []
-        self._too_deep: list[int] = []  # leaves to expand once the root has come closer
+        self._deferred_leaves: list[int] = []  # leaves to expand once the root has come closer
         self._number = 0
         self.restart()
 
@@ -68,7 +67,7 @@ class TreeGrowth:
         """Whether a node may be appended, if each tree may have `num_nodes`."""
         credit = self.author.credit
         # Guesses that cost nothing leave room for those that take a model some time.
-        if self.limits.shared and not self.tree.alone:
+        if self.limits.shared and not self.tree.is_sole_grower:
             credit = (credit + 1) // 2
         return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
 
@@ -77,11 +76,11 @@ class TreeGrowth:
         while self._heap:
             score = -self._heap[0][0] - self._root_score
             if score < self.limits.path_score:
-                return _HOPELESS
+                return _NOTHING
             if self.author.is_live(self._heap[0][2]):
                 return score
             heappop(self._heap)
-        return _HOPELESS
+        return _NOTHING
 
     def advance(self) -> FrontierNode | int | None:
         """Do the best thing next: a node to expand is returned; a guess becomes a node, whose source is returned.
@@ -105,8 +104,8 @@ class TreeGrowth:
         above = self.author.from_start(node_id)[0]
         for candidate in candidates:
             self._push(above + candidate.score, node_id, candidate.token, candidate.score, candidate.source)
-        if self.limits.shared and node_id not in self._asked:
-            self._asked.add(node_id)
+        if self.limits.shared and node_id not in self._expanded:
+            self._expanded.add(node_id)
             for child in self.author.children(node_id).values():
                 if child < self._num_seen and self._is_foreign(child):
                     self._queue(child)
@@ -116,7 +115,7 @@ class TreeGrowth:
         if self._num_seen == self.author.next_id:
             return
         for node_id, parent, source in self.author.since(self._num_seen):
-            if parent in self._asked and source not in self.limits.sources:
+            if parent in self._expanded and source not in self.limits.sources:
                 self._queue(node_id)
         self._num_seen = self.author.next_id
 
@@ -125,18 +124,18 @@ class TreeGrowth:
         root = self.author.root
         self._heap = [entry for entry in self._heap if entry[2] != root and self.author.is_live(entry[2])]
         heapify(self._heap)
-        self._asked = {node_id for node_id in self._asked if self.author.is_live(node_id)}
+        self._expanded = {node_id for node_id in self._expanded if self.author.is_live(node_id)}
         self.ask_root()
-        too_deep, self._too_deep = self._too_deep, []
-        for node_id in too_deep:
+        deferred_leaves, self._deferred_leaves = self._deferred_leaves, []
+        for node_id in deferred_leaves:
             if self.author.is_live(node_id) and node_id != root:
                 self._queue(node_id)
 
     def restart(self) -> None:
         """After a miss: begin at the root."""
         self._heap = []
-        self._too_deep = []
-        self._asked.clear()
+        self._deferred_leaves = []
+        self._expanded.clear()
         self._num_seen = 0
         self.ask_root()
 
@@ -160,7 +159,7 @@ class TreeGrowth:
         if self.author.depth(node_id) < self.limits.depth:
             self._push(self.author.from_start(node_id)[0], node_id, _EXPAND, 0.0, 0)
         else:
-            self._too_deep.append(node_id)
+            self._deferred_leaves.append(node_id)
 
     def _push(self, path_score: float, node_id: int, token: int, score: float, source: int) -> None:
         self._number += 1
@@ -169,13 +168,13 @@ class TreeGrowth:
 
 _logger = get_logger(__name__)
 
-_HOPELESS = float("-inf")
+_NOTHING = float("-inf")
 
 
-class Growth(Grower):
+class NodeGrowth(Grower):
     """Grows whichever tree has the likeliest node to add, as long as any has credit and the memory lasts."""
 
-    def __init__(self, drafter: Drafter, limits: Limits, ledger: Ledger) -> None:
+    def __init__(self, drafter: Drafter, limits: TreeLimits, ledger: Ledger) -> None:
         super().__init__(ledger)
         self._drafter = drafter
         self._limits = limits
@@ -289,8 +288,8 @@ class Growth(Grower):
                 floors.setdefault(handle, score - self._drafter.lookahead)
             elif done is not None:
                 ledger.appended(growth.tree, done)
-            best = growth.best() if growth.has_room(share) else _HOPELESS
-            if best < floors.get(handle, best) or best == _HOPELESS:
+            best = growth.best() if growth.has_room(share) else _NOTHING
+            if best < floors.get(handle, best) or best == _NOTHING:
                 heappop(ranked)
             else:
                 heapreplace(ranked, (-best, handle))
@@ -300,12 +299,12 @@ class Growth(Grower):
         """A heap of the growable trees by minus their best score; those with nothing to do drop out."""
         ranked = []
         for handle, tree in list(self._growable.items()):
-            best = _HOPELESS
+            best = _NOTHING
             if tree.has_room(share):
                 if self._limits.shared:
                     tree.catch_up()
                 best = tree.best()
-            if best == _HOPELESS:
+            if best == _NOTHING:
                 del self._growable[handle]
             else:
                 ranked.append((-best, handle))

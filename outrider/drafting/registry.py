@@ -1,4 +1,4 @@
-"""The drafters by name, and several of them as one. Torch-free: what needs torch is imported when it is built.
+"""Drafters by name, and growers that grow trees with them. Torch-free: draft models are imported when they are built.
 
 This is the one place from which modules are imported by their names: import-linter keeps torch out of all that imports
 this one, the doors of the draft service among them, and a draft model is loaded in the engine process alone.
@@ -6,13 +6,18 @@ this one, the doors of the draft service among them, and a draft model is loaded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
-from typing import TypeVar
 
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, Grower, Ledger, Tree
+from outrider.drafting.growth import ANY_SOURCE, NodeGrowth, TreeLimits
+from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.growth import BurstGrowth
 from outrider.errors import ConfigError
+from outrider.logs import get_logger
+from outrider.protocol.messages import Features
 
 DrafterFactory = Callable[[DraftOptions], AnyDrafter]
 
@@ -24,8 +29,6 @@ _DRAFTERS: dict[str, str | DrafterFactory] = {
     **dict.fromkeys(_MODELS, "outrider.drafting.model.build:load_model_drafter"),
 }
 """What builds each drafter from the options, or the module and name of that."""
-
-_Value = TypeVar("_Value", int, str)
 
 
 def register(name: str, factory: str | DrafterFactory) -> None:
@@ -69,34 +72,151 @@ def _check(options: DraftOptions) -> None:
         raise ConfigError(f"--speculative-draft-model-path: {models[0]} needs a draft model; name its folder or hub id")
 
 
-class CombinedDrafter:
-    """What its parts have in common; their sources follow each other. Raises ConfigError where they do not fit."""
+_logger = get_logger(__name__)
 
-    def __init__(self, parts: Sequence[AnyDrafter]) -> None:
-        self.parts = tuple(parts)
-        self.sources = tuple(source for part in parts for source in part.sources)
-        self.needs = _join([part.needs for part in parts])
-
-    def gauges(self) -> Mapping[str, int]:
-        """Sizes of all."""
-        return {name: size for part in self.parts for name, size in part.gauges().items()}
+_NGRAM_NODES = 64
+_NGRAM_FLOOR = 0.02
+_MODEL_NODES = 1 << 16
+"""As many as verify gives credit for: what lies far below the root is where the next rounds begin."""
+_MODEL_FLOOR = 0.0002
+"""So little, because a model runs ahead of verify by a round, and a round ends with a token that was unlikely: what
+lies below it counts from there."""
 
 
-def _join(needs: Sequence[Needs]) -> Needs:
-    """What all of them need. Those that take a target as it is leave the choice to the others."""
-    return Needs(
-        vocab_size=min((need.vocab_size for need in needs if need.vocab_size), default=0),
-        tokenizer_hash=_only("tokenizer", [need.tokenizer_hash for need in needs]),
-        hidden_size=_only("hidden size", [need.hidden_size for need in needs]),
-        feature_layers=next((need.feature_layers for need in needs if need.feature_layers), ()),
-        projection=next((need.projection for need in needs if need.feature_layers), None),
-        # One that serves shorter sequences leaves the rest to the others.
-        max_positions=0 if any(not need.max_positions for need in needs) else max(need.max_positions for need in needs),
-    )
+def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
+    """What grows trees with a drafter's guesses."""
+    ledger = Ledger(options.max_nodes)
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
+    growers: list[Grower] = []
+    first_source = 0
+    for part in parts:
+        sources = range(first_source, first_source + len(part.sources))
+        first_source = sources.stop
+        limits = _limits(options, part, sources, shared=len(parts) > 1)
+        if isinstance(part, ModelDrafter):
+            growers.append(BurstGrowth(part.runner, limits, ledger, part.growth_options(options)))
+        elif isinstance(part, Drafter):
+            growers.append(NodeGrowth(part, limits, ledger))
+        else:
+            raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
+    return growers[0] if len(growers) == 1 else CombinedGrower(growers, ledger)
 
 
-def _only(what: str, values: Sequence[_Value]) -> _Value:
-    given = {value for value in values if value}
-    if len(given) > 1:
-        raise ConfigError(f"--speculative-algorithm: its drafters differ in their {what}: {sorted(given)}")
-    return given.pop() if given else values[0]
+def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> TreeLimits:
+    is_model = isinstance(part, ModelDrafter)
+    least = options.min_path_probability
+    if least is None:
+        least = _MODEL_FLOOR if is_model else _NGRAM_FLOOR
+    num_nodes = options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES)
+    floor = math.log(least) if least else -math.inf
+    return TreeLimits(num_nodes, options.speculative_num_steps or 48, floor, sources if shared else ANY_SOURCE, shared)
+
+
+class CombinedGrower(Grower):
+    """Several growers that append to the same authors, each told of what the others found.
+
+    A tree that one of them cannot serve is left to the rest.
+    """
+
+    def __init__(self, growers: Sequence[Grower], ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self._growers = growers
+        self._serving: dict[int, list[Grower]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether none of them has anything to do."""
+        return all(grower.idle and not grower.declined for grower in self._growers)
+
+    @property
+    def device_idle(self) -> bool:
+        """Whether one of them is."""
+        return any(grower.device_idle for grower in self._growers)
+
+    def open(self, tree: Tree) -> None:
+        """All of them begin to grow a tree, or those that may."""
+        opened: list[Grower] = []
+        serving = [one for number, one in enumerate(self._growers) if tree.parts is None or number in tree.parts]
+        tree.is_sole_grower = len(serving) == 1
+        try:
+            for grower in serving:
+                grower.open(tree)
+                opened.append(grower)
+        except Exception:
+            for grower in opened:
+                grower.close(tree)
+            raise
+        self._serving[tree.handle] = opened
+
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """All follow the author."""
+        for grower in self._serving[tree.handle]:
+            grower.follow(tree, known, missed=missed)
+
+    def changed(self, tree: Tree) -> None:
+        """All look again."""
+        for grower in self._serving[tree.handle]:
+            grower.changed(tree)
+
+    def close(self, tree: Tree) -> None:
+        """All free what they hold of a tree."""
+        self.declined.pop(tree.handle, None)
+        for grower in self._serving.pop(tree.handle):
+            grower.close(tree)
+
+    def take_features(self, tree: Tree, features: Features) -> None:
+        """All learn them."""
+        for grower in self._serving[tree.handle]:
+            grower.take_features(tree, features)
+
+    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
+        """Keep devices busy first, then grow what costs nothing, and wait for devices last."""
+        for may_wait in (False, True) if wait else (False,):
+            for grower in self._growers:
+                if not grower.idle:
+                    grower.grow(deadline, interrupted, wait=may_wait)
+                    self._tell_others(grower)
+            # What was found is told before anybody waits for a device.
+            if self.ledger.has_updates or interrupted():
+                break
+        self._drop_declined()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether one of them has something to do that can wait."""
+        return any(grower.has_work for grower in self._growers)
+
+    def work(self, deadline: float) -> None:
+        """Let them do what can wait."""
+        for grower in self._growers:
+            grower.work(deadline)
+
+    def forget_target(self) -> None:
+        """The next trees are of another target."""
+        for grower in self._growers:
+            grower.forget_target()
+
+    def count_into(self, count: Callable[[str, float], None]) -> None:
+        """Tell what all of them counted."""
+        for grower in self._growers:
+            grower.count_into(count)
+
+    def _tell_others(self, grower: Grower) -> None:
+        for tree in self.ledger.unsent.values():
+            for other in self._serving[tree.handle]:
+                if other is not grower:
+                    other.found(tree)
+
+    def _drop_declined(self) -> None:
+        for grower in self._growers:
+            for handle, refusal in list(grower.declined.items()):
+                del grower.declined[handle]
+                serving = self._serving[handle]
+                if len(serving) == 1:
+                    self.declined[handle] = refusal
+                    continue
+                serving.remove(grower)
+                self.ledger.trees[handle].is_sole_grower = len(serving) == 1
+                tree = self.ledger.trees[handle]
+                grower.close(tree)
+                _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)

@@ -8,14 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import llguidance
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
-
-LIBRARY = f"llguidance {llguidance.__version__}"
 
 
 class GrammarVocabulary:

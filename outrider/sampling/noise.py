@@ -28,10 +28,6 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _LANES = 64
-DEFAULT_TAU = 0.8
-_REST_POINTS = 16
-# Quantile midpoints of the standard Gumbel distribution: where the best of the unnamed tokens may stand.
-_REST_QUANTILES = -np.log(-np.log((np.arange(_REST_POINTS) + 0.5) / _REST_POINTS))
 # Where a uint64 array seen as uint32 has its low and high halves.
 _LOW = slice(0 if sys.byteorder == "little" else 1, None, 2)
 _HIGH = slice(1 if sys.byteorder == "little" else 0, None, 2)
@@ -108,60 +104,6 @@ def gumbel_of_words(words: NDArray[np.uint32]) -> NDArray[np.float32]:
         np.log(values, out=values)
         np.negative(values, out=values)
     return values[:size].astype(np.float32)
-
-
-def rank_with_noise(
-    log_probs: NDArray[np.float32],
-    token_ids: NDArray[np.integer],
-    seed: int,
-    choice_index: int,
-    position: int | NDArray[np.integer],
-    temperature: float,
-) -> NDArray[np.float32]:
-    """What a drafter ranks its candidates by, float32 [K]: log q + G, or log q alone at temperature 0.
-
-    `log_probs` [K] are log q: the estimated chance of each token in the target's own processed distribution, at the
-    request's temperature. `position` is the absolute position of the candidates themselves, one for all or [K].
-    """
-    log_q = np.asarray(log_probs, np.float32)
-    if temperature == 0.0:
-        return log_q
-    return log_q + gumbel(seed, choice_index, position, token_ids)
-
-
-def edge_scores(
-    ranked: NDArray[np.float32],
-    rest: float | NDArray[np.floating],
-    temperature: float,
-    tau: float = DEFAULT_TAU,
-) -> NDArray[np.float32]:
-    """Edge log-probabilities, at most 0, of candidates ranked by `rank_with_noise`: float32, shaped as `ranked`.
-
-    `ranked` [..., K] holds one node's candidates along its last axis (-inf pads); `rest` [...] is the probability,
-    0 to 1, of all tokens that are not among them. With rest 0 this is log softmax(ranked / tau) over the candidates:
-    the rule for a drafter that knows its whole vocabulary. `tau` > 0 is how far off log q is: if its errors were
-    Gumbel variates of that scale, the rule would be exact.
-
-    A sparse drafter (a trie) cannot see how its rest is spread nor that noise, and need not: the best of
-    log q + G over any tokens of total mass `rest` is a Gumbel variate around log rest, however the mass is spread. So
-    the rest enters as one more candidate there, averaged over 16 quantiles. This wants candidates picked without
-    a look at the noise; whoever picks the best of log q + G must pass all of them and rest 0. At temperature 0 there is
-    no noise and `ranked` is log q, already the chance in question: it is returned as it is, capped at 0.
-    """
-    if temperature == 0.0:
-        capped: NDArray[np.float32] = np.minimum(ranked, np.float32(0.0))
-        return capped
-    scaled = ranked.astype(np.float64) / tau
-    rest_mass = np.clip(np.asarray(rest, np.float64), 0.0, 1.0)[..., None]
-    with np.errstate(divide="ignore"):
-        rivals = (np.log(rest_mass) + _REST_QUANTILES) / tau
-    named = np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
-    # A node whose candidates and rest are all impossible has no scale; 0 leaves its edges at -inf.
-    totals = np.logaddexp(named, rivals)
-    totals[np.isneginf(totals)] = 0.0
-    chances = np.logaddexp.reduce(-totals, axis=-1, keepdims=True) - np.log(_REST_POINTS)
-    scores: NDArray[np.float64] = np.minimum(scaled + chances, 0.0)
-    return scores.astype(np.float32)
 
 
 def _half(words: NDArray[np.uint64], half: slice) -> NDArray[np.uint32]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.propose import propose
 from kernels.propose_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
-from outrider.sampling.noise import DEFAULT_TAU, gumbel
+from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 
 # Lower temperatures above 0 count as this, so that what `columns` gives keeps clear of the kernels' own bound.
@@ -34,8 +34,8 @@ class EdgeScale:
             Gumbel variates of scale tau.
     """
 
-    log_q: float = 1 / DEFAULT_TAU
-    noise: float = 1 / DEFAULT_TAU
+    log_q: float = 1.25
+    noise: float = 1.25
 
     def columns(self, temperature: float, rank_by_noise: bool) -> tuple[float, float, bool]:
         """(divisor, tau, whether noise is added): ranks are (logit / divisor + G) / tau, or logit / divisor without it.

@@ -18,7 +18,7 @@ from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.base import EMBEDDING, OUTPUT
 from outrider.models.drafters.config import LAYER_IDS, HeadConfig, eagle3_config, eagle_config
 from outrider.models.drafters.heads import Eagle3Head
-from outrider.models.drafters.loader import Stored, head_name, shared_tensors, stored_tensors
+from outrider.models.drafters.loader import StoredTensor, head_name, shared_tensors, stored_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import SINGLE_FILE, save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
@@ -31,7 +31,7 @@ WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.
 
 @dataclass(frozen=True)
 class _StoredReader:
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.stored:
@@ -44,7 +44,7 @@ class HeadInflater(Inflater):
 
     def __init__(
         self,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredTensor],
         config: HeadConfig,
         embedding: Embedding,
         target_hidden: int,
@@ -143,7 +143,7 @@ def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Te
     return num_bytes
 
 
-def _for_padding(stored: dict[str, Stored], head: Path, target: Path) -> dict[str, Stored]:
+def _for_padding(stored: dict[str, StoredTensor], head: Path, target: Path) -> dict[str, StoredTensor]:
     """With an embedding of the head's own: a padded target's has a channel that the head must not see."""
     if OUTPUT not in stored:
         raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")

@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.base import EMBEDDING, OUTPUT
 from outrider.models.drafters.config import HeadConfig, eagle3_config
-from outrider.models.drafters.loader import Stored, algorithm_of, check_tensors, head_name, stored_tensors
+from outrider.models.drafters.loader import StoredTensor, algorithm_of, check_tensors, head_name, stored_tensors
 from outrider.models.drafters.token_ids import ids_of_offsets
 from outrider_tools.training.layers import INPUT_NORM, MLP_NORM, Layer, Norm, llama_fields, llama_layer, matrix
 from outrider_tools.training.learner import Head, channel_sizes
@@ -199,7 +199,7 @@ class InitialHead:
         head.learned = True
         return head.to(target.device)
 
-    def _vocabulary(self, offsets: Stored | None) -> tuple[Tensor, Tensor]:
+    def _vocabulary(self, offsets: StoredTensor | None) -> tuple[Tensor, Tensor]:
         """Target ids, ascending, and where their rows lie in the folder's output matrix."""
         size, whole = self.shape.draft_vocab_size, self.shape.target.vocab_size
         if offsets is None:
@@ -222,7 +222,7 @@ class InitialHead:
             if value != needed:
                 raise self._misfit(name, value, needed)
 
-    def _check_embedding(self, stored: Stored, target: Target) -> None:
+    def _check_embedding(self, stored: StoredTensor, target: Target) -> None:
         vocab_size, hidden = self.shape.target.vocab_size, self.shape.target.hidden_size
         if stored.shape != (vocab_size, hidden):
             raise self._misfit(stored.name, list(stored.shape), [vocab_size, hidden])

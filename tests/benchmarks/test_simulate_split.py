@@ -16,7 +16,7 @@ from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
 from kernels.frontier_state import Pool as DevicePool
 from kernels.reference import frontier
 from outrider.drafting.model.buffers import BurstInput, RerootInput
-from outrider.drafting.model.burst import FORCED, Bucket, Burst, BurstShape, Reroots, RowState, RowStates, Seeds
+from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds, StepBucket
 from outrider.tree.author import TreeAuthor
 
 LANGUAGE = Language()
@@ -137,7 +137,7 @@ def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() 
     live = np.zeros(REGION, np.bool_)
     states = [RowState(row, 5, live, list(range(20, 20 + count))) for row, count in ((2, 30), (1, 9), (3, 12))]
     burst = Burst(RowStates.of(states, REGION), seeds((0, [3, 4], 5), (1, [9], 5), (2, [1], 5)), 2, WIDTH, -6.0)
-    reference, pool = Reference(burst, memory), Pool(burst, Bucket(WIDTH, 4, SHAPE.branching), SHAPE, memory)
+    reference, pool = Reference(burst, memory), Pool(burst, StepBucket(WIDTH, 4, SHAPE.branching), SHAPE, memory)
 
     def step() -> tuple[list[int], list[int]]:
         wanted = reference.choose()

@@ -9,18 +9,8 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from outrider.drafting.model.burst import (
-    FORCED,
-    Burst,
-    BurstResult,
-    BurstRunner,
-    Extent,
-    PendingBurst,
-    Reroots,
-    RowState,
-    RowStates,
-    Seeds,
-)
+from outrider.drafting.model.burst import FORCED, Burst, BurstResult, Extent, Reroots, RowState, RowStates, Seeds
+from outrider.drafting.model.runner import BurstRunner, PendingBurst
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams

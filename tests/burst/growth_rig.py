@@ -13,12 +13,11 @@ from scripted_runner import ScriptedRunner
 
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs
-from outrider.drafting.growers import CombinedGrower
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.drafting.registry import CombinedDrafter
+from outrider.drafting.registry import CombinedGrower
 from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
@@ -200,17 +199,23 @@ class Rig:
 
     def check_nothing_left(self) -> None:
         """Every row, slot and page is free."""
-        growth, roster = self.growth, self.growth._roster
+        growth, batch_manager = self.growth, self.growth._batch_manager
         assert not self.runner.rows
         assert not self.runner.page_owner
-        assert sorted(roster._free_rows) == list(range(self.runner.shape.num_rows))
-        assert growth._keeper.pool.num_free == self.runner.shape.num_pages
-        growth._keeper.pool.check_integrity()
+        assert sorted(batch_manager._free_rows) == list(range(self.runner.shape.num_rows))
+        assert growth._kv_manager.pool.num_free == self.runner.shape.num_pages
+        growth._kv_manager.pool.check_integrity()
         growth._forest.slots.check_integrity()
         assert not growth._forest.slots.live.any()
         assert not growth._forest.num_run.any()
         growth._forest._compact()
         assert growth._forest.entries.count == 0
         assert self.requests.growth.num_live == 0
-        for group in (roster._contexts, roster.rows, roster._unsettled, roster._changed, roster._opening):
+        for group in (
+            batch_manager._contexts,
+            batch_manager.rows,
+            batch_manager._incomplete,
+            batch_manager._changed,
+            batch_manager._opening,
+        ):
             assert not group

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
-from outrider.drafting.model.burst import FORCED, NUM_SEED_FIELDS, Buckets, Burst, BurstResult, Reroots, RowState, Seeds
+from outrider.drafting.model.burst import (
+    FORCED,
+    NUM_SEED_FIELDS,
+    Burst,
+    BurstResult,
+    Reroots,
+    RowState,
+    Seeds,
+    StepBuckets,
+)
 
 if TYPE_CHECKING:
     from scripted_runner import ScriptedRunner
@@ -34,7 +43,7 @@ class Run:
 
     def __init__(self, runner: ScriptedRunner, burst: Burst) -> None:
         self.runner, self.burst, self.shape = runner, burst, runner.shape
-        self.branching = Buckets(runner.shape).branching(len(burst.rows))
+        self.branching = StepBuckets(runner.shape).branching(len(burst.rows))
         self.states = [runner.rows[state.row] for state in burst.rows]
         self.free = [list(state.free) for state in burst.rows]
         check(len({state.row for state in burst.rows}) == len(burst.rows), "a row twice")

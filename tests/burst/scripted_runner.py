@@ -18,7 +18,7 @@ from outrider.protocol.messages import Features
 from outrider.sampling.params import SamplingParams
 
 
-class Pending:
+class PendingBurst:
     """A burst whose result is handed out when the test says so."""
 
     def __init__(self, result: BurstResult | Exception, run: Run | None = None) -> None:
@@ -36,7 +36,7 @@ class Pending:
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         return self.over(interrupted)
 
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         if self._run is None:
             return None
         return self._run.runner.go_on(self, self._run, num_steps, reroots)
@@ -74,7 +74,7 @@ class ScriptedRunner:
         self.launch_fault: Exception | None = None
         self.wait_fault: Callable[[Burst], Exception | None] = lambda burst: None
         self.extend_fault: Exception | None = None
-        self.pending: Pending | None = None
+        self.pending: PendingBurst | None = None
         self.auto_ready = True
         self.first_tokens: dict[int, int] = {}
         """By row, the token without KV of a drafter of features; the test knows it."""
@@ -143,17 +143,17 @@ class ScriptedRunner:
         check(len(parts) > 1, "nothing to join")
         return np.concatenate([np.asarray(part) for part in parts])
 
-    def launch(self, burst: Burst) -> Pending:
+    def launch(self, burst: Burst) -> PendingBurst:
         if self.launch_fault:
             raise self.launch_fault
         fault = self.wait_fault(burst)
         self.bursts.append(burst)
         run = None if fault else Run(self, burst)
-        self.pending = Pending(fault or run.result(), run)
+        self.pending = PendingBurst(fault or run.result(), run)
         self.pending.ready = self.auto_ready
         return self.pending
 
-    def go_on(self, pending: Pending, run: Run, num_steps: int, reroots: Reroots | None) -> Pending:
+    def go_on(self, pending: PendingBurst, run: Run, num_steps: int, reroots: Reroots | None) -> PendingBurst:
         if self.launch_fault:
             raise self.launch_fault
         check(pending is self.pending, "only the part queued last goes on")
@@ -164,7 +164,7 @@ class ScriptedRunner:
             self.survivors.append(run.ranked(reroots.rows.tolist()))
             self.told_at.append(run.first_step)
         fault = self.wait_fault(run.burst)
-        self.pending = Pending(fault or run.result(num_steps), run)
+        self.pending = PendingBurst(fault or run.result(num_steps), run)
         self.pending.ready = self.auto_ready
         return self.pending
 

@@ -102,11 +102,11 @@ def test_what_waits_to_be_told_and_becomes_a_root_stays_one(seed: int) -> None:
     rig, luck = Rig(options, **GOES_ON | shape), random.Random(seed)
     for number in range(6):  # so many that what is to be told is not looked over anew for each commit
         rig.open(number, [1, 2, 3, 4, 5, 6, 7 + number], credit=200)
-    forest, queue_of, contexts = rig.growth._forest, rig.growth._announcer, rig.growth._roster.rows
+    forest, queue_of, contexts = rig.growth._forest, rig.growth._publisher, rig.growth._batch_manager.rows
     entries, num_commits = forest.entries, 0
     for _ in range(300):
-        if rig.growth._flight:
-            rig.growth._flight.pending.ready = luck.random() < 0.5  # type: ignore[attr-defined]
+        if rig.growth._active:
+            rig.growth._active.pending.ready = luck.random() < 0.5  # type: ignore[attr-defined]
         if not rig.requests.growth.idle:
             rig.requests.growth.grow(0.0 if luck.random() < 0.7 else math.inf, lambda: True)
         rig.requests.tell()

@@ -104,7 +104,7 @@ def test_in_lockstep_an_opening_is_answered_before_features_and_a_tree_grows_fro
         rig.commit(1, continuation(request.tokens, 2))
         rig.settle()
         assert request.mirror.acked_len < len(request.tokens)
-        assert not rig.requests.growth.ledger.has_news
+        assert not rig.requests.growth.ledger.has_updates
         rig.features(1, 0, len(request.tokens) - 1)
         rig.settle()
         assert request.mirror.acked_len == len(request.tokens)
@@ -129,13 +129,13 @@ def test_a_long_prompt_is_run_with_true_features_alone() -> None:
     rig = rig_of(**GOES_ON, num_pages=1024)
     length = 10 * rig.runner.shape.max_width
     request = rig.open(1, [1 + place % 37 for place in range(length)])
-    share = rig.growth._keeper.max_forced
+    share = rig.growth._kv_manager.max_forced
     for start in range(0, length - 1, share):
         rig.features(1, start, min(share, length - 1 - start))
         for _ in range(20):
             rig.turn()
         done = min(start + share, length - 1)
-        assert rig.growth._roster.rows[0].end <= done + 1
+        assert rig.growth._batch_manager.rows[0].end <= done + 1
         assert done == length - 1 or not rig.runner.bursts or not request.held()
     rig.settle()
     assert request.held()
@@ -213,7 +213,7 @@ def test_features_may_come_in_any_order_or_not_at_all(shape: dict[str, int], len
     rig.settle()
     request.check()
     assert request.held()
-    assert rig.growth._roster.num_unsettled == 0
+    assert rig.growth._batch_manager.num_incomplete == 0
     rig.close(1)
     rig.settle()
     rig.check_nothing_left()

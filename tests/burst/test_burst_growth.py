@@ -203,12 +203,12 @@ def test_what_arrives_during_a_burst_is_applied_before_the_next_one_is_launched(
     rig.turn()
     growth = rig.requests.growth
     growth.grow(math.inf, lambda: True)
-    assert growth.pressed
+    assert growth.device_idle
     assert len(rig.runner.bursts) == 1
     ran = len(rig.runner.ran)
     rig.commit(1, continuation(request.tokens, 2))
     rig.turn()
-    assert not growth.pressed
+    assert not growth.device_idle
     assert len(rig.runner.bursts) == 2
     assert all(path[:5] == tuple(request.tokens) for path in rig.runner.ran[ran:])
     assert len(rig.runner.ran) > ran
@@ -244,9 +244,9 @@ def test_lockstep_acknowledges_commits_while_it_computes_a_long_prompt() -> None
         rig.open(number, prompt)
         health.sent(number, len(prompt))
     while not all(request.held() for request in rig.open_requests.values()):
-        num_extended = rig.growth._keeper.num_extended
+        num_extended = rig.growth._kv_manager.num_extended
         rig.requests.growth.grow(math.inf, lambda: False)
-        seconds += 0.8 if rig.growth._keeper.num_extended > num_extended else 0.02
+        seconds += 0.8 if rig.growth._kv_manager.num_extended > num_extended else 0.02
         rig.requests.tell()
         for message in rig.peer.received:
             assert isinstance(message, Grow)

@@ -110,7 +110,7 @@ def test_a_burst_that_cannot_go_on_lands_and_others_follow() -> None:
     growth = rig.requests.growth
     rig.runner.launch_fault = RuntimeError("no memory")
     growth.grow(math.inf, lambda: True)
-    assert growth.pressed and not rig.runner.parts
+    assert growth.device_idle and not rig.runner.parts
     rig.runner.launch_fault = None
     rig.settle()
     request.check()

@@ -33,6 +33,6 @@ def test_whatever_verify_does_the_runner_has_no_complaint_and_nothing_leaks(
     for number in sorted(rig.open_requests):
         rig.close(number)
     rig.settle()
-    if not rig.growth._flight:
+    if not rig.growth._active:
         rig.growth._apply()
     rig.check_nothing_left()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_growth_with_model import Service
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.features import FeatureStore, with_rows
+from outrider.drafting.model.features import PendingFeatures, with_rows
 from outrider.models.drafters.base import DraftModel
 from outrider.protocol.messages import DeclineReason, Features
 
@@ -77,7 +77,7 @@ def test_tokens_that_bursts_have_run_with_true_features_are_moved_and_not_comput
             rig.commit(number, continuation(request.tokens, 2))
             rig.features(number, len(request.tokens) - 3, 2)
         rig.settle()
-    assert rig.growth._keeper.max_forced < 20
+    assert rig.growth._kv_manager.max_forced < 20
     assert len(rig.runner.extended) == extended
     assert len(rig.runner.rows) == 4
     for row, request in zip(rig.runner.rows.values(), rig.open_requests.values(), strict=True):
@@ -149,7 +149,7 @@ def test_where_many_share_a_burst_fewer_tokens_of_each_are_left_to_it(num_reques
     assert len(rig.runner.extended) <= num_requests
 
 
-def joined(store: FeatureStore, start: int, end: int) -> np.ndarray:  # type: ignore[type-arg]
+def joined(store: PendingFeatures, start: int, end: int) -> np.ndarray:  # type: ignore[type-arg]
     return np.concatenate([np.asarray(values) for _, _, values in store.cut(start, end)])
 
 
@@ -164,7 +164,7 @@ def test_a_store_has_what_it_was_given_in_whatever_parts(given_parts: list[tuple
         joins.append(len(values))
         return np.concatenate(values)
 
-    store, here, since, end = FeatureStore(join), set[int](), 0, 0
+    store, here, since, end = PendingFeatures(join), set[int](), 0, 0
     for part in given_parts:
         if part is None:  # as a rule they come in order
             start, count = end, 1
@@ -188,7 +188,7 @@ def test_a_store_has_what_it_was_given_in_whatever_parts(given_parts: list[tuple
 
 def test_many_small_parts_become_few_and_let_go_of_what_they_were_cut_from() -> None:
     whole = torch.arange(1000.0)[:, None]
-    store = FeatureStore(lambda values: torch.cat(list(values)))
+    store = PendingFeatures(lambda values: torch.cat(list(values)))
     for position in range(500):
         store.add(position, 1, whole[position : position + 1], 0)
     found = list(store.cut(0, 500))

@@ -19,9 +19,9 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     for row, token in ((1, 5), (2, 6)):
         forest.set_root(row, token, 3, 0)
     forest.quotas[:] = 50
-    lent = forest.slots.lend(np.array([1, 2]), np.array([20, 20]))
-    first, second = forest.slots.stacks[1, lent.starts[0] : lent.ends[0]].tolist()[:2]
-    harvest = BurstCollector(np.array([forest.roots[1]]))
+    leased = forest.slots.lease(np.array([1, 2]), np.array([20, 20]))
+    first, second = forest.slots.stacks[1, leased.starts[0] : leased.ends[0]].tolist()[:2]
+    collector = BurstCollector(np.array([forest.roots[1]]))
     below = np.nextafter(np.float32(FLOOR), np.float32(-np.inf))
 
     def part(at: int, entry: int, slot: int, edges: list[np.float32]) -> BurstResult:
@@ -30,9 +30,9 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
         tokens = np.array([[[11, 12], [-1, -1]]], np.int32)
         return BurstResult(at, picked, slots, tokens, np.array([[edges, [-np.inf, -np.inf]]], np.float32))
 
-    forest.merge(harvest, part(64, 0, first, [np.float32(-0.1), below]))
+    forest.merge(collector, part(64, 0, first, [np.float32(-0.1), below]))
     # The second candidate, run after a commit that the device was told of.
-    forest.merge(harvest, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
-    forest.slots.settle(lent)
+    forest.merge(collector, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
+    forest.slots.settle(leased)
     forest.check_integrity()
     assert (forest.entries.rows[: forest.entries.count] > 0).all()

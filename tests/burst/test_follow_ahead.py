@@ -19,7 +19,7 @@ def grown(credit: int = 60) -> tuple[Rig, Verify]:
         rig.turn()
     rig.runner.auto_ready = False
     rig.turn()
-    assert rig.growth._flight is not None and not rig.growth._flight.pending.done()
+    assert rig.growth._active is not None and not rig.growth._active.pending.done()
     return rig, request
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.entries import BurstCollector
-from outrider.drafting.model.forest import DraftForest, Step, reroot
+from outrider.drafting.model.forest import DraftForest, RerootStep, reroot
 
 ROWS, BRANCHING, FLOOR = 4, 3, math.log(0.02)
 Path = tuple[int, ...]
@@ -85,13 +85,13 @@ class Both:
         self.forest.merge(BurstCollector(seeds), BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
 
     def follow(self, steps: dict[int, Path]) -> None:
-        made = [Step(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]
-        for step, walked in zip(made, reroot(self.forest, made), strict=True):
+        made = [RerootStep(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]
+        for step, result in zip(made, reroot(self.forest, made), strict=True):
             tree, tokens = self.trees[step.row], tuple(step.tokens)
             expected = [tree.slots.get(tokens[:end], -1) for end in range(len(tokens)) if tokens[:end] in tree.edges]
-            assert walked.slots == expected
-            assert walked.found == (tokens in tree.edges)
-            for slot in walked.slots:
+            assert result.slots == expected
+            assert result.found == (tokens in tree.edges)
+            for slot in result.slots:
                 if slot >= 0:
                     self.forest.slots.free(np.array([step.row], np.int32), np.array([slot], np.int32))
             tree.follow(tokens)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Needs
+from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.registry import CombinedDrafter, build_drafter
+from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.tree.author import TreeAuthor
 

@@ -103,9 +103,9 @@ def test_a_tree_in_lockstep_has_a_level_for_each_step(
     ran: list[bool] = []
     merge = DraftForest.merge
 
-    def note(forest: DraftForest, harvest: BurstCollector, result: BurstResult) -> None:
+    def note(forest: DraftForest, collector: BurstCollector, result: BurstResult) -> None:
         ran.extend((result.picked >= 0).any(1).tolist())
-        merge(forest, harvest, result)
+        merge(forest, collector, result)
 
     monkeypatch.setattr(DraftForest, "merge", note)
     request = service.open(0, [draw.randrange(plain_model.target_vocab_size) for _ in range(30)], GREEDY)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from outrider.drafting.model.drafter import GrowthOptions
-from outrider.drafting.model.runner import Runner
+from outrider.drafting.model.runner import BurstRunner
 
 
 class Launches:
     """As much of a runner as its clockwork needs."""
 
-    calm_seconds = Runner.calm_seconds
-    note_launch = Runner.note_launch
+    quiet_seconds = BurstRunner.quiet_seconds
+    note_launch = BurstRunner.note_launch
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
@@ -24,19 +24,19 @@ class Launches:
         return self.expected
 
 
-def calm(expected: float, launch: float) -> float:
+def quiet(expected: float, launch: float) -> float:
     runner: Any = Launches(expected)
     for _ in range(200):
         runner.note_launch(launch)
-    found: float = runner.calm_seconds(None)
+    found: float = runner.quiet_seconds(None)
     return found
 
 
 @pytest.mark.parametrize("launch", [0.0, 0.0001, 0.0004, 0.01])
 def test_there_is_time_to_go_on_before_the_end(launch: float) -> None:
     expected = 0.0006
-    left = expected - calm(expected, launch)
-    assert 0.0 <= calm(expected, launch) <= expected
+    left = expected - quiet(expected, launch)
+    assert 0.0 <= quiet(expected, launch) <= expected
     assert left >= min(launch, expected)
 
 

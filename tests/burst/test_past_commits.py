@@ -23,7 +23,7 @@ def grown(numbers: Sequence[int] = (1,), turns: int = 3, credit: int = 60, **cha
     requests = [rig.open(number, [number, 2, 3], credit) for number in numbers]
     for _ in range(turns):
         rig.turn()
-    assert rig.growth._flight is not None
+    assert rig.growth._active is not None
     return rig, requests
 
 
@@ -56,14 +56,14 @@ def check_survivors(rig: Rig, request: Verify, since: int) -> bool:
     anything, those that may be of this request's commit.
     """
     context = next(
-        context for context in rig.growth._roster.rows.values() if context.tree.author.request == request.number
+        context for context in rig.growth._batch_manager.rows.values() if context.tree.author.request == request.number
     )
     told = [one[context.row] for one in rig.runner.survivors[since:] if context.row in one]
     if not told:  # what it was told before has to be run first
-        assert context.is_due
+        assert context.root_in_burst
         return False
-    flight = rig.growth._flight
-    if flight is None or flight.plan.landed_steps != rig.runner.told_at[-1]:
+    active = rig.growth._active
+    if active is None or active.plan.landed_steps != rig.runner.told_at[-1]:
         return False
     survivors, wanted = told[-1], ranked(rig, request, context.row)
     if not context.root_run:
@@ -129,11 +129,11 @@ def test_a_root_that_was_not_run_is_run_by_the_burst_under_way(count: int) -> No
         unrun = entries.parents[unrun]
     bursts = len(rig.runner.bursts)
     commit(rig, 1, path[::-1])
-    context = rig.growth._roster.rows[0]
-    assert context.is_due or context.root_run
+    context = rig.growth._batch_manager.rows[0]
+    assert context.root_in_burst or context.root_run
     for _ in range(3):
         rig.turn()
-    assert context.root_run and not context.is_due
+    assert context.root_run and not context.root_in_burst
     assert len(rig.runner.bursts) == bursts and request.held()
     request.check()
 
@@ -141,13 +141,13 @@ def test_a_root_that_was_not_run_is_run_by_the_burst_under_way(count: int) -> No
 def test_slots_of_nodes_that_died_are_filled_again_by_the_same_burst() -> None:
     rig, (request,) = grown(credit=60, region=128 + 128)
     bursts = len(rig.runner.bursts)
-    lent = rig.runner.bursts[-1].rows.free_ends - rig.runner.bursts[-1].rows.free_starts
+    leased = rig.runner.bursts[-1].rows.free_ends - rig.runner.bursts[-1].rows.free_starts
     ran = len(rig.runner.ran)
     while len(rig.runner.bursts) == bursts and len(request.tokens) < 40:
         commit(rig, 1, continuation(request.tokens, 1))
         for _ in range(3):
             rig.turn()
-    assert len(rig.runner.ran) - ran > int(lent.sum())
+    assert len(rig.runner.ran) - ran > int(leased.sum())
     assert rig.growth._forest.num_run[0] <= rig.growth._forest.quotas[0]
     rig.settle()
     request.check()
@@ -190,17 +190,17 @@ def test_a_tree_that_has_all_it_may_have_is_followed_by_the_burst_of_others() ->
 
 def test_a_burst_lands_when_much_waits_to_be_moved_to_the_context() -> None:
     rig, (request,) = grown()
-    assert rig.growth._keeper._worth_moving == 28
-    rig.growth._keeper._worth_moving = 10
-    bursts, context = len(rig.runner.bursts), rig.growth._roster.rows[0]
+    assert rig.growth._kv_manager._min_move == 28
+    rig.growth._kv_manager._min_move = 10
+    bursts, context = len(rig.runner.bursts), rig.growth._batch_manager.rows[0]
     longest = 0
     while len(rig.runner.bursts) == bursts:
         commit(rig, 1, continuation(request.tokens, 2))
-        longest = max(longest, len(context.between))
+        longest = max(longest, len(context.uncached))
         for _ in range(3):
             rig.turn()
         assert len(request.tokens) < 200
-    assert longest == 10 and not context.between
+    assert longest == 10 and not context.uncached
     rig.settle()
     request.check()
 
@@ -208,7 +208,7 @@ def test_a_burst_lands_when_much_waits_to_be_moved_to_the_context() -> None:
 def test_what_others_have_to_be_moved_goes_along() -> None:
     """Or their own turn would end a burst a little later."""
     rig, (busy, other) = grown((1, 2))
-    rig.growth._keeper._worth_moving = 16
+    rig.growth._kv_manager._min_move = 16
     bursts = len(rig.runner.bursts)
     while len(rig.runner.bursts) == bursts:
         for request, count in ((busy, 4), (other, 3)):
@@ -217,7 +217,7 @@ def test_what_others_have_to_be_moved_goes_along() -> None:
                 rig.turn()
         assert len(busy.tokens) < 100
     assert len(other.tokens) > 10
-    assert all(len(context.between) < 4 for context in rig.growth._roster.rows.values())
+    assert all(len(context.uncached) < 4 for context in rig.growth._batch_manager.rows.values())
     rig.settle()
     busy.check()
     other.check()
@@ -236,7 +236,7 @@ def test_a_drafter_of_features_goes_on_past_few_commits() -> None:
         rig.features(1, length - 1, 2)
         for _ in range(3):
             rig.turn()
-        unsettled = sum(not one.settled for one in rig.growth._roster.rows[0].between)
+        unsettled = sum(not one.is_final for one in rig.growth._batch_manager.rows[0].uncached)
         assert unsettled <= 6
         request.check()
     assert rig.runner.survivors and len(rig.runner.bursts) == 1, "the same burst was given them"

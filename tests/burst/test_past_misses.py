@@ -17,11 +17,11 @@ def test_a_burst_goes_on_past_a_miss(above: int) -> None:
     bursts, deep = len(rig.runner.bursts), continuation(request.tokens, above)
     known = {guess for guess, _ in scripted((*request.tokens, *deep))}
     commit(rig, 1, [*deep, next(one for one in range(40) if one not in known)])
-    context = next(one for one in rig.growth._roster.rows.values() if one.tree.author.request == 1)
-    assert context.is_due and not context.root_run
+    context = next(one for one in rig.growth._batch_manager.rows.values() if one.tree.author.request == 1)
+    assert context.root_in_burst and not context.root_run
     for _ in range(3):
         rig.turn()
-    assert len(rig.runner.bursts) == bursts and context.root_run and not context.is_due
+    assert len(rig.runner.bursts) == bursts and context.root_run and not context.root_in_burst
     assert request.held() and other.held()
     request.check()
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_a_request_that_misses_again_before_its_root_was_run_waits_for_that() ->
     commit(rig, 1, [39])
     rig.runner.auto_ready = False
     rig.turn()
-    assert len(rig.runner.survivors) == told + 1 and rig.growth._flight.plan.forced  # type: ignore[union-attr]
+    assert len(rig.runner.survivors) == told + 1 and rig.growth._active.plan.forced  # type: ignore[union-attr]
     rig.commit(1, [38], credit=60)
     rig.commit(2, continuation(other.tokens, 1), credit=60)
     rig.turn()
@@ -115,11 +115,11 @@ def test_pages_of_a_request_that_was_closed_are_there_for_others_when_the_burst_
     """They were kept while it ran, which is longer than anybody must be declined for."""
     rig = Rig(ANY, **(LONG | {"num_pages": 11}))
     request, other = rig.open(1, [1, 2, 3], 60), rig.open(2, [2, *range(3, 40)], 60)
-    rig.growth._keeper._worth_moving = 10
+    rig.growth._kv_manager._min_move = 10
     for _ in range(3):
         rig.turn()
     bursts = len(rig.runner.bursts)
-    assert rig.growth._keeper.pool.num_free == 1 and len(other.held())
+    assert rig.growth._kv_manager.pool.num_free == 1 and len(other.held())
     rig.close(2)
     while len(rig.runner.bursts) == bursts:
         commit(rig, 1, continuation(request.tokens, 2))
@@ -146,7 +146,9 @@ def test_a_root_that_the_part_under_way_may_have_run_is_not_run_beside_it(seed: 
         rig.turn()
     for _ in range(30):
         one = draw.choice(requests)
-        row = next(row for row, context in rig.growth._roster.rows.items() if context.tree.author.request == one.number)
+        row = next(
+            row for row, context in rig.growth._batch_manager.rows.items() if context.tree.author.request == one.number
+        )
         entries, forest = rig.growth._forest.entries, rig.growth._forest
         unrun = [entry for entry in forest.choose(40).tolist() if entries.rows[entry] == row]
         if not unrun or len(one.tokens) > 150:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.drafting.model.burst import Bucket
-from outrider.drafting.model.runner import Pending
+from outrider.drafting.model.burst import StepBucket
+from outrider.drafting.model.runner import PendingBurst
 
 
 class Event:
@@ -20,18 +20,18 @@ class Event:
         return self.looks < 0
 
 
-def pending(event: Event | None, expected: float) -> tuple[Pending, list[float]]:
+def pending(event: Event | None, expected: float) -> tuple[PendingBurst, list[float]]:
     noted: list[float] = []
     runner: Any = SimpleNamespace(
         expected_seconds=lambda pending: expected,
-        calm_seconds=lambda pending: expected,
+        quiet_seconds=lambda pending: expected,
         note_launch=lambda seconds: None,
         note_seconds=lambda pending, seconds: noted.append(seconds),
         run_until=lambda interrupted: None,
-        go_on=lambda pending, num_steps, reroots: Pending(runner, pending.burst, pending.bucket, 0, 2, num_steps),
+        go_on=lambda pending, num_steps, reroots: PendingBurst(runner, pending.burst, pending.bucket, 0, 2, num_steps),
     )
     burst: Any = None
-    made = Pending(runner, burst, Bucket(8, 1, 4), 0)
+    made = PendingBurst(runner, burst, StepBucket(8, 1, 4), 0)
     made.event = event  # type: ignore[assignment]
     return made, noted
 

@@ -17,7 +17,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import BurstShape, Extent
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.params import SamplingParams
@@ -25,7 +25,7 @@ from outrider.sampling.params import SamplingParams
 Make = Callable[..., Host]
 
 
-def make_runner(kind: str, model: DraftModel, **changes: int) -> Runner:
+def make_runner(kind: str, model: DraftModel, **changes: int) -> BurstRunner:
     shape = BurstShape(
         **{
             "num_rows": 4,

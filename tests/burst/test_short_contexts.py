@@ -8,7 +8,7 @@ import pytest
 from burst_host import Host
 from test_runner import make_runner, prompt
 
-from outrider.drafting.model.burst import SHORT_WIDTH, Bucket, Buckets
+from outrider.drafting.model.burst import SHORT_WIDTH, StepBucket, StepBuckets
 from outrider.models.drafters.base import DraftModel
 
 SHORT = 12
@@ -16,13 +16,17 @@ SHORT = 12
 
 def test_who_gets_such_steps(model: DraftModel) -> None:
     shape = replace(make_runner("cuda", model).shape, num_rows=4, max_width=128, branching=2, lone_branching=5)
-    buckets = Buckets(shape, SHORT)
-    assert buckets.fit(8, 1, SHORT) == Bucket(8, 1, 5, True) > buckets.fit(8, 1, SHORT + 1) == Bucket(8, 1, 5)
+    buckets = StepBuckets(shape, SHORT)
+    assert buckets.fit(8, 1, SHORT) == StepBucket(8, 1, 5, True) > buckets.fit(8, 1, SHORT + 1) == StepBucket(8, 1, 5)
     assert not buckets.fit(8, 1).short and not buckets.fit(8, 2, 1).short
     assert buckets.fit(SHORT_WIDTH, 1, 1).short and not buckets.fit(SHORT_WIDTH + 1, 1, 1).short
-    assert {bucket for bucket in buckets.all() if not bucket.short} == set(Buckets(shape).all()) == set(buckets.sizes())
+    assert (
+        {bucket for bucket in buckets.all() if not bucket.short}
+        == set(StepBuckets(shape).all())
+        == set(buckets.sizes())
+    )
     assert [bucket.width for bucket in buckets.all() if bucket.short] == [64, 32, 16, 8]
-    assert not any(bucket.short for bucket in [*Buckets(shape).all(), Buckets(shape).fit(8, 1, 0)])
+    assert not any(bucket.short for bucket in [*StepBuckets(shape).all(), StepBuckets(shape).fit(8, 1, 0)])
 
 
 def test_they_find_what_the_model_finds(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_options_that_do_not_fit_end_the_process_with_one_line() -> None:
 
 def test_the_service_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, draft_service.main; from outrider.drafting.base import build_drafter;"
+        "import sys, draft_service.main; from outrider.drafting.registry import build_drafter;"
         "from outrider.config.draft import DraftOptions; build_drafter(DraftOptions());"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'triton')))"
     )

@@ -15,9 +15,8 @@ from draft_service.door.handshake import own_hello
 from draft_service.engine.worker import describe
 from draft_service.main import _choose
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Needs
+from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.registry import CombinedDrafter
 from outrider.protocol.messages import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from outrider.drafting.growth import Limits
-from outrider.drafting.model.burst import BurstRunner
+from outrider.drafting.base import Refusal, Tree
+from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
-from outrider.drafting.model.features import FeatureStore
-from outrider.drafting.model.forest import DraftForest, Step, Walked, reaches, reroot
+from outrider.drafting.model.features import PendingFeatures
+from outrider.drafting.model.forest import DraftForest, RerootResult, RerootStep, reaches, reroot
 from outrider.drafting.model.kv import ContextKVManager, DeclinedError
-from outrider.drafting.tree import Refusal, Tree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import DeclineReason, Features
+
+if TYPE_CHECKING:
+    from outrider.drafting.model.runner import BurstRunner
 
 _logger = get_logger(__name__)
 
@@ -35,14 +38,14 @@ class BatchManager:
         self,
         runner: BurstRunner,
         forest: DraftForest,
-        limits: Limits,
+        limits: TreeLimits,
         options: GrowthOptions,
         declined: dict[int, Refusal],
     ) -> None:
         """`declined` gets the refusals, by handle; trees in it wait to be closed."""
         self.rows: dict[int, DraftContext] = {}
         """Requests by row of the runner, those that were closed and have not left yet included."""
-        self.keeper = ContextKVManager(runner, forest.slots, options)
+        self.kv_manager = ContextKVManager(runner, forest.slots, options)
         self._runner = runner
         self._shape = runner.shape
         self._forest = forest
@@ -52,39 +55,41 @@ class BatchManager:
         self._free_rows = list(range(self._shape.num_rows - 1, -1, -1))
         self._contexts: dict[int, DraftContext] = {}  # by handle
         self._opening: dict[int, Tree] = {}
-        self._early: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(list)  # features before that
+        self._early_features: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(
+            list
+        )  # features before that
         self._closing: list[DraftContext] = []
-        self._told: set[DraftContext] = set()  # those that `take_closed` has given
+        self._reported: set[DraftContext] = set()  # those that `take_closed_rows` has given
         self._changed: dict[int, DraftContext] = {}
-        self._late: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
-        self._unsettled: dict[int, DraftContext] = {}  # those whose root or context may have to be run
+        self._deferred: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
+        self._incomplete: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
-    def has_news(self, excluded: Container[DraftContext] = ()) -> bool:
+    def has_updates(self, excluded: Container[DraftContext] = ()) -> bool:
         """Whether something waits for `admit` or `follow` that a burst should end for, the `excluded` aside."""
         if self._opening or not self._changed:
             return bool(self._opening)
         return any(context not in excluded for context in self._changed.values())
 
     @property
-    def is_leaving(self) -> bool:
+    def has_closed(self) -> bool:
         """Whether requests that were closed have rows still."""
         return bool(self._closing)
 
-    def take_closed(self) -> list[int]:
+    def take_closed_rows(self) -> list[int]:
         """Rows that were closed since this was asked last, of those that have not left."""
-        rows = [context.row for context in self._closing if context not in self._told]
-        self._told.update(self._closing)
+        rows = [context.row for context in self._closing if context not in self._reported]
+        self._reported.update(self._closing)
         return rows
 
     @property
     def has_changes(self) -> bool:
         """Whether `follow` has something to do."""
-        return bool(self._changed or self._late)
+        return bool(self._changed or self._deferred)
 
     @property
-    def num_unsettled(self) -> int:
+    def num_incomplete(self) -> int:
         """Requests whose root or context may have to be run."""
-        return len(self._unsettled)
+        return len(self._incomplete)
 
     def find(self, handle: int) -> DraftContext | None:
         """The request of a tree, if it has a row and is not closed."""
@@ -95,7 +100,7 @@ class BatchManager:
         context = self._contexts.get(handle)
         if context is None or handle in self._declined or context.tree.paused:
             return False
-        return context.is_due or context.known < context.tree.author.committed_len
+        return context.root_in_burst or context.known < context.tree.author.committed_len
 
     def open(self, tree: Tree) -> None:
         """It gets its row when the next are admitted."""
@@ -111,7 +116,7 @@ class BatchManager:
         """Its row and its pages are free when the next are admitted."""
         self._declined.pop(tree.handle, None)
         self._opening.pop(tree.handle, None)
-        self._early.pop(tree.handle, None)
+        self._early_features.pop(tree.handle, None)
         self._forget(tree.handle)
         context = self._contexts.pop(tree.handle, None)
         if context is not None:
@@ -129,46 +134,46 @@ class BatchManager:
             return
         part = (features.start, features.count, self._runner.project(features))
         if context is None:
-            self._early[tree.handle].append(part)
+            self._early_features[tree.handle].append(part)
         else:
             context.features.add(*part, since=context.end - 1)
             # Where nothing waits for them, no burst is cut short.
-            waits = not (context.root_run or context.is_due) or self.keeper.num_extendable(context)
-            (self._changed if waits else self._late)[tree.handle] = context
+            waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
+            (self._changed if waits else self._deferred)[tree.handle] = context
 
-    def leave(self) -> None:
+    def release_closed(self) -> None:
         """Those that were closed leave their rows and pages."""
         for context in self._closing:
-            self._leave(context)
+            self._release_row(context)
         self._closing.clear()
-        self._told.clear()
+        self._reported.clear()
 
     def admit(self) -> None:
         """Those that were closed leave their rows, and those that were opened get one."""
-        self.leave()
+        self.release_closed()
         for tree in self._opening.values():
-            self._enter(tree)
+            self._assign_row(tree)
         self._opening.clear()
 
     def follow(self) -> None:
         """Have the forest follow the authors that changed, and see what is to be done for them now."""
-        changed = list((self._late | self._changed).values())
+        changed = list((self._deferred | self._changed).values())
         self._changed.clear()
-        self._late.clear()
+        self._deferred.clear()
         moving: list[DraftContext] = []
-        steps: list[Step] = []
+        steps: list[RerootStep] = []
         for context in changed:
             author = context.tree.author
             if author.committed_len > self._options.max_positions:
                 self.fail(context, DeclinedError(DeclineReason.TOO_LONG, self._too_long(context.tree)))
             elif author.committed_len > context.known:
                 tokens = author.tokens[context.known :]
-                restarted, afresh = author.epoch != context.epoch, self._options.lockstep_steps > 0
+                restarted, discards = author.epoch != context.epoch, self._options.lockstep_steps > 0
                 moving.append(context)
-                steps.append(Step(context.row, tokens, author.root, restarted, afresh))
+                steps.append(RerootStep(context.row, tokens, author.root, restarted, discards))
         if steps:
-            for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
-                self._note_step(context, step, walked)
+            for context, step, result in zip(moving, steps, reroot(self._forest, steps), strict=True):
+                self._note_step(context, step, result)
         self.look_at(changed)
         self._forest.tidy()
 
@@ -180,7 +185,7 @@ class BatchManager:
         for commits whose path the forest holds by now.
         """
         moving: list[DraftContext] = []
-        steps: list[Step] = []
+        steps: list[RerootStep] = []
         others: list[DraftContext] = []
         for context in self._changed.values():
             author = context.tree.author
@@ -192,57 +197,59 @@ class BatchManager:
                     others.append(context)
             elif misses or reaches(self._forest, context.row, tokens):
                 moving.append(context)
-                steps.append(Step(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
+                steps.append(RerootStep(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
         if steps:
-            for context, step, walked in zip(moving, steps, reroot(self._forest, steps), strict=True):
-                self._note_step(context, step, walked)
-                context.is_due = not context.root_run  # this burst will run it, or the next
+            for context, step, result in zip(moving, steps, reroot(self._forest, steps), strict=True):
+                self._note_step(context, step, result)
+                context.root_in_burst = not context.root_run  # this burst will run it, or the next
         for context in (*moving, *others):
             self._set_bounds(context)
             handle = context.tree.handle
-            self._late[handle] = self._changed.pop(handle)
+            self._deferred[handle] = self._changed.pop(handle)
         return moving + others
 
-    def unsettle(self, context: DraftContext) -> None:
+    def mark_incomplete(self, context: DraftContext) -> None:
         """Its root or context may have to be run."""
-        self._unsettled[context.tree.handle] = context
+        self._incomplete[context.tree.handle] = context
 
-    def find_run(self) -> None:
+    def note_root_runs(self) -> None:
         """See which roots the burst under way has run since they were followed."""
-        for context in self._late.values():
+        for context in self._deferred.values():
             if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
-                context.found_run()
+                context.note_root_run()
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""
         changed = list(contexts)
-        is_full = self._options.most_steps > 0 and any(self.keeper.is_full(context) for context in changed)
+        is_full = self._options.most_steps > 0 and any(self.kv_manager.is_full(context) for context in changed)
         for context in changed:
             self._look_at(context)
         if is_full:
             for context in self._contexts.values():
                 if context.root_run:
                     self._settle(context, along=True)
-        self.keeper.free_slots()
+        self.kv_manager.free_slots()
 
     def extend(self) -> bool:
         """Compute up to a chunk of tokens of those requests that need it first, at once; whether there were any."""
-        behind = (one for one in self._unsettled.values() if not one.tree.paused and self.keeper.num_extendable(one))
-        served, failed = self.keeper.extend(behind, self._options.prompt_chunk)
+        behind = (
+            one for one in self._incomplete.values() if not one.tree.paused and self.kv_manager.num_extendable(one)
+        )
+        served, failed = self.kv_manager.extend(behind, self._options.prompt_chunk)
         for context in served:  # others come first next time
-            self._unsettled[context.tree.handle] = self._unsettled.pop(context.tree.handle)
+            self._incomplete[context.tree.handle] = self._incomplete.pop(context.tree.handle)
         for context, error in failed:
             self.fail(context, error)
         return bool(served or failed)
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
         """Requests of which a burst must run something now; those for which nothing is to be done are settled."""
-        return [context for context in list(self._unsettled.values()) if self._is_to_run(context, needs_run)]
+        return [context for context in list(self._incomplete.values()) if self._is_to_run(context, needs_run)]
 
     def settle(self, context: DraftContext) -> None:
         """A burst runs what it lacks."""
-        context.is_due = not context.root_run
-        self._unsettled.pop(context.tree.handle, None)
+        context.root_in_burst = not context.root_run
+        self._incomplete.pop(context.tree.handle, None)
 
     def spend(self, rows: Iterable[int], num_steps: int) -> None:
         """In lockstep: a burst ran so many steps of the trees in these rows."""
@@ -262,18 +269,18 @@ class BatchManager:
         for row in rows:
             context = self.rows[row]
             if context.tree.handle in self._contexts:
-                self._set_aside(context, _FAILED)
+                self._refuse_request(context, _FAILED)
 
     def fail(self, context: DraftContext, error: Exception) -> None:
         """Give up one request; raises the error again if the device failed."""
         raise_device_failure(error)
         if isinstance(error, DeclinedError):
-            self._set_aside(context, error.refusal)
+            self._refuse_request(context, error.refusal)
         else:
             _logger.error("request %d: the draft model failed", context.tree.author.request, exc_info=error)
-            self._set_aside(context, _FAILED)
+            self._refuse_request(context, _FAILED)
 
-    def _enter(self, tree: Tree) -> None:
+    def _assign_row(self, tree: Tree) -> None:
         author, options = tree.author, self._options
         if author.committed_len > options.max_positions:
             self._declined[tree.handle] = Refusal(DeclineReason.TOO_LONG, self._too_long(tree))
@@ -283,56 +290,56 @@ class BatchManager:
             self._declined[tree.handle] = Refusal(DeclineReason.OVERLOADED, detail)
             return
         row, root, lag = self._free_rows.pop(), author.committed_len - 1, self._shape.lag
-        store, steps = FeatureStore(self._runner.join), options.lockstep_steps
+        store, steps = PendingFeatures(self._runner.join), options.lockstep_steps
         context = DraftContext(tree, row, lag, author.sampling, store, root, end=lag, steps_left=steps)
         context.begin(author.committed_len, author.epoch)
-        for part in self._early.pop(tree.handle, ()):
+        for part in self._early_features.pop(tree.handle, ()):
             context.features.add(*part, since=context.end - 1)
         self._contexts[tree.handle] = self.rows[row] = context
         self._forest.set_root(row, author.tokens[-1], root, author.root)
         try:
-            self.keeper.open(context)
+            self.kv_manager.open(context)
         except Exception as error:
             self.fail(context, error)
             return
         self._changed[tree.handle] = context
 
-    def _leave(self, context: DraftContext) -> None:
+    def _release_row(self, context: DraftContext) -> None:
         del self.rows[context.row]
         self._forest.close(context.row)
         self._free_rows.append(context.row)
         with suppress(Exception):
-            self.keeper.close(context)
+            self.kv_manager.close(context)
 
     def _too_long(self, tree: Tree) -> str:
         return f"{tree.author.committed_len} tokens, at most {self._options.max_positions}"
 
-    def _note_step(self, context: DraftContext, step: Step, walked: Walked) -> None:
+    def _note_step(self, context: DraftContext, step: RerootStep, result: RerootResult) -> None:
         root_slot = self._forest.entries.slots[self._forest.roots[context.row]]
-        context.follow(walked.slots, len(step.tokens), root_run=bool(root_slot >= 0))
+        context.follow(result.slots, len(step.tokens), root_run=bool(root_slot >= 0))
         context.epoch = context.tree.author.epoch
         context.steps_left = self._options.lockstep_steps
-        if step.restarted or not walked.found:
+        if step.restarted or not result.found:
             context.seen = 1
 
     def _look_at(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts or context.tree.handle in self._declined:
             return
         if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
-            context.found_run()
+            context.note_root_run()
         # Behind a miss verify has nothing: what can wait until the root is run does.
-        if (context.root_run or len(context.between) > self.keeper.max_forced) and not self._settle(context):
+        if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._settle(context):
             return
         if self._options.takes_in and context.seen < context.tree.author.next_id:
             self._forest.adopt(context.row, context.tree.author, context.seen)
             context.seen = context.tree.author.next_id
         self._set_bounds(context)
-        self._unsettled[context.tree.handle] = context
+        self._incomplete[context.tree.handle] = context
 
     def _settle(self, context: DraftContext, *, along: bool = False) -> bool:
         """Move its KV, if it is worth it; False if that failed, which gives the request up."""
         try:
-            self.keeper.settle(context, along=along)
+            self.kv_manager.settle(context, along=along)
         except Exception as error:
             self.fail(context, error)
             return False
@@ -350,15 +357,15 @@ class BatchManager:
         forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - reach) - 1
 
     def _is_to_run(self, context: DraftContext, needs_run: Callable[[DraftContext], bool]) -> bool:
-        if self.keeper.num_extendable(context):
+        if self.kv_manager.num_extendable(context):
             return False
         if self._forest.quotas[context.row] > 0 and needs_run(context):
             return True
-        del self._unsettled[context.tree.handle]
-        context.is_due = False
+        del self._incomplete[context.tree.handle]
+        context.root_in_burst = False
         return False
 
-    def _set_aside(self, context: DraftContext, refusal: Refusal) -> None:
+    def _refuse_request(self, context: DraftContext, refusal: Refusal) -> None:
         """It waits to be closed."""
         handle = context.tree.handle
         self._declined[handle] = refusal
@@ -367,5 +374,5 @@ class BatchManager:
 
     def _forget(self, handle: int) -> None:
         """Nothing is to be done for it."""
-        for waiting in (self._changed, self._late, self._unsettled):
+        for waiting in (self._changed, self._deferred, self._incomplete):
             waiting.pop(handle, None)

@@ -24,7 +24,7 @@ from kernels.frontier_state import (
     TOLD_WORDS,
     BurstRows,
 )
-from outrider.drafting.model.burst import Bucket, Burst, BurstResult, BurstShape, Reroots, RowStates
+from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Reroots, RowStates, StepBucket
 
 NUM_COPIES = 2
 """Bursts that may be pending: each has host memory of its own."""
@@ -35,7 +35,7 @@ _NOTHING_TOLD = np.array([-1, -1, 0, 0], np.int32)
 """A row that has its root still: see kernels.frontier.reroot_pool."""
 
 
-class _Layout:
+class _InputLayout:
     """Where fields lie in a run of int32 words; free slots, of which there may be many, last."""
 
     def __init__(self, shape: BurstShape) -> None:
@@ -101,7 +101,7 @@ class BurstInput:
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
-        self._layout = layout = _Layout(shape)
+        self._layout = layout = _InputLayout(shape)
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
         self._device = torch.zeros(layout.size, dtype=torch.int32, device=device)
@@ -231,22 +231,22 @@ class BurstOutput:
         self._words: list[Words] = [memory.numpy() for memory in self._pinned]
         self._copies = _Copies(self._pinned, self._device)
 
-    def steps(self, bucket: Bucket) -> Tensor:
+    def steps(self, bucket: StepBucket) -> Tensor:
         """On the device, [max_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
         return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
 
-    def to_host(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> None:
+    def to_host(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
         line = bucket.num_words
         self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
-    def host_steps(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> Words:
+    def host_steps(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
         return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
-    def read(self, copy: int, bucket: Bucket, num_steps: int, first_step: int = 0) -> BurstResult:
+    def read(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> BurstResult:
         """What a copy holds of some steps, in memory of its own."""
         width, branching = bucket.width, bucket.branching
         steps = self.host_steps(copy, bucket, num_steps, first_step).copy()

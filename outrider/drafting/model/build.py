@@ -15,7 +15,7 @@ from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.drafting.model.drafter import BRANCHING, LONE_BRANCHING, MOST_STEPS, ModelDrafter
-from outrider.drafting.model.runner import Runner, RunnerOptions
+from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
@@ -55,7 +55,7 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     return ModelDrafter(runner, (model_algorithm(options.speculative_algorithm).lower(),), needs)
 
 
-def build_runner(model: DraftModel, options: DraftOptions) -> Runner:
+def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
 
     Raises:

@@ -8,18 +8,15 @@ burst deepens a tree without the host looking at it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.buckets import row_buckets, width_buckets
-from outrider.drafting.model.features import MemoryMapper
-from outrider.sampling.params import SamplingParams
 
 Int32s = NDArray[np.int32]
 
@@ -198,36 +195,6 @@ class BurstResult:
     """Whether the burst was ended early because something else came; what was not run has no nodes."""
 
 
-class PendingBurst(Protocol):
-    """A burst that was launched."""
-
-    @property
-    def step_seconds(self) -> float:
-        """What a step like its own takes, as far as that is known; else 0."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-
-    def nearly(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
-
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
-        """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
-
-        What `reroots` says holds from these steps on. To be asked of the part queued last, before anything else is
-        launched. None where that cannot be done.
-        """
-
-    def over(self, interrupted: Callable[[], bool]) -> bool:
-        """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.
-
-        The end of a burst is not to be seen late, so shortly before it interruptions are not looked for.
-        """
-
-    def wait(self) -> BurstResult:
-        """The results; waits without holding the interpreter."""
-
-
 @dataclass(frozen=True, slots=True)
 class BurstShape:
     """What a runner is built for."""
@@ -281,56 +248,12 @@ class Extent(NamedTuple):
     this order are [len(tokens), feature_size]; of the positions one before."""
 
 
-class BurstRunner(Protocol):
-    """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
-
-    shape: BurstShape
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """What a thread is in that calls this often: else each call has to see to device and gradients."""
-
-    def open(self, row: int, sampling: SamplingParams) -> None:
-        """A request begins in a free row."""
-
-    def close(self, row: int) -> None:
-        """Its row is free."""
-
-    def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """All context pages of the row, in order; they only ever grow at their end."""
-
-    def extend(self, extents: Sequence[Extent]) -> None:
-        """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
-
-        If it raises, nothing is known of the KV of any of these rows.
-        """
-
-    def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
-
-    def project(self, features: object) -> object:
-        """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
-
-        `features` is a `Features` message (protocol.messages) with its values in `data`, or as a tensor of bytes
-        in `rows`, or there as a part of what came together (outrider.drafting.model.features), or else a tensor
-        [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
-        """
-
-    def join(self, parts: Sequence[object]) -> object:
-        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size]."""
-
-    def launch(self, burst: Burst) -> PendingBurst:
-        """Queue a burst; returns before it has run."""
-
-    def memory_mapper(self) -> MemoryMapper | None:
-        """Maps device memory of other processes where the model runs; None where it does not run on a GPU."""
-
-
 WIDTHS = (8, 16, 32, 64, 128)
 SHORT_WIDTH = 64
 """Nodes of one request that a small model takes at once, behind a context that is short."""
 
 
-class Bucket(NamedTuple):
+class StepBucket(NamedTuple):
     """Shape of a captured step."""
 
     width: int
@@ -342,7 +265,7 @@ class Bucket(NamedTuple):
     """Whether it is for a lone request with a short context."""
 
     @property
-    def sizes(self) -> Bucket:
+    def sizes(self) -> StepBucket:
         """The shape of what it reads and writes."""
         return self._replace(short=False)
 
@@ -357,7 +280,7 @@ class Bucket(NamedTuple):
         return 2 * self.width + 2 * self.num_candidates
 
 
-class Buckets:
+class StepBuckets:
     """The smallest shape that holds a burst is taken."""
 
     def __init__(self, shape: BurstShape, short_context: int = 0) -> None:
@@ -367,7 +290,7 @@ class Buckets:
         self._shape = shape
         self._short_context = short_context
 
-    def fit(self, width: int, num_rows: int, longest: int | None = None) -> Bucket:
+    def fit(self, width: int, num_rows: int, longest: int | None = None) -> StepBucket:
         """At least a node for each row, as far as there are such widths; `longest` tokens of context, or any number.
 
         Raises ValueError for a burst too large.
@@ -379,17 +302,17 @@ class Buckets:
         rows = self.rows[bisect_left(self.rows, num_rows)]
         found = self.widths[bisect_left(self.widths, min(max(width, rows), self.widths[-1]))]
         short = longest is not None and 0 < self._short_context >= longest
-        return Bucket(found, rows, self.branching(rows), short and rows == 1 and found <= SHORT_WIDTH)
+        return StepBucket(found, rows, self.branching(rows), short and rows == 1 and found <= SHORT_WIDTH)
 
     def branching(self, num_rows: int) -> int:
         """Candidates of a node in bursts of so many requests."""
         return (num_rows == 1 and self._shape.lone_branching) or self._shape.branching
 
-    def sizes(self) -> list[Bucket]:
+    def sizes(self) -> list[StepBucket]:
         """As `all`, but one for shapes that differ in contexts."""
         return sorted({bucket.sizes for bucket in self.all()}, reverse=True)
 
-    def all(self) -> list[Bucket]:
+    def all(self) -> list[StepBucket]:
         """Largest first, so that a shared memory pool is sized by the first capture."""
         lengths = (None, 0) if self._short_context else (None,)
         return sorted({self.fit(*each) for each in product(self.widths, self.rows, lengths)}, reverse=True)

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.drafting.model.features import FeatureStore
-from outrider.drafting.tree import Tree
+from outrider.drafting.base import Tree
+from outrider.drafting.model.features import PendingFeatures
 from outrider.sampling.params import SamplingParams
 
 
@@ -16,7 +16,7 @@ class UncachedToken(NamedTuple):
 
     slot: int
     """Tree slot of its KV; -1 if it was not run."""
-    settled: bool
+    is_final: bool
     """Whether its KV is what the context should hold: made from true features, or from none."""
 
 
@@ -27,7 +27,7 @@ UNRUN = UncachedToken(-1, False)
 class DraftContext:
     """One request.
 
-    Tokens at positions below `end` are context, those from there to below `root` lie in `between`, and the root is at
+    Tokens at positions below `end` are context, those from there to below `root` lie in `uncached`, and the root is at
     position `root`. KV positions are `lag` less than positions; the first `lag` tokens have none.
     """
 
@@ -36,15 +36,15 @@ class DraftContext:
     """Of the runner."""
     lag: int
     sampling: SamplingParams
-    features: FeatureStore
+    features: PendingFeatures
     root: int
     """Position of the root."""
     end: int
     """One past the last context token; `lag` if there is none."""
-    between: list[UncachedToken] = field(default_factory=list)
+    uncached: list[UncachedToken] = field(default_factory=list)
     root_run: bool = False
-    root_settled: bool = False
-    """As `UncachedToken.settled`."""
+    root_final: bool = False
+    """As `UncachedToken.is_final`."""
     pages: list[int] = field(default_factory=list)
     known: int = 0
     """Committed tokens that the forest has followed."""
@@ -54,39 +54,37 @@ class DraftContext:
     """Ids of the author below this were looked at for nodes that others appended."""
     steps_left: int = 0
     """Steps of its tree that are still to be run, in lockstep."""
-    fresh: bool = True
-    """Whether nothing is below the root yet."""
-    is_due: bool = False
+    root_in_burst: bool = False
     """Whether a burst that is under way runs the root."""
 
     @property
     def first_unrun(self) -> int:
-        """Index in `between` of the first token that was not run; one past them if all were."""
-        for index, (slot, _) in enumerate(self.between):
+        """Index in `uncached` of the first token that was not run; one past them if all were."""
+        for index, (slot, _) in enumerate(self.uncached):
             if slot < 0:
                 return index
-        return len(self.between)
+        return len(self.uncached)
 
     @property
-    def num_true(self) -> int:
-        """Tokens of `between`, and the root behind them, that could be run with true features."""
-        return min(max(self.feature_end - self.end, 0), len(self.between) + 1)
+    def num_with_features(self) -> int:
+        """Tokens of `uncached`, and the root behind them, that could be run with true features."""
+        return min(max(self.feature_end - self.end, 0), len(self.uncached) + 1)
 
     def to_run(self, *, root: bool) -> tuple[list[int], int]:
-        """Indices in `between` of what a burst is to run, in order, and how many of the first take true features.
+        """Indices in `uncached` of what a burst is to run, in order, and how many of the first take true features.
 
         Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root, whose index
         is one past the last.
         """
-        num_true = self.num_true
+        num_with_features = self.num_with_features
         indices = [
             index
-            for index, (slot, settled) in enumerate(self.between)
-            if not settled and (index < num_true or (root and slot < 0))
+            for index, (slot, is_final) in enumerate(self.uncached)
+            if not is_final and (index < num_with_features or (root and slot < 0))
         ]
         if root:
-            indices.append(len(self.between))
-        return indices, bisect_left(indices, num_true)
+            indices.append(len(self.uncached))
+        return indices, bisect_left(indices, num_with_features)
 
     @property
     def kv_len(self) -> int:
@@ -103,47 +101,46 @@ class DraftContext:
     def begin(self, committed: int, epoch: int) -> None:
         """Nothing was run of the committed tokens."""
         self.known, self.epoch = committed, epoch
-        self.between = [UNRUN] * max(0, self.root - self.end)
+        self.uncached = [UNRUN] * max(0, self.root - self.end)
 
     def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
         """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""
-        settled = not self.lag
-        between = [UncachedToken(slot, settled) if slot >= 0 else UNRUN for slot in slots]
-        if self.root_settled and between:
-            between[0] = UncachedToken(slots[0], True)
-        between += [UNRUN] * (count - len(slots))
+        is_final = not self.lag
+        uncached = [UncachedToken(slot, is_final) if slot >= 0 else UNRUN for slot in slots]
+        if self.root_final and uncached:
+            uncached[0] = UncachedToken(slots[0], True)
+        uncached += [UNRUN] * (count - len(slots))
         # Where the old root has no KV position, it is in no tree slot either.
-        self.between += between[self.end - self.root :] if self.end > self.root else between
+        self.uncached += uncached[self.end - self.root :] if self.end > self.root else uncached
         self.root += count
         self.known += count
         self.root_run = root_run
-        self.root_settled = root_run and not self.lag
-        self.fresh = not root_run
+        self.root_final = root_run and not self.lag
 
-    def found_run(self) -> None:
+    def note_root_run(self) -> None:
         """A burst ran the root before it was one."""
-        self.root_run, self.root_settled, self.fresh, self.is_due = True, not self.lag, False, False
+        self.root_run, self.root_final, self.root_in_burst = True, not self.lag, False
 
-    def take_settled(self, *, own: bool) -> list[int]:
-        """Take leading tokens off `between` whose KV may move to the context, and return their tree slots.
+    def take_final(self, *, accept_own: bool) -> list[int]:
+        """Take leading tokens off `uncached` whose KV may move to the context, and return their tree slots.
 
-        With `own`, KV made from the draft's own features may move too.
+        With `accept_own`, KV made from the draft's own features may move too.
         """
         slots: list[int] = []
-        for slot, settled in self.between:
-            if slot < 0 or not (settled or own):
+        for slot, is_final in self.uncached:
+            if slot < 0 or not (is_final or accept_own):
                 break
             slots.append(slot)
         if slots and self.lag:
             del slots[self.num_movable :]
-        del self.between[: len(slots)]
+        del self.uncached[: len(slots)]
         self.end += len(slots)
         return slots
 
     @property
     def num_movable(self) -> int:
-        """Tokens of `between` that need not stay in tree slots: what is run next may take its parent's own feature."""
+        """Tokens of `uncached` that need not stay in tree slots: what is run next may take its parent's own feature."""
         if not self.lag or self.root_run:
-            return len(self.between)
+            return len(self.uncached)
         first = self.first_unrun
-        return first - 1 if first else len(self.between)
+        return first - 1 if first else len(self.uncached)

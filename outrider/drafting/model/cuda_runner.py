@@ -20,10 +20,10 @@ from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import num_processors, put, share_l1
 from outrider.drafting.model.buffers import RerootInput
-from outrider.drafting.model.burst import Bucket, BurstShape, Reroots
+from outrider.drafting.model.burst import BurstShape, Reroots, StepBucket
 from outrider.drafting.model.device_memory import DeviceMemory, join_rows
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.model.runner import Chunk, Pending, Runner, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, ContextChunk, PendingBurst, RunnerOptions, on_device
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
@@ -32,7 +32,7 @@ _FEATURES = (1, 3, 17, 48, 100)
 """Features of so many positions that come together; products of others are the same kernels."""
 
 
-class CudaRunner(Runner):
+class CudaRunner(BurstRunner):
     """See BurstRunner; lengths and trees are read from device memory."""
 
     def __init__(
@@ -46,12 +46,12 @@ class CudaRunner(Runner):
         size = shape.max_width * shape.most_branching
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
-        self._told = RerootInput(shape, device)
+        self._reported = RerootInput(shape, device)
         self._contexts = ContextForward(model, self.memory, shape, attention, options.chunk_size)
-        self._steps: dict[Bucket, StepTokens] = {}
-        self.graphs = GraphPool[Bucket]("draft steps", self._step)
-        self._begins = GraphPool[Bucket]("beginnings of bursts", self._begin)
-        self._reroots = GraphPool[Bucket]("new roots of bursts", self._reroot)
+        self._steps: dict[StepBucket, StepTokens] = {}
+        self.graphs = GraphPool[StepBucket]("draft steps", self._step)
+        self._begins = GraphPool[StepBucket]("beginnings of bursts", self._begin)
+        self._reroots = GraphPool[StepBucket]("new roots of bursts", self._reroot)
 
     @on_device
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -95,7 +95,7 @@ class CudaRunner(Runner):
             model.finish_product(rows)
         join_rows([rows, rows], rows.new_zeros(2 * len(rows), self.shape.feature_size))
 
-    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
         self._contexts.run(chunks, features)
 
     @property
@@ -122,16 +122,16 @@ class CudaRunner(Runner):
         )
 
     @on_device
-    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+    def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
         done = pending.first_step + pending.num_steps
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
-        more = Pending(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
+        more = PendingBurst(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
         more.ran = True
         if reroots is not None:
             self.memory.take_features(reroots.features)
-            self._told.to_device(reroots, more.bucket.rows)
+            self._reported.to_device(reroots, more.bucket.rows)
             self._reroots.run(more.bucket.sizes)
         for _ in range(num_steps):
             self.graphs.run(more.bucket)
@@ -140,17 +140,17 @@ class CudaRunner(Runner):
         self._launched.append(more)
         return more
 
-    def _queue(self, pending: Pending) -> None:
+    def _queue(self, pending: PendingBurst) -> None:
         self._run(pending)
         self._mark(pending)
 
-    def _mark(self, pending: Pending) -> None:
+    def _mark(self, pending: PendingBurst) -> None:
         """Note where a part of a burst ends."""
         if self._on_gpu:
             pending.event = torch.cuda.Event()
             pending.event.record()
 
-    def _run(self, pending: Pending) -> None:
+    def _run(self, pending: PendingBurst) -> None:
         """Queue all work of a burst on the device."""
         pending.ran = True
         burst, bucket = pending.burst, pending.bucket
@@ -162,18 +162,18 @@ class CudaRunner(Runner):
             self.graphs.run(bucket)
         self._output.to_host(pending.copy, bucket, burst.num_steps)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _begin(self, bucket: StepBucket) -> None:
         """What precedes a burst's steps on the device; may be captured."""
         rows = self._input.rows.head(bucket.rows)
         begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
 
-    def _reroot(self, bucket: Bucket) -> None:
+    def _reroot(self, bucket: StepBucket) -> None:
         """What precedes the steps of a part that is told of commits; may be captured."""
-        rows, told, pool = self._input.rows.head(bucket.rows), self._told.rows(bucket.rows), self._pool(bucket)
+        rows, told, pool = self._input.rows.head(bucket.rows), self._reported.rows(bucket.rows), self._pool(bucket)
         reroot_pool(self._input.header, pool, rows, self.memory.plan, told, bucket.num_candidates)
-        add_seeds(pool, self._told.seeds)
+        add_seeds(pool, self._reported.seeds)
 
-    def _step(self, bucket: Bucket) -> None:
+    def _step(self, bucket: StepBucket) -> None:
         """The whole of a step on the device; may be captured."""
         header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
         rows = self._input.rows.head(bucket.rows)
@@ -184,7 +184,7 @@ class CudaRunner(Runner):
         self._propose(bucket, step, tokens, scores)
         append_candidates(header, pool, step, tokens, scores, self._output.steps(bucket))
 
-    def _propose(self, bucket: Bucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
+    def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
         """Run the nodes of a step, and write their candidates."""
         batch = self._step_batch(bucket, step)
         count = batch.token_ids.shape[0]
@@ -197,13 +197,13 @@ class CudaRunner(Runner):
         if store is not None and features is not None:
             store.index_copy_(0, step.targets[:count], features)
 
-    def _pool(self, bucket: Bucket) -> Pool:
+    def _pool(self, bucket: StepBucket) -> Pool:
         """The pool as bursts of this shape lay it out."""
         max_seeds = self.shape.max_seeds
         size = max_seeds + self.shape.max_steps * bucket.num_candidates
         return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
 
-    def _step_tokens(self, bucket: Bucket) -> StepTokens:
+    def _step_tokens(self, bucket: StepBucket) -> StepTokens:
         bucket = bucket.sizes
         found = self._steps.get(bucket)
         if found is None:
@@ -214,7 +214,7 @@ class CudaRunner(Runner):
             found = self._steps.setdefault(bucket, made)
         return found
 
-    def _step_batch(self, bucket: Bucket, step: StepTokens) -> PagedBatch:
+    def _step_batch(self, bucket: StepBucket, step: StepTokens) -> PagedBatch:
         rows, plan, model = self._input.rows.head(bucket.rows), self.memory.plan, self._model
         heads = (model.num_heads, model.num_kv_heads)
         return PagedBatch(
@@ -258,7 +258,7 @@ class ContextForward:
         self._captured = False
         largest = PromptShape(self._tokens[-1], _CONTEXT_ROWS[-1])
         self._layout = PromptLayout(largest)
-        self._told = torch.zeros(self._layout.size, dtype=torch.int32, device=model.device)
+        self._reported = torch.zeros(self._layout.size, dtype=torch.int32, device=model.device)
         self._features: Tensor | None = None
         if shape.feature_size:
             size = (largest.tokens, shape.feature_size)
@@ -286,7 +286,7 @@ class ContextForward:
         if self._most > self._tokens[-1]:
             self._warm_up([self._most])
 
-    def run(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+    def run(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
         """Queue a forward of `chunks`, each of another row; `features` [tokens, feature_size] for a model of them."""
         told = [
             PromptChunk(row, tokens, start, self._memory.context_slots(row, start, start + len(tokens)))
@@ -308,12 +308,12 @@ class ContextForward:
         return PromptShape(self._tokens[bisect_left(self._tokens, num_tokens)], _padded(num_rows))
 
     def _tell(self, chunks: Sequence[PromptChunk]) -> None:
-        put(self._layout.describe(chunks, self._spare), self._model.device, into=self._told)
+        put(self._layout.describe(chunks, self._spare), self._model.device, into=self._reported)
 
     def _run(self, shape: PromptShape) -> None:
         """A forward of what was told last; may be captured."""
         features = None if self._features is None else self._features[: shape.tokens]
-        self._compute(self._layout, self._told, shape, features)
+        self._compute(self._layout, self._reported, shape, features)
 
     def _run_alone(self, chunks: Sequence[PromptChunk], num_tokens: int, features: Tensor | None) -> None:
         shape = PromptShape(num_tokens, _padded(len(chunks)))

@@ -155,11 +155,11 @@ def working_on(device: torch.device) -> AbstractContextManager[None]:
     """
     if torch.is_inference_mode_enabled() and (device.type != "cuda" or torch.cuda.current_device() == device.index):
         return nullcontext()
-    return _enter(device)
+    return _assign_row(device)
 
 
 @contextmanager
-def _enter(device: torch.device) -> Iterator[None]:
+def _assign_row(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
 

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs
-from outrider.drafting.model.burst import BurstRunner, BurstShape
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
+from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.registry import CombinedDrafter
+
+if TYPE_CHECKING:
+    from outrider.drafting.model.runner import BurstRunner
 
 _STEADY_STEPS = 2
 """Steps of a burst while trees survive: a commit waits for the burst that runs."""

@@ -49,7 +49,7 @@ class Entries:
         self.ranks = np.zeros(capacity, np.float64)
         self.slots = np.full(capacity, -1, np.int32)
         self.nodes = np.full(capacity, -1, np.int64)
-        self.parental = np.zeros(capacity, np.bool_)
+        self.may_have_children = np.zeros(capacity, np.bool_)
 
     @property
     def room(self) -> int:
@@ -105,7 +105,7 @@ class Entries:
         self.edges[entry] = edge
         self.nodes[entry] = node
         self.scores[entry] = score = self.scores[parent] + edge
-        self.parental[parent] = True
+        self.may_have_children[parent] = True
         self.ranks[entry] = score if self.slots[parent] >= 0 else DEAD
         return entry
 
@@ -130,12 +130,12 @@ class Entries:
         self.num_dead = 0
         self.parents[:end] = places[self.parents[kept]]
         self.columns[:, :end] = self.columns[:, kept]
-        for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.parental):
+        for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.may_have_children):
             column[:end] = column[kept]
         # Rows that are not in use have these as new entries do.
         self.slots[end:count] = -1
         self.nodes[end:count] = -1
-        self.parental[end:count] = False
+        self.may_have_children[end:count] = False
         return places
 
 
@@ -149,13 +149,13 @@ class BurstCollector:
     """That of all entries, if there is but one."""
     num_indices: int = 0
     """Pool indices that there may be, if that is known."""
-    num_strangers: int = 0
+    num_context_seeds: int = 0
     """Seeds that are no entries and were not run yet."""
     _places: Ints = field(default_factory=lambda: np.empty(0, np.intp))
-    _brought: list[tuple[int, int, Ints]] = field(default_factory=list)  # see `bring`
+    _parts: list[tuple[int, int, Ints]] = field(default_factory=list)  # see `add_part`
 
     def __post_init__(self) -> None:
-        self.num_strangers = int(np.count_nonzero(self.seeds < 0))
+        self.num_context_seeds = int(np.count_nonzero(self.seeds < 0))
 
     def places(self, end: int) -> Ints:
         """[end + 1 or more] entry of each pool index below `end`, to be written to; -1 for none. The last is nobody's.
@@ -174,22 +174,22 @@ class BurstCollector:
     def add(self, entries: Ints) -> None:
         """Further seeds follow those that there are."""
         first, self.seeds = len(self.seeds), np.concatenate([self.seeds, entries])
-        self.num_strangers += int(np.count_nonzero(entries < 0))
+        self.num_context_seeds += int(np.count_nonzero(entries < 0))
         if len(self._places):
             self._places[first : len(self.seeds)] = entries
 
-    def bring(self, start: int, first: int, kept: Ints) -> None:
+    def add_part(self, start: int, first: int, kept: Ints) -> None:
         """A part brought entries `start`, `start` + 1, ..., whose pool indices are `first` more than `kept`."""
         self._places[first:][kept] = np.arange(start, start + len(kept))
-        self._brought.append((start, first, kept))
+        self._parts.append((start, first, kept))
 
     def index_of(self, entry: int) -> int:
         """Pool index of an entry, the newest if it is a seed again; -1 for one that is not in the pool."""
         found = (self.seeds == entry).nonzero()[0]
         if len(found):
             return int(found[-1])
-        part = bisect_right(self._brought, entry, key=lambda part: part[0]) - 1
+        part = bisect_right(self._parts, entry, key=lambda part: part[0]) - 1
         if part < 0:
             return -1
-        start, first, kept = self._brought[part]
+        start, first, kept = self._parts[part]
         return first + int(kept[entry - start]) if entry < start + len(kept) else -1

@@ -168,7 +168,7 @@ _SMALL = 16
 """Rows of a part that should be joined with others, and how many such parts in a row are."""
 
 
-class FeatureStore:
+class PendingFeatures:
     """Parts [N, feature_size] by the position of their first row, in order and without overlap.
 
     What is needed are the features of the positions just before those tokens that are no context yet. A part may be a

@@ -19,7 +19,7 @@ _NO_FLOOR = -1e9
 """Above DEAD, so that no dead entry is worth anything."""
 _ROUNDING = 1e-3
 """More than path scores in float32 are wrong by."""
-_FEW_DEAD = 512
+_MAX_DEAD = 512
 """Dead entries that cost less than dropping them."""
 
 Int32s = NDArray[np.int32]
@@ -64,7 +64,7 @@ class DraftForest:
         self.shifts = np.zeros(rows)
         self.open: set[int] = set()
         """Rows that have a tree."""
-        self.may_know = False
+        self.has_foreign_nodes = False
         """Whether what a burst brings may be there already: others append to the trees."""
 
     def set_root(self, row: int, token: int, position: int, node: int) -> None:
@@ -126,39 +126,39 @@ class DraftForest:
         np.maximum.at(best, rows[allowed], entries.ranks[found[allowed]])
         return best
 
-    def merge(self, harvest: BurstCollector, result: BurstResult) -> None:
+    def merge(self, collector: BurstCollector, result: BurstResult) -> None:
         """Take in what a burst brought, or the next part of it; there must be room for all of it."""
         entries, first, start = self.entries, result.first, self.entries.count
         num_steps, width, branching = result.tokens.shape
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
         tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
         keep = edges >= self._least_edge
-        places = harvest.places(first + len(tokens))
-        if harvest.num_strangers:
-            strange = np.zeros(len(places), np.bool_)
-            strange[: len(harvest.seeds)] = harvest.seeds < 0
-            strange = strange[picked]
-            harvest.num_strangers -= int(np.count_nonzero(strange))
-            keep &= ~strange.repeat(branching)
-        if self.may_know:
+        places = collector.places(first + len(tokens))
+        if collector.num_context_seeds:
+            is_context = np.zeros(len(places), np.bool_)
+            is_context[: len(collector.seeds)] = collector.seeds < 0
+            is_context = is_context[picked]
+            collector.num_context_seeds -= int(np.count_nonzero(is_context))
+            keep &= ~is_context.repeat(branching)
+        if self.has_foreign_nodes:
             self._find_known(result, picked, tokens, keep, places)
         kept = keep.nonzero()[0]
-        harvest.bring(start, first, kept)
+        collector.add_part(start, first, kept)
         nodes, bounds = places[picked], [(0, len(kept))]
         if num_steps > 1:
             ends = kept.searchsorted(np.arange(num_steps + 1) * (width * branching)).tolist()
             bounds = list(pairwise(ends))
         entries.append_children(nodes.repeat(branching)[kept], tokens[kept], edges[kept], bounds)
-        if self.may_know:
+        if self.has_foreign_nodes:
             self._ran_again(nodes, slots, start)
         else:
-            self._ran(nodes, slots, start, harvest.row)
+            self._ran(nodes, slots, start, collector.row)
 
     def adopt(self, row: int, author: TreeAuthor, first: int) -> None:
         """Nodes that other growers appended to a row's author, from id `first` on, become entries if there is room."""
         if not self.make_room(author.num_live):
             return
-        self.may_know = True
+        self.has_foreign_nodes = True
         entries = self.entries
         here = np.flatnonzero((entries.rows[: entries.count] == row) & (entries.scores[: entries.count] > DEAD))
         known = dict(zip(entries.nodes[here].tolist(), here.tolist(), strict=True))
@@ -190,7 +190,7 @@ class DraftForest:
 
     def tidy(self) -> None:
         """Drop dead entries when they are many. No burst may be pending."""
-        if self.entries.num_dead > _FEW_DEAD + self.entries.count // 2:
+        if self.entries.num_dead > _MAX_DEAD + self.entries.count // 2:
             self._compact()
 
     def _find_known(
@@ -201,7 +201,9 @@ class DraftForest:
         asked = np.zeros(len(picked), np.bool_)
         while True:  # once for each level of a tree that was there
             above = places[picked]
-            more = ((above >= 0) & (entries.parental[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[0]
+            more = ((above >= 0) & (entries.may_have_children[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[
+                0
+            ]
             if not len(more):
                 return
             asked[more] = True
@@ -232,7 +234,7 @@ class DraftForest:
         if np.count_nonzero(alive) < len(alive):
             dead = (~alive & (nodes >= 0)).nonzero()[0]
             if len(dead):
-                self.slots.waste(row if row >= 0 else entries.rows[nodes[dead]], slots[dead])
+                self.slots.free_dead(row if row >= 0 else entries.rows[nodes[dead]], slots[dead])
                 entries.count_dead(count)
             nodes, slots = nodes[alive], slots[alive]
         if row >= 0:
@@ -274,7 +276,7 @@ class DraftForest:
         entries = self.entries
         end = entries.count
         idle = (entries.slots[:end] < 0) & (entries.nodes[:end] < 0) & (entries.parents[:end] >= 0)
-        loose = np.flatnonzero(idle & ~entries.parental[:end] & (entries.scores[:end] > DEAD))
+        loose = np.flatnonzero(idle & ~entries.may_have_children[:end] & (entries.scores[:end] > DEAD))
         order = loose[entries.scores[loose].argsort(kind="stable")]
         entries.kill(order[:count])
 
@@ -294,7 +296,7 @@ class DraftForest:
                 if self.roots[row] != entry or entries.scores[entry] != 0.0:
                     raise RuntimeError(f"entry {entry} is a second root, or scores {entries.scores[entry]}")
                 continue
-            known = entries.parental[parent] or entries.slots[parent] >= 0
+            known = entries.may_have_children[parent] or entries.slots[parent] >= 0
             if (parent, int(entries.tokens[entry])) in seen or not known:
                 raise RuntimeError(f"entry {entry} is there twice, or its parent does not know of it")
             seen.add((parent, int(entries.tokens[entry])))
@@ -316,12 +318,12 @@ class DraftForest:
             raise RuntimeError(f"{num_run} entries were run, {self.num_run} are counted")
 
 
-_NOBODY = -2
+_NO_ENTRY = -2
 """No entry's parent; roots have -1."""
 
 
 @dataclass(slots=True)
-class Step:
+class RerootStep:
     """A tree is to follow newly committed tokens."""
 
     row: int
@@ -331,12 +333,12 @@ class Step:
     """Id of the new root in the author's tree."""
     restarted: bool
     """The author began a new epoch: no node is known to verify."""
-    afresh: bool = False
+    discards: bool = False
     """Nothing below the new root is to be kept; the same for all steps at once."""
 
 
 @dataclass(slots=True)
-class Walked:
+class RerootResult:
     """What came of a step."""
 
     slots: list[int]
@@ -346,28 +348,28 @@ class Walked:
     """Whether the new root was in the tree; else it is a new entry."""
 
 
-def reroot(forest: DraftForest, steps: Sequence[Step]) -> list[Walked]:
+def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResult]:
     """Follow committed tokens in trees of different rows; what hangs off their paths is dead afterwards."""
-    entries, touched = forest.entries, _touch(forest, steps)
+    entries, touched = forest.entries, _entries_of(forest, steps)
     parents = entries.parents[touched]
     # Entries that others may hang below.
     inner = entries.slots[touched] >= 0
-    if forest.may_know:
-        inner |= entries.parental[touched]
+    if forest.has_foreign_nodes:
+        inner |= entries.may_have_children[touched]
     if len(steps) == 1:
         slots, last = _walk_one(forest, touched, parents, steps[0])
     else:
         slots, last = _walk_many(forest, touched, parents, steps)
-    found = [place >= 0 and not step.afresh for place, step in zip(last, steps, strict=True)]
+    found = [place >= 0 and not step.discards for place, step in zip(last, steps, strict=True)]
     dead = _beside(touched, parents, inner, [place for place, there in zip(last, found, strict=True) if there])
-    _bury(forest, touched[dead], steps)
-    _keep(forest, touched[~dead], steps, touched[last].tolist(), found)
+    _kill(forest, touched[dead], steps)
+    _rebase(forest, touched[~dead], steps, touched[last].tolist(), found)
     fresh = [step for step, there in zip(steps, found, strict=True) if not there]
     if fresh:
         rows = np.array([step.row for step in fresh])
         positions = forest.root_positions[rows] + np.array([len(step.tokens) for step in fresh])
         forest.set_roots(rows, [step.tokens[-1] for step in fresh], positions, [step.node for step in fresh])
-    return [Walked(*one) for one in zip(slots, found, strict=True)]
+    return [RerootResult(*one) for one in zip(slots, found, strict=True)]
 
 
 def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
@@ -382,7 +384,7 @@ def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
     return True
 
 
-def _touch(forest: DraftForest, steps: Sequence[Step]) -> Ints:
+def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
     """[T] entries of the trees that are to follow, ascending."""
     entries, count = forest.entries, forest.entries.count
     alive = entries.scores[:count] > DEAD
@@ -393,7 +395,7 @@ def _touch(forest: DraftForest, steps: Sequence[Step]) -> Ints:
     return alive.nonzero()[0]
 
 
-def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: Step) -> tuple[list[list[int]], list[int]]:
+def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: RerootStep) -> tuple[list[list[int]], list[int]]:
     """`_walk_many` for a single step: few calls, for few rows."""
     entries, last = forest.entries, -1
     path = [int(forest.roots[step.row])]
@@ -414,9 +416,9 @@ def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: Step) -> 
 
 
 def _walk_many(
-    forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Step]
+    forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[RerootStep]
 ) -> tuple[list[list[int]], list[int]]:
-    """Of each step the tree slots of `Walked`, which stay live as committed tokens, and the new root's place or -1.
+    """Of each step the tree slots of `RerootResult` and the place of the new root, or -1.
 
     Places are those among the touched entries.
     """
@@ -428,7 +430,7 @@ def _walk_many(
     return _take_slots(forest.entries, paths, lengths), last.tolist()
 
 
-def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Step], longest: int) -> Ints:
+def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[RerootStep], longest: int) -> Ints:
     """[R, longest + 1] entries along the tokens of each row's step, its root first; -1 where there are none."""
     entries, num_rows = forest.entries, len(forest.roots)
     tokens, rows = entries.tokens[touched], entries.rows[touched]
@@ -446,7 +448,7 @@ def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Ste
             break
         hits, where = touched[below], rows[below]
         paths[where, depth + 1] = hits
-        above.fill(_NOBODY)
+        above.fill(_NO_ENTRY)
         above[where] = hits
     return paths
 
@@ -487,7 +489,7 @@ def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[
     return dead
 
 
-def _bury(forest: DraftForest, dead: Ints, steps: Sequence[Step]) -> None:
+def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
     """Entries of their trees that were alive are not any more, and their slots are free."""
     entries = forest.entries
     entries.kill(dead)
@@ -499,7 +501,7 @@ def _bury(forest: DraftForest, dead: Ints, steps: Sequence[Step]) -> None:
         forest.slots.free(entries.rows[dead[ran]], slots[ran])
 
 
-def _keep(forest: DraftForest, alive: Ints, steps: Sequence[Step], roots: list[int], found: list[bool]) -> None:
+def _rebase(forest: DraftForest, alive: Ints, steps: Sequence[RerootStep], roots: list[int], found: list[bool]) -> None:
     """Count the survivors from their new roots, as far as these were `found`."""
     entries, num_rows = forest.entries, len(forest.roots)
     bases = [float(entries.scores[root]) if there else 0.0 for root, there in zip(roots, found, strict=True)]

@@ -8,34 +8,38 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from outrider.drafting.growth import Limits
+from outrider.drafting.base import Grower, Ledger, Tree
+from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.batch_manager import BatchManager
-from outrider.drafting.model.burst import BurstResult, BurstRunner, PendingBurst
+from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.drafter import PART_SECONDS, GrowthOptions
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.planner import Plan, Planner
+from outrider.drafting.model.planner import BurstPlan, Planner
 from outrider.drafting.model.publisher import NodePublisher
-from outrider.drafting.tree import Grower, Ledger, Tree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.messages import Features
 
+if TYPE_CHECKING:
+    from outrider.drafting.model.runner import BurstRunner, PendingBurst
+
 _logger = get_logger(__name__)
 
-_NEWS = 0.05
-_MOST_HOST_SECONDS = 0.002
+_EMA_WEIGHT = 0.05
+_MAX_HOST_SECONDS = 0.002
 _FEW_ROWS = 4
 """Requests whose commits are worth a look at what could be told of them before the next part has landed."""
-_FIRST_NODES = 32
+_FIRST_ANSWER_NODES = 32
 """Nodes of a request in the first answer to a commit."""
 
 
 @dataclass(slots=True)
-class _Flight:
+class _ActiveBurst:
     """A burst that is under way."""
 
-    plan: Plan
+    plan: BurstPlan
     pending: PendingBurst
     """The part of it that lands next."""
     began: float
@@ -45,7 +49,7 @@ class _Flight:
     """Whether the forest has followed commits that it cannot be told of."""
 
 
-def _at_once() -> bool:
+def _immediately() -> bool:
     return True
 
 
@@ -56,7 +60,7 @@ class BurstGrowth(Grower):
     at once, and the device is told of them when it goes on. A burst ends for what cannot be told.
     """
 
-    def __init__(self, runner: BurstRunner, limits: Limits, ledger: Ledger, options: GrowthOptions) -> None:
+    def __init__(self, runner: BurstRunner, limits: TreeLimits, ledger: Ledger, options: GrowthOptions) -> None:
         super().__init__(ledger)
         shape = runner.shape
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -66,129 +70,133 @@ class BurstGrowth(Grower):
         self._options = options
         capacity = options.max_entries or max(8192, 512 * shape.num_rows)
         self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * shape.most_entries))
-        self._roster = BatchManager(runner, self._forest, limits, options, self.declined)
-        self._keeper = self._roster.keeper
-        self._planner = Planner(self._forest, self._roster.rows, self._keeper, shape, options)
-        is_blind = not options.takes_in
-        self._announcer = NodePublisher(self._forest, self._roster.rows, limits, ledger, is_blind=is_blind)
-        self._flight: _Flight | None = None
+        self._batch_manager = BatchManager(runner, self._forest, limits, options, self.declined)
+        self._kv_manager = self._batch_manager.kv_manager
+        self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)
+        skips_foreign = not options.takes_in
+        self._publisher = NodePublisher(
+            self._forest, self._batch_manager.rows, limits, ledger, skips_foreign=skips_foreign
+        )
+        self._active: _ActiveBurst | None = None
         self._host_seconds = PART_SECONDS
-        self._over_at = 0.0  # when the part ended that is being dealt with; 0 for none
-        self._resting = True  # whether the last look found nothing to run
+        self._part_ended_at = 0.0  # when the part ended that is being dealt with; 0 for none
+        self._nothing_to_run = True  # whether the last look found nothing to run
 
     @property
     def idle(self) -> bool:
         """Whether no burst is under way, and nothing is worth one."""
-        if not self._resting or self._flight or not self._announcer.done:
+        if not self._nothing_to_run or self._active or not self._publisher.done:
             return False
-        return not self._roster.has_news() and not self._roster.is_leaving
+        return not self._batch_manager.has_updates() and not self._batch_manager.has_closed
 
     @property
-    def pressed(self) -> bool:
+    def device_idle(self) -> bool:
         """Whether a device that has something to do has nothing to do yet."""
-        return self._flight is None and not self._resting
+        return self._active is None and not self._nothing_to_run
 
     def open(self, tree: Tree) -> None:
         """A tree gets its row once the burst under way has ended."""
-        self._roster.open(tree)
+        self._batch_manager.open(tree)
         if not self._shape.lag:  # verify sends no features before it was answered
             self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The forest follows while the burst under way runs, if it can, or else once that has ended."""
         self._withhold(tree)
-        if self._flight is not None:
+        if self._active is not None:
             self.ledger.expecting.add(tree.handle)
 
     def changed(self, tree: Tree) -> None:
         """Look again once the burst under way has ended."""
-        self._roster.change(tree)
+        self._batch_manager.change(tree)
 
     def found(self, tree: Tree) -> None:
         """Take in what another grower appended, if that is done."""
         if not self._options.takes_in:
             return
-        context = self._roster.find(tree.handle)
+        context = self._batch_manager.find(tree.handle)
         if context is not None and context.seen < tree.author.next_id:
-            self._roster.change(tree)
+            self._batch_manager.change(tree)
 
     def close(self, tree: Tree) -> None:
         """Its row and its pages are free once the burst under way has ended."""
         self.ledger.withheld.discard(tree.handle)
-        self._roster.close(tree)
+        self._batch_manager.close(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep true features until their tokens are run with them."""
-        self._roster.take_features(tree, features)
-        self._resting = False
+        self._batch_manager.take_features(tree, features)
+        self._nothing_to_run = False
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Take what the burst under way brought, launch the next one, and append to the authors while that runs."""
         self._grow(deadline, interrupted, wait)
-        waiting = self.ledger.untold if self._flight is not None else ()
-        self.ledger.expecting = {handle for handle in waiting if self._roster.expects(handle)}
+        waiting = self.ledger.unsent if self._active is not None else ()
+        self.ledger.expecting = {handle for handle in waiting if self._batch_manager.expects(handle)}
 
     def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
-        flight = self._flight
-        if flight is not None and self._follow_ahead(flight):
+        active = self._active
+        if active is not None and self._follow_ahead(active):
             # Before the answer, which takes longer than there is time.
-            if flight.more is None and flight.pending.nearly(_at_once):
-                flight.more = self._go_on(flight)
-            if len(flight.plan.rows) <= _FEW_ROWS:
-                self._announcer.prepare()
-        elif flight is None or self._announcer.done or flight.pending.done():
-            if flight is not None:
-                may_wait = wait or flight.pending.done()
+            if active.more is None and active.pending.nearly(_immediately):
+                active.more = self._go_on(active)
+            if len(active.plan.rows) <= _FEW_ROWS:
+                self._publisher.prepare()
+        elif active is None or self._publisher.done or active.pending.done():
+            if active is not None:
+                may_wait = wait or active.pending.done()
                 self._note_host_work()
-                if not flight.pending.nearly(interrupted if may_wait else _at_once):
+                if not active.pending.nearly(interrupted if may_wait else _immediately):
                     return
-                if flight.more is None:
-                    flight.more = self._go_on(flight)
-                if (not wait and not flight.pending.done()) or not flight.pending.over(interrupted):
+                if active.more is None:
+                    active.more = self._go_on(active)
+                if (not wait and not active.pending.done()) or not active.pending.over(interrupted):
                     return
-                if flight.more is not None:
-                    self._over_at = perf_counter()
-                    self._take(flight, flight.more)
+                if active.more is not None:
+                    self._part_ended_at = perf_counter()
+                    self._take(active, active.more)
                 else:
                     self._land()
                     if interrupted():  # what the next burst runs may depend on it
                         return
-            if self._flight is None:
+            if self._active is None:
                 self._apply()
                 self._launch()
-            self._announcer.prepare()
+            self._publisher.prepare()
         if self._options.withholds:  # the whole tree in one message
-            self._announcer.run(inf, lambda: False)
+            self._publisher.run(inf, lambda: False)
             self._release()
         else:
             # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
-            owing = sum(tree.author.owes_answer for tree in self.ledger.untold.values())
-            self._announcer.run(deadline, interrupted, _FIRST_NODES * owing)
+            owing = sum(tree.author.owes_answer for tree in self.ledger.unsent.values())
+            self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES * owing)
 
     def _note_host_work(self) -> None:
         """What a part brought is dealt with: see how long that took."""
-        if self._over_at:
-            taken = perf_counter() - self._over_at
-            self._host_seconds += _NEWS * (min(taken, _MOST_HOST_SECONDS) - self._host_seconds)
-            self._over_at = 0.0
+        if self._part_ended_at:
+            taken = perf_counter() - self._part_ended_at
+            self._host_seconds += _EMA_WEIGHT * (min(taken, _MAX_HOST_SECONDS) - self._host_seconds)
+            self._part_ended_at = 0.0
 
-    def _follow_ahead(self, flight: _Flight) -> bool:
+    def _follow_ahead(self, active: _ActiveBurst) -> bool:
         """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
-        if not self._roster.has_news() or self._options.lockstep_steps:
+        if not self._batch_manager.has_updates() or self._options.lockstep_steps:
             return False
         # What a part brought is taken in first, if the device has something to do meanwhile.
-        if flight.pending.done() and (flight.more is not None or not self._options.most_steps):
+        if active.pending.done() and (active.more is not None or not self._options.most_steps):
             return False
-        plan, planner = flight.plan, self._planner
+        plan, planner = active.plan, self._planner
         excluded = {one.context for one in plan.forced}
-        moved = self._roster.follow_ahead(excluded, misses=self._options.most_steps > 0 and not self._forest.may_know)
+        moved = self._batch_manager.follow_ahead(
+            excluded, misses=self._options.most_steps > 0 and not self._forest.has_foreign_nodes
+        )
         for context in moved:
             if not planner.follows(plan, context):
-                flight.is_outdated = True
+                active.is_outdated = True
                 continue
-            plan.moved.add(context.row)
-            if planner.lacks(plan, context):
-                self._roster.unsettle(context)
+            plan.rerooted_rows.add(context.row)
+            if planner.needs_seeds(plan, context):
+                self._batch_manager.mark_incomplete(context)
         return bool(moved)
 
     def _withhold(self, tree: Tree) -> None:
@@ -202,9 +210,11 @@ class BurstGrowth(Grower):
         verify takes a draft that answers nothing for two seconds for lost, and a session that is dialled anew would
         begin with the same prompts.
         """
-        withheld = [context for handle in self.ledger.withheld if (context := self._roster.find(handle)) is not None]
-        behind = {context for context in withheld if len(context.between) > self._shape.region // 8}
-        if sum(len(context.between) for context in behind) <= self._options.prompt_chunk:
+        withheld = [
+            context for handle in self.ledger.withheld if (context := self._batch_manager.find(handle)) is not None
+        ]
+        behind = {context for context in withheld if len(context.uncached) > self._shape.region // 8}
+        if sum(len(context.uncached) for context in behind) <= self._options.prompt_chunk:
             behind.clear()
         for context in withheld:
             follows = context.known == context.tree.author.committed_len
@@ -217,24 +227,24 @@ class BurstGrowth(Grower):
 
     def count_into(self, count: Callable[[str, float], None]) -> None:
         """Tell bursts and what they were made of."""
-        if self._keeper.num_extended:
-            self.counts["prompt_tokens"] += self._keeper.num_extended
-            self._keeper.num_extended = 0
+        if self._kv_manager.num_extended:
+            self.counts["prompt_tokens"] += self._kv_manager.num_extended
+            self._kv_manager.num_extended = 0
         for name, value in self.counts.items():
             count(name, value)
         self.counts.clear()
 
-    def _go_on(self, flight: _Flight) -> PendingBurst | None:
+    def _go_on(self, active: _ActiveBurst) -> PendingBurst | None:
         """Have the device go on with the burst under way; None where something waits for its end."""
-        plan, planner, roster = flight.plan, self._planner, self._roster
-        if roster.is_leaving:
-            plan.gone.update(row for row in roster.take_closed() if row in plan.rows)
-        if flight.is_outdated or roster.has_news({one.context for one in plan.forced}):
+        plan, planner, batch_manager = active.plan, self._planner, self._batch_manager
+        if batch_manager.has_closed:
+            plan.closed_rows.update(row for row in batch_manager.take_closed_rows() if row in plan.rows)
+        if active.is_outdated or batch_manager.has_updates({one.context for one in plan.forced}):
             return None
-        needy = roster.to_run(planner.needs_run)
-        if len(needy) < roster.num_unsettled:  # some have tokens that are computed apart
+        needy = batch_manager.to_run(planner.needs_run)
+        if len(needy) < batch_manager.num_incomplete:  # some have tokens that are computed apart
             return None
-        seconds = (flight.pending.step_seconds, self._host_seconds)
+        seconds = (active.pending.step_seconds, self._host_seconds)
         steps = planner.more_steps(plan, *seconds, forced=bool(needy))
         if not steps:
             return None
@@ -243,93 +253,93 @@ class BurstGrowth(Grower):
         if needy and not told and not plan.forced:
             return None
         try:
-            more = flight.pending.go_on(steps, planner.reroots(plan))
+            more = active.pending.go_on(steps, planner.reroots(plan))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
         for context in told:
-            roster.settle(context)
+            batch_manager.settle(context)
         if more is None:  # it is not asked again: its end says what became of it
             plan.most_steps = plan.queued_steps
         else:
             plan.queued_steps += steps
         return more
 
-    def _take(self, flight: _Flight, more: PendingBurst) -> None:
+    def _take(self, active: _ActiveBurst, more: PendingBurst) -> None:
         """Take what a part of the burst under way brought, while the next one runs. Entries keep their numbers."""
         try:
-            for context in self._planner.take(flight.plan, flight.pending.wait()):
-                self._roster.unsettle(context)
-            self._roster.find_run()
+            for context in self._planner.take(active.plan, active.pending.wait()):
+                self._batch_manager.mark_incomplete(context)
+            self._batch_manager.note_root_runs()
         except Exception as error:
-            self._flight = None
-            self._announcer.forget()
+            self._active = None
+            self._publisher.forget()
             with suppress(Exception):
                 more.wait()
-            self._fail_burst(flight.plan, error)
+            self._fail_burst(active.plan, error)
             return
-        flight.pending, flight.more = more, None
+        active.pending, active.more = more, None
 
     def _land(self) -> None:
         """Wait for the burst under way, and take what it brought into the forest."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        active, self._active = self._active, None
+        if active is None:
             return
-        self._announcer.forget()
+        self._publisher.forget()
         try:
-            result = flight.pending.wait()
-            self._planner.land(flight.plan, result)
+            result = active.pending.wait()
+            self._planner.land(active.plan, result)
         except Exception as error:
-            self._fail_burst(flight.plan, error)
+            self._fail_burst(active.plan, error)
             return
-        plan, burst = flight.plan, flight.plan.burst
+        plan, burst = active.plan, active.plan.burst
         self.counts["bursts"] += 1
         self.counts["burst_steps"] += plan.queued_steps
         self.counts["burst_nodes"] += plan.num_nodes
         self.counts["burst_places"] += plan.queued_steps * burst.width
-        self.counts["burst_seconds"] += perf_counter() - flight.began
+        self.counts["burst_seconds"] += perf_counter() - active.began
         self._update(plan, result)
 
-    def _update(self, plan: Plan, result: BurstResult) -> None:
+    def _update(self, plan: BurstPlan, result: BurstResult) -> None:
         """Bring the requests of a burst that landed up to date."""
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
             # Committed tokens of which the root was not one are no part of a tree.
-            self._roster.spend((row for row in plan.rows if self._roster.rows[row].root_run), num_steps)
-        self._roster.leave()  # others may need their pages now
-        self._roster.look_at(one for one in plan.contexts if one.between or one.lag or not one.root_run)
+            self._batch_manager.spend((row for row in plan.rows if self._batch_manager.rows[row].root_run), num_steps)
+        self._batch_manager.release_closed()  # others may need their pages now
+        self._batch_manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
 
     def _apply(self) -> None:
         """Do what waited for the burst to end."""
-        self._announcer.forget()
-        self._roster.admit()
-        if self._roster.has_changes:
-            self._resting = False
-            self._roster.follow()
+        self._publisher.forget()
+        self._batch_manager.admit()
+        if self._batch_manager.has_changes:
+            self._nothing_to_run = False
+            self._batch_manager.follow()
 
     def _launch(self) -> None:
         """Compute a chunk of a prompt, and start the next burst."""
-        extended = self._roster.extend()
-        needy = self._roster.to_run(self._planner.needs_run)
-        self._resting = not extended
+        extended = self._batch_manager.extend()
+        needy = self._batch_manager.to_run(self._planner.needs_run)
+        self._nothing_to_run = not extended
         if not self._forest.make_room(self._shape.most_entries):
             return
         plan = self._planner.plan(needy)
         if self._options.lockstep_steps:
-            self._roster.complete(plan.rows if plan else ())
+            self._batch_manager.complete(plan.rows if plan else ())
         if plan is None:
             return
-        self._resting = False
+        self._nothing_to_run = False
         for one in plan.forced:
-            self._roster.settle(one.context)
+            self._batch_manager.settle(one.context)
         began = perf_counter()
         try:
-            self._flight = _Flight(plan, self._runner.launch(plan.burst), began)
+            self._active = _ActiveBurst(plan, self._runner.launch(plan.burst), began)
         except Exception as error:
             self._fail_burst(plan, error)
 
-    def _fail_burst(self, plan: Plan, error: Exception) -> None:
+    def _fail_burst(self, plan: BurstPlan, error: Exception) -> None:
         raise_device_failure(error)
         _logger.error("a burst of %d requests failed", len(plan.rows), exc_info=error)
-        self._roster.fail_rows(plan.rows)
+        self._batch_manager.fail_rows(plan.rows)

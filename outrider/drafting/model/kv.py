@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cache.pages import PagePool
-from outrider.drafting.model.burst import BurstRunner, Extent
+from outrider.drafting.base import Refusal
+from outrider.drafting.model.burst import Extent
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
-from outrider.drafting.tree import Refusal
 from outrider.errors import InternalError
 from outrider.protocol.messages import DeclineReason
+
+if TYPE_CHECKING:
+    from outrider.drafting.model.runner import BurstRunner
 
 Int32s = NDArray[np.int32]
 Ints = NDArray[np.intp]
 
 
-class Lent(NamedTuple):
+class SlotLease(NamedTuple):
     """Free slots that a burst may fill from its launch on. It fills some of them."""
 
     rows: Ints
@@ -52,9 +55,9 @@ class TreeSlots:
         self.stacks = np.empty((num_rows, region), np.int32)
         self.stacks[:] = np.arange(region - 1, -1, -1)
         # Slots that are lent and not filled, as far as that is known: as bytes, which are searched at once, and bools.
-        self._lent_bytes = bytearray(num_rows * region)
-        self._flat_lent = np.frombuffer(self._lent_bytes, np.bool_)
-        self._lent = self._flat_lent.reshape(num_rows, region)
+        self._leased_bytes = bytearray(num_rows * region)
+        self._flat_leased = np.frombuffer(self._leased_bytes, np.bool_)
+        self._leased = self._flat_leased.reshape(num_rows, region)
         self._flat_live = self.live.reshape(-1)
 
     def take(self, row: int, count: int) -> list[int]:
@@ -66,16 +69,16 @@ class TreeSlots:
         taken: list[int] = self.stacks[row, left : left + count].tolist()
         return taken
 
-    def lend(self, rows: Ints, counts: Ints) -> Lent:
+    def lease(self, rows: Ints, counts: Ints) -> SlotLease:
         """Free slots for a burst, `counts` of each row at most."""
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0).astype(np.int32)
         self.num_free[rows] = starts
         for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            self._lent[row][self.stacks[row, start:end]] = True
-        return Lent(rows, starts, ends)
+            self._leased[row][self.stacks[row, start:end]] = True
+        return SlotLease(rows, starts, ends)
 
-    def lend_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
+    def lease_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
         """Further ones for the burst that runs: free by now, or freed by what it is told of at the same time.
 
         `counts`: of each row so many may be lent at most, with those that are and were not filled.
@@ -83,43 +86,43 @@ class TreeSlots:
         found = []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             first, end = row * self.region, int(self.num_free[row])
-            num_lent = self._lent_bytes.count(1, first, first + self.region)
-            start = max(end - max(count - num_lent, 0), 0)
+            num_leased = self._leased_bytes.count(1, first, first + self.region)
+            start = max(end - max(count - num_leased, 0), 0)
             slots = self.stacks[row, start:end].copy()
             if start < end:
-                self._lent[row][slots] = True
+                self._leased[row][slots] = True
                 self.num_free[row] = start
             found.append(slots)
         return found
 
-    def is_lent(self, row: int) -> bool:
+    def is_leased(self, row: int) -> bool:
         """Whether a row has slots that are lent and were not filled, as far as that is known."""
         first = row * self.region
-        return self._lent_bytes.find(1, first, first + self.region) >= 0
+        return self._leased_bytes.find(1, first, first + self.region) >= 0
 
     def fill(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
         """A burst filled these slots, which are live now. One row may stand for all."""
         if isinstance(rows, int):
-            self._lent[rows][slots] = False
+            self._leased[rows][slots] = False
             self.live[rows][slots] = True
             return
         places = (rows * self.region + slots).astype(np.intp)
-        self._flat_lent[places] = False
+        self._flat_leased[places] = False
         self._flat_live[places] = True
 
-    def waste(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
+    def free_dead(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
         """A burst filled these slots with nodes that are dead by now. One row may stand for all."""
-        self._lent[rows, slots] = False
+        self._leased[rows, slots] = False
         if isinstance(rows, int):
             self.free_of(rows, slots)
         else:
             self.free(rows, slots)
 
-    def settle(self, lent: Lent) -> None:
+    def settle(self, leased: SlotLease) -> None:
         """Take back what a burst did not fill."""
-        rows = lent.rows
-        places, slots = self._lent[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
-        self._lent[rows] = False
+        rows = leased.rows
+        places, slots = self._leased[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
+        self._leased[rows] = False
         self._push(rows[places], self.region - 1 - slots)
 
     def free(self, rows: NDArray[np.integer[Any]], slots: Int32s) -> None:
@@ -139,7 +142,7 @@ class TreeSlots:
     def reset(self, row: int) -> None:
         """All slots of a row are free."""
         self.live[row] = False
-        self._lent[row] = False
+        self._leased[row] = False
         self.num_free[row] = self.region
         self.stacks[row] = np.arange(self.region - 1, -1, -1)
 
@@ -162,18 +165,18 @@ class TreeSlots:
         """Raise InternalError unless every slot that is not live is free once. Nothing may be lent or taken."""
         for row, count in enumerate(self.num_free.tolist()):
             free = set(self.stacks[row, :count].tolist())
-            if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()) or self._lent[row].any():
+            if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()) or self._leased[row].any():
                 raise InternalError(f"row {row}: {count} free tree slots do not match {self.live[row].sum()} live ones")
 
 
-_LEAST_FORCED = 7
+_MIN_FORCED_TOKENS = 7
 """Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
 
-_MOST_OWN = 6
+_MAX_STALE_TOKENS = 6
 """Committed tokens whose true features wait: a burst is given them after about two commits."""
 
 
-_ALONG = 8
+_MIN_MOVE_ALONG = 8
 """Committed tokens that are moved with those of others: no burst should end for them a few rounds later."""
 
 
@@ -185,7 +188,7 @@ class DeclinedError(Exception):
         self.refusal = Refusal(reason, detail)
 
 
-class Extended(NamedTuple):
+class ExtendResult(NamedTuple):
     """What became of requests whose tokens were to be computed apart."""
 
     served: list[DraftContext]
@@ -202,15 +205,15 @@ class ContextKVManager:
         """KV positions of the context of each row."""
         self.num_extended = 0
         """Tokens computed outside of bursts since someone set this to 0."""
-        self._most_forced = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
-        self.max_forced = self._most_forced
+        self._forced_limit = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
+        self.max_forced = self._forced_limit
         """Tokens between context and root that a burst computes; more are computed apart."""
         self._num_open = 0
         self._runner = runner
         self._slots = slots
-        self._max_between = shape.region // 8
+        self._max_uncached = shape.region // 8
         # A move is a launch: where launches are what bursts wait for, several commits share one.
-        self._worth_moving = self._max_between * 7 // 8 if options.most_steps else 1
+        self._min_move = self._max_uncached * 7 // 8 if options.most_steps else 1
         self._freed_rows: list[int] = []
         self._freed_slots: list[int] = []
 
@@ -229,25 +232,25 @@ class ContextKVManager:
 
     def is_full(self, context: DraftContext) -> bool:
         """Whether committed tokens wait that a burst should end for: their KV is to be moved."""
-        return len(context.between) >= self._worth_moving
+        return len(context.uncached) >= self._min_move
 
-    def is_untrue(self, context: DraftContext) -> bool:
+    def has_stale_kv(self, context: DraftContext) -> bool:
         """Whether much KV of committed tokens is to be made anew of true features."""
-        if not context.lag or len(context.between) < _MOST_OWN:
+        if not context.lag or len(context.uncached) < _MAX_STALE_TOKENS:
             return False
-        return sum(not one.settled for one in context.between) >= _MOST_OWN
+        return sum(not one.is_final for one in context.uncached) >= _MAX_STALE_TOKENS
 
     def settle(self, context: DraftContext, *, along: bool = False) -> None:
         """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`.
 
         `along`: that of others is moved now, which one more hardly makes longer.
         """
-        if len(context.between) < (min(self._worth_moving, _ALONG) if along else self._worth_moving):
+        if len(context.uncached) < (min(self._min_move, _MIN_MOVE_ALONG) if along else self._min_move):
             return
         # Those whose true features are here will be run with them.
-        own = len(context.between) > self._max_between and context.feature_end <= context.end
+        accept_own = len(context.uncached) > self._max_uncached and context.feature_end <= context.end
         first = context.kv_len
-        slots = context.take_settled(own=own)
+        slots = context.take_final(accept_own=accept_own)
         if not slots:
             return
         self._reserve(context, context.kv_len)
@@ -256,21 +259,21 @@ class ContextKVManager:
 
     def num_extendable(self, context: DraftContext) -> int:
         """Tokens that should be computed apart before anything else of the request."""
-        between = len(context.between)
-        if not context.lag or not between:
-            return between if between > self.max_forced else 0
+        num_uncached = len(context.uncached)
+        if not context.lag or not num_uncached:
+            return num_uncached if num_uncached > self.max_forced else 0
         feature_end = context.feature_end
-        covered = min(feature_end - context.end, between)
+        covered = min(feature_end - context.end, num_uncached)
         if feature_end <= context.root:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
         # Those behind the last one that lacks its KV are moved: one launch for dozens of them.
-        tokens = context.between[:covered]
-        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.settled]
+        tokens = context.uncached[:covered]
+        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.is_final]
         return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
 
-    def extend(self, contexts: Iterable[DraftContext], limit: int) -> Extended:
+    def extend(self, contexts: Iterable[DraftContext], limit: int) -> ExtendResult:
         """Compute up to `limit` of those tokens in all, those of the first requests first, at once."""
         served: list[DraftContext] = []
         failed: list[tuple[DraftContext, Exception]] = []
@@ -288,15 +291,15 @@ class ContextKVManager:
             served.append(context)
             limit -= count
         if not extents:
-            return Extended(served, failed)
+            return ExtendResult(served, failed)
         try:
             self._runner.extend(extents)
         except Exception as error:
-            return Extended([], failed + [(context, error) for context in served])
+            return ExtendResult([], failed + [(context, error) for context in served])
         for context, extent in zip(served, extents, strict=True):
             self._note_extended(context, len(extent.tokens))
         self.free_slots()
-        return Extended(served, failed)
+        return ExtendResult(served, failed)
 
     def _extent(self, context: DraftContext, count: int) -> Extent:
         start = context.end
@@ -309,8 +312,8 @@ class ContextKVManager:
     def _note_extended(self, context: DraftContext, count: int) -> None:
         self.num_extended += count
         context.end += count
-        slots = [token.slot for token in context.between[:count] if token.slot >= 0]
-        del context.between[:count]
+        slots = [token.slot for token in context.uncached[:count] if token.slot >= 0]
+        del context.uncached[:count]
         self._advanced(context, slots)
 
     def _share_bursts(self, more: int) -> None:
@@ -320,7 +323,7 @@ class ContextKVManager:
         self._num_open += more
         if self._runner.shape.lag:
             share = self._runner.shape.max_width // max(self._num_open, 1) - 1
-            self.max_forced = min(max(share, _LEAST_FORCED), self._most_forced)
+            self.max_forced = min(max(share, _MIN_FORCED_TOKENS), self._forced_limit)
 
     def _reserve(self, context: DraftContext, kv_len: int) -> None:
         missing = -(-kv_len // self.pool.page_size) - len(context.pages)

@@ -12,33 +12,33 @@ from numpy.typing import NDArray
 from outrider.drafting.model.burst import (
     FORCED,
     NUM_SEED_FIELDS,
-    Buckets,
     Burst,
     BurstResult,
     BurstShape,
     Reroots,
     RowStates,
     Seeds,
+    StepBuckets,
 )
 from outrider.drafting.model.context import DraftContext, UncachedToken
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.entries import BurstCollector, Ints
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.kv import ContextKVManager, Int32s, Lent
+from outrider.drafting.model.kv import ContextKVManager, Int32s, SlotLease
 
 
 @dataclass(slots=True)
-class Forced:
+class ForcedTokens:
     """A request's tokens that a burst must run: some of those between context and root, or the root, or both."""
 
     context: DraftContext
     indices: list[int]
-    """Of each in `between`, in order; the root's is one past the last."""
+    """Of each in `uncached`, in order; the root's is one past the last."""
     slots: list[int]
     """Tree slot of each."""
     taken: list[bool]
     """Whether the slot was free before."""
-    num_true: int
+    num_with_features: int
     """How many of them, from the first on, are run with true features."""
     first: int
     """Pool index of the first; the others follow it."""
@@ -48,7 +48,7 @@ class Forced:
     @property
     def has_root(self) -> bool:
         """Whether the root is among them."""
-        return self.indices[-1] == len(self.context.between)
+        return self.indices[-1] == len(self.context.uncached)
 
     def note(self, picked: AbstractSet[int]) -> bool:
         """See which of them a part ran, by the pool indices of what it ran; whether all were run by now.
@@ -61,23 +61,23 @@ class Forced:
 
 def force(
     forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int, *, cuts: bool = False
-) -> list[Forced]:
+) -> list[ForcedTokens]:
     """What these requests need run, at most `limit` seeds in all, from pool index `first` on; it takes tree slots.
 
     A request that does not fit is left out. `cuts`: `limit` is all that there ever is, so that of one that needs more
     the first tokens are taken, if all of those have true features; others wait for theirs.
     """
-    forced: list[Forced] = []
+    forced: list[ForcedTokens] = []
     if not contexts:
         return forced
     end = first + limit
     root_slots = forest.entries.slots[forest.roots].tolist()
     num_free = forest.slots.num_free.tolist()
     for context in contexts:
-        indices, num_true = context.to_run(root=not context.root_run)
-        if cuts and len(indices) > limit <= num_true:
-            indices, num_true = indices[:limit], limit
-        places = [slot for slot, _ in context.between] + [root_slots[context.row]]
+        indices, num_with_features = context.to_run(root=not context.root_run)
+        if cuts and len(indices) > limit <= num_with_features:
+            indices, num_with_features = indices[:limit], limit
+        places = [slot for slot, _ in context.uncached] + [root_slots[context.row]]
         slots = [places[index] for index in indices]
         length = len(slots)
         if first + length > end or length > num_free[context.row]:
@@ -86,13 +86,13 @@ def force(
         if any(taken):
             fresh = iter(forest.slots.take(context.row, sum(taken)))
             slots = [next(fresh) if slot < 0 else slot for slot in slots]
-        forced.append(Forced(context, indices, slots, taken, num_true, first, [False] * length))
+        forced.append(ForcedTokens(context, indices, slots, taken, num_with_features, first, [False] * length))
         first += length
     return forced
 
 
 @dataclass(slots=True)
-class Layout:
+class ForcedSeeds:
     """Forced seeds as a burst is told of them."""
 
     fields: Int32s
@@ -103,7 +103,7 @@ class Layout:
     """See Burst.features."""
 
 
-def lay_out(forest: DraftForest, forced: Sequence[Forced], index: Int32s) -> Layout:
+def lay_out(forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s) -> ForcedSeeds:
     """`index`: place in the burst of each row."""
     rows: list[int] = []
     parents: list[int] = []
@@ -117,7 +117,7 @@ def lay_out(forest: DraftForest, forced: Sequence[Forced], index: Int32s) -> Lay
     for one in forced:
         context, count = one.context, len(one.slots)
         run = dict(zip(one.indices, one.slots, strict=True))
-        places = [run.get(place, slot) for place, (slot, _) in enumerate(context.between)]
+        places = [run.get(place, slot) for place, (slot, _) in enumerate(context.uncached)]
         rows += [context.row] * count
         parents += [places[place - 1] if place else -1 for place in one.indices]
         tokens += [context.tree.author.tokens[context.end + place] for place in one.indices]
@@ -126,9 +126,9 @@ def lay_out(forest: DraftForest, forced: Sequence[Forced], index: Int32s) -> Lay
         if one.has_root:
             roots.append(len(rows) - 1)
         if context.lag:
-            features += range(num_features, num_features + one.num_true)
-            features += [-1] * (count - one.num_true)
-            num_features += one.num_true
+            features += range(num_features, num_features + one.num_with_features)
+            features += [-1] * (count - one.num_with_features)
+            num_features += one.num_with_features
             parts += [part for first, past in _runs(one) for _, _, part in context.features.cut(first, past)]
         else:
             features += [-1] * count
@@ -141,32 +141,31 @@ def lay_out(forest: DraftForest, forced: Sequence[Forced], index: Int32s) -> Lay
     bases[:] = -np.inf
     bases[roots] = 0.0
     fields[0] = index[fields[0]]
-    return Layout(fields, entries, parts)
+    return ForcedSeeds(fields, entries, parts)
 
 
-def land(forest: DraftForest, one: Forced) -> None:
+def land(forest: DraftForest, one: ForcedTokens) -> None:
     """Take what was run of a request's tokens; slots that were taken for others are free again."""
-    context, root = one.context, len(one.context.between)
-    context.is_due = False
+    context, root = one.context, len(one.context.uncached)
+    context.root_in_burst = False
     unused: list[int] = []
     for place, (index, slot, taken, ran) in enumerate(zip(one.indices, one.slots, one.taken, one.ran, strict=True)):
-        is_true = place < one.num_true
+        is_true = place < one.num_with_features
         if not ran:
             unused += [slot] if taken else []
         elif index == root:
-            context.root_run, context.root_settled = True, is_true
-            context.fresh = False
+            context.root_run, context.root_final = True, is_true
         else:
             forest.slots.live[context.row, slot] = True
-            context.between[index] = UncachedToken(slot, is_true)
+            context.uncached[index] = UncachedToken(slot, is_true)
     if unused:
         forest.slots.free_of(context.row, unused)
 
 
-def _runs(one: Forced) -> Iterator[tuple[int, int]]:
+def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
     """First position and one past the last of features that forced tokens take, an unbroken run at a time."""
     start = one.context.end - 1
-    taking = one.indices[: one.num_true]
+    taking = one.indices[: one.num_with_features]
     for place, index in enumerate(taking):
         if not place or taking[place - 1] != index - 1:
             first = index
@@ -174,40 +173,40 @@ def _runs(one: Forced) -> Iterator[tuple[int, int]]:
             yield start + first, start + index + 1
 
 
-_LEVELS = 2
+_CHILDREN_PER_REQUEST = 2
 """Nodes of a step for each request, as a multiple of a node's candidates."""
-_FRESH_LEVELS = 4
-_WIDE = 32
+_CHILDREN_PER_FRESH_REQUEST = 4
+_MAX_STEP_NODES = 32
 """Nodes of a step at most, but for many requests: one of 64 takes a quarter longer, and depth is worth more."""
-_ROW_WIDTH = 4
+_STEP_NODES_PER_ROW = 4
 """Nodes of a step for each of many requests."""
 _SPREAD_STEPS = 4
 """Steps in which what there is to run spreads from a root to the width of a step."""
-_ENOUGH = 4
+_FULL_STEP_PART = 4
 """A burst goes on while a step finds at least this part of the nodes that it may run: narrow ones are hardly faster."""
-_FAIR = 4
+_MAX_EVEN_SHARES = 4
 """Nodes of a burst that a request may have, as a multiple of its even share."""
-_LATE_SEEDS = 3
+_RESERVED_SEED_PART = 3
 """A burst that goes on keeps this part of its seeds for committed tokens that nobody knows yet."""
 
 
 @dataclass(slots=True)
-class Plan:
+class BurstPlan:
     """A burst, and what is needed to understand its result."""
 
     burst: Burst
     rows: list[int]
     """Of the runner, those of `burst.rows`."""
-    forced: list[Forced]
+    forced: list[ForcedTokens]
     """Those that were not all run yet."""
-    harvest: BurstCollector
+    collector: BurstCollector
     """Of its seeds, committed tokens are no entries."""
-    lent: Lent
+    leased: SlotLease
     most_steps: int
     """Steps at most, with those of further parts."""
-    fair: int
+    slot_limit: int
     """Tree slots that a request may have to fill at any time."""
-    num_lent: int
+    num_leased: int
     """Tree slots that it was told to fill, in all."""
     queued_steps: int
     landed_steps: int = 0
@@ -215,13 +214,13 @@ class Plan:
     """Nodes that landed parts ran."""
     contexts: list[DraftContext] = field(default_factory=list)
     """Of all that is or was in `forced`."""
-    untold: list[Forced] = field(default_factory=list)
+    unsent: list[ForcedTokens] = field(default_factory=list)
     """Those of `forced` that the device is not told of yet."""
     is_full: bool = True
     """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
-    moved: set[int] = field(default_factory=set)
+    rerooted_rows: set[int] = field(default_factory=set)
     """Rows of the runner with new roots that the device is not told of yet."""
-    gone: set[int] = field(default_factory=set)
+    closed_rows: set[int] = field(default_factory=set)
     """Rows that were closed, which it is not told of yet."""
     spreads_from: int = 0
     """The step from which on what there is to run spreads from a root."""
@@ -239,17 +238,17 @@ class Planner:
         self,
         forest: DraftForest,
         contexts: Mapping[int, DraftContext],
-        keeper: ContextKVManager,
+        kv_manager: ContextKVManager,
         shape: BurstShape,
         options: GrowthOptions,
     ) -> None:
         """`contexts` by row of the runner; its owner keeps it up to date."""
-        self._keeper = keeper
+        self._kv_manager = kv_manager
         self._forest = forest
         self._contexts = contexts
         self._shape = shape
         self._options = options
-        self._buckets = Buckets(shape)
+        self._buckets = StepBuckets(shape)
         self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
 
     def needs_run(self, context: DraftContext) -> bool:
@@ -264,14 +263,14 @@ class Planner:
             return True
         if context.root < context.lag:
             return False
-        if context.num_true > len(context.between):
+        if context.num_with_features > len(context.uncached):
             return True
         if self._options.lockstep_steps:
             return False
         # Without true features it takes its parent's own, which lie in the parent's tree slot.
-        return max(context.num_true, context.first_unrun) > 0
+        return max(context.num_with_features, context.first_unrun) > 0
 
-    def plan(self, contexts: Sequence[DraftContext]) -> Plan | None:
+    def plan(self, contexts: Sequence[DraftContext]) -> BurstPlan | None:
         """A burst that runs what `contexts` need, as many as fit, and the best of the forest; None if nothing is."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
         forced = force(forest, contexts, 0, min(self._shape.max_width, max_seeds), cuts=True)
@@ -280,7 +279,7 @@ class Planner:
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
         # A burst that goes on past commits finds all in its pool that they make worth running.
         goes_on = options.most_steps > 0
-        room = max_seeds - max_seeds // _LATE_SEEDS if goes_on else max_seeds
+        room = max_seeds - max_seeds // _RESERVED_SEED_PART if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
         chosen_rows = forest.entries.rows[chosen]
         there, num_worth = self._rows_of(chosen, chosen_rows, goes_on=goes_on)
@@ -298,9 +297,9 @@ class Planner:
         most_steps = max(num_steps, options.most_steps)
         branching = self._buckets.branching(len(rows))
         width = self._width(num_forced, num_fresh, num_worth, len(rows), sum(left.tolist()))
-        fair = max(branching, _FAIR * width * (num_steps + most_steps) // (2 * len(rows)))
-        fair = min(fair, width * most_steps)
-        lent = forest.slots.lend(rows, np.minimum(left, fair))
+        slot_limit = max(branching, _MAX_EVEN_SHARES * width * (num_steps + most_steps) // (2 * len(rows)))
+        slot_limit = min(slot_limit, width * most_steps)
+        leased = forest.slots.lease(rows, np.minimum(left, slot_limit))
         forest.shifts[rows] = 0.0
         self._index[rows] = np.arange(len(rows))
         fields = np.empty((NUM_SEED_FIELDS, num_forced + len(chosen)), np.int32)
@@ -313,18 +312,20 @@ class Planner:
         entries[num_forced:] = chosen
         slots = forest.slots
         num_indices = max_seeds + most_steps * width * branching
-        lens = self._keeper.context_lens[rows]
-        states = RowStates(rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], lent.starts, lent.ends)
+        lens = self._kv_manager.context_lens[rows]
+        states = RowStates(
+            rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], leased.starts, leased.ends
+        )
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
-        return Plan(
+        return BurstPlan(
             burst,
             rows.tolist(),
             forced,
             BurstCollector(entries, int(rows[0]) if len(rows) == 1 else -1, num_indices),
-            lent,
+            leased,
             most_steps,
-            fair,
-            lent.num_slots,
+            slot_limit,
+            leased.num_slots,
             num_steps,
             contexts=[one.context for one in forced],
         )
@@ -354,92 +355,92 @@ class Planner:
         there[rows] = True
         return there, len(rows)
 
-    def more_steps(self, plan: Plan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
+    def more_steps(self, plan: BurstPlan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
         """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do.
 
         `forced`: there are committed tokens that it must run.
         """
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
-        if forced or plan.moved or steps <= 0:
+        if forced or plan.rerooted_rows or steps <= 0:
             return steps
         running = (plan.queued_steps - plan.landed_steps) * plan.burst.width
-        is_able = plan.num_lent > plan.num_nodes + running or bool(self._spent(plan))
+        is_able = plan.num_leased > plan.num_nodes + running or bool(self._rows_without_lease(plan))
         return steps if plan.is_full and is_able else 0
 
-    def follows(self, plan: Plan, context: DraftContext) -> bool:
+    def follows(self, plan: BurstPlan, context: DraftContext) -> bool:
         """Whether a burst under way can go on below a request's new root."""
         forest, row = self._forest, context.row
-        if not self._options.most_steps or forest.may_know or forest.quotas[row] <= 0 or row not in plan.rows:
+        if not self._options.most_steps or forest.has_foreign_nodes or forest.quotas[row] <= 0 or row not in plan.rows:
             return False
         # What could be run with its true feature is not left to be run without; whether it is being run is not known.
         is_waiting = context.lag > 0 and not context.root_run and self._is_known(plan, context)
-        return not is_waiting and not self._keeper.is_full(context)
+        return not is_waiting and not self._kv_manager.is_full(context)
 
-    def lacks(self, plan: Plan, context: DraftContext) -> bool:
+    def needs_seeds(self, plan: BurstPlan, context: DraftContext) -> bool:
         """Whether that burst has to be given committed tokens of the request: what it could run does not hold them."""
-        return self._keeper.is_untrue(context) if context.root_run else not self._is_known(plan, context)
+        return self._kv_manager.has_stale_kv(context) if context.root_run else not self._is_known(plan, context)
 
-    def _is_known(self, plan: Plan, context: DraftContext) -> bool:
-        return plan.harvest.index_of(int(self._forest.roots[context.row])) >= 0
+    def _is_known(self, plan: BurstPlan, context: DraftContext) -> bool:
+        return plan.collector.index_of(int(self._forest.roots[context.row])) >= 0
 
-    def force(self, plan: Plan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
+    def force(self, plan: BurstPlan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
         """Have the burst run what these requests need when it goes on; those that fit, the first ones first."""
         if not contexts:
             return []
-        first, forest = len(plan.harvest.seeds), self._forest
+        first, forest = len(plan.collector.seeds), self._forest
         limit = min(plan.burst.width - plan.num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
-        plan.untold = force(forest, [context for context in contexts if context.row in rows], first, limit)
-        return [one.context for one in plan.untold]
+        plan.unsent = force(forest, [context for context in contexts if context.row in rows], first, limit)
+        return [one.context for one in plan.unsent]
 
-    def reroots(self, plan: Plan) -> Reroots | None:
+    def reroots(self, plan: BurstPlan) -> Reroots | None:
         """What the device is to be told of new roots when the burst goes on; None for nothing.
 
         Trees that may grow and have no slot left are told their old roots again, for the slots that come with them.
         """
-        forest, spent = self._forest, self._spent(plan)
-        if not (plan.moved or plan.untold or plan.gone or spent):
+        forest, spent = self._forest, self._rows_without_lease(plan)
+        if not (plan.rerooted_rows or plan.unsent or plan.closed_rows or spent):
             return None
-        if plan.moved or plan.untold:
+        if plan.rerooted_rows or plan.unsent:
             plan.spreads_from = plan.queued_steps
-        rows = np.array(sorted({*plan.moved, *plan.gone, *spent}), np.intp)
+        rows = np.array(sorted({*plan.rerooted_rows, *plan.closed_rows, *spent}), np.intp)
         roots = forest.roots[rows]
         slots = forest.entries.slots[roots]
-        if plan.gone:
-            slots[[row in plan.gone for row in rows.tolist()]] = -1
-        unknown = {one.context.row for one in plan.untold if one.has_root} | plan.gone
+        if plan.closed_rows:
+            slots[[row in plan.closed_rows for row in rows.tolist()]] = -1
+        unknown = {one.context.row for one in plan.unsent if one.has_root} | plan.closed_rows
         indices = [
-            plan.harvest.index_of(root) if slot < 0 and row not in unknown else -1
+            plan.collector.index_of(root) if slot < 0 and row not in unknown else -1
             for row, root, slot in zip(rows.tolist(), roots.tolist(), slots.tolist(), strict=True)
         ]
-        free = forest.slots.lend_more(rows, np.minimum(forest.quotas[rows] - forest.num_run[rows], plan.fair))
-        plan.num_lent += sum(map(len, free))
+        free = forest.slots.lease_more(rows, np.minimum(forest.quotas[rows] - forest.num_run[rows], plan.slot_limit))
+        plan.num_leased += sum(map(len, free))
         shifts = forest.shifts[rows].astype(np.float32)
         forest.shifts[rows] = 0.0
         told = Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
-        plan.moved.clear()
-        plan.gone.clear()
-        if plan.untold:
+        plan.rerooted_rows.clear()
+        plan.closed_rows.clear()
+        if plan.unsent:
             self._add_forced(plan, told)
         return told
 
-    def _add_forced(self, plan: Plan, told: Reroots) -> None:
-        layout = lay_out(self._forest, plan.untold, self._index)
-        told.seeds, told.first_seed, told.features = Seeds(layout.fields), len(plan.harvest.seeds), layout.features
-        plan.harvest.add(layout.entries)
-        plan.contexts += [one.context for one in plan.untold]
-        plan.forced += plan.untold
-        plan.untold = []
+    def _add_forced(self, plan: BurstPlan, told: Reroots) -> None:
+        layout = lay_out(self._forest, plan.unsent, self._index)
+        told.seeds, told.first_seed, told.features = Seeds(layout.fields), len(plan.collector.seeds), layout.features
+        plan.collector.add(layout.entries)
+        plan.contexts += [one.context for one in plan.unsent]
+        plan.forced += plan.unsent
+        plan.unsent = []
 
-    def _spent(self, plan: Plan) -> list[int]:
+    def _rows_without_lease(self, plan: BurstPlan) -> list[int]:
         """Rows that may run more nodes, and have slots for them, but were lent none that is not filled.
 
         What a burst runs below nodes that have died by then takes slots from what is left of a tree.
         """
-        return [row for row in plan.rows if not self._forest.slots.is_lent(row) and self._is_able(plan, row)]
+        return [row for row in plan.rows if not self._forest.slots.is_leased(row) and self._can_run_more(plan, row)]
 
-    def _is_able(self, plan: Plan, row: int) -> bool:
+    def _can_run_more(self, plan: BurstPlan, row: int) -> bool:
         forest = self._forest
         if forest.quotas[row] <= forest.num_run[row] or not forest.slots.num_free[row]:
             return False
@@ -447,28 +448,28 @@ class Planner:
         is_waiting = any(one.context.row == row for one in plan.forced)
         return bool(forest.entries.slots[forest.roots[row]] >= 0) and not is_waiting
 
-    def take(self, plan: Plan, result: BurstResult) -> list[DraftContext]:
+    def take(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
         """Take a part of a burst's result into the forest; returns requests that lack more than it was to run."""
-        self._forest.merge(plan.harvest, result)
+        self._forest.merge(plan.collector, result)
         ran = [len(step) - step.count(-1) for step in result.picked.tolist()]
         plan.num_nodes += sum(ran)
         plan.landed_steps += len(ran)
         is_spread = plan.landed_steps - plan.spreads_from >= _SPREAD_STEPS
         # A chain never has more than a node for each request.
         most = self._buckets.branching(len(plan.rows)) * len(plan.rows)
-        enough = max(min(plan.burst.width // _ENOUGH, most), 1) if is_spread else 1
+        enough = max(min(plan.burst.width // _FULL_STEP_PART, most), 1) if is_spread else 1
         plan.is_full = ran[-1] >= enough
         return self._land_forced(plan, result) if plan.forced else []
 
-    def land(self, plan: Plan, result: BurstResult) -> None:
+    def land(self, plan: BurstPlan, result: BurstResult) -> None:
         """The same for the last part, and for what waited for it."""
         self.take(plan, result)
-        self._forest.slots.settle(plan.lent)
-        for one in (*plan.forced, *plan.untold):
+        self._forest.slots.settle(plan.leased)
+        for one in (*plan.forced, *plan.unsent):
             land(self._forest, one)
-        plan.forced, plan.untold = [], []
+        plan.forced, plan.unsent = [], []
 
-    def _land_forced(self, plan: Plan, result: BurstResult) -> list[DraftContext]:
+    def _land_forced(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
         """Land those requests of which a part has run the last token; returns those whose root was left out."""
         picked = result.picked.reshape(-1)
         seeds = set(picked[(picked >= 0) & (picked < self._shape.max_seeds)].tolist())
@@ -500,7 +501,9 @@ class Planner:
         if self._options.lockstep_steps:
             want = self._options.lockstep_width * num_rows
         else:
-            roomy = self._buckets.branching(num_rows) * (_FRESH_LEVELS * num_fresh + _LEVELS * (num_rows - num_fresh))
-            want = min(max(num_chosen, roomy), left, max(_WIDE, _ROW_WIDTH * num_rows))
+            roomy = self._buckets.branching(num_rows) * (
+                _CHILDREN_PER_FRESH_REQUEST * num_fresh + _CHILDREN_PER_REQUEST * (num_rows - num_fresh)
+            )
+            want = min(max(num_chosen, roomy), left, max(_MAX_STEP_NODES, _STEP_NODES_PER_ROW * num_rows))
         width = max(num_forced, min(want, self._shape.max_width), 1)
         return self._buckets.fit(width, num_rows).width

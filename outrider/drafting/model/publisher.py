@@ -9,19 +9,19 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.growth import Limits
+from outrider.drafting.base import Ledger
+from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
 from outrider.drafting.model.forest import DraftForest, places_within
-from outrider.drafting.tree import Ledger
 
-_LOOK_EVERY = 64
+_NODES_PER_CHECK = 64
 """Nodes between two looks at the clock."""
-_LIKELY = log(0.0025)
+_LIKELY_SCORE = log(0.0025)
 """Path score of a node that is told at once. Better ones may come behind it, but verify commits a token that was this
 unlikely in about every other round: what it lacks then was there, and would come a round too late."""
 _NOTHING = np.empty(0, np.intp)
-_ROOMY = 256
+_LARGE_CREDIT = 256
 """Credit from which on that is so: a smaller one is for the best alone."""
 
 
@@ -36,21 +36,21 @@ class NodePublisher:
         self,
         forest: DraftForest,
         contexts: Mapping[int, DraftContext],
-        limits: Limits,
+        limits: TreeLimits,
         ledger: Ledger,
         *,
-        is_blind: bool = False,
+        skips_foreign: bool = False,
     ) -> None:
-        """`is_blind`: what other growers append does not become entries."""
+        """`skips_foreign`: what other growers append does not become entries."""
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
         self._ledger = ledger
         self._source = limits.sources.start
-        self._is_blind = is_blind and limits.shared
+        self._skips_foreign = skips_foreign and limits.shared
         self._queue = _NOTHING  # entries, the best first
-        self._ripe = np.empty(0, np.bool_)  # of each; in every row they come before others
-        self._again = False  # whether there may be more than the queue held
+        self._is_ready = np.empty(0, np.bool_)  # of each; in every row they come before others
+        self._must_repeat = False  # whether there may be more than the queue held
 
     @property
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class NodePublisher:
 
     def prepare(self) -> None:
         """Look over the forest anew. Entries keep their numbers until `forget`."""
-        self._queue, self._again = _NOTHING, False
+        self._queue, self._must_repeat = _NOTHING, False
         if not self._ledger.has_memory:
             return
         share = self._ledger.share
@@ -71,39 +71,43 @@ class NodePublisher:
 
     def _prepare_row(self, row: int, room: _Room) -> None:
         """Where one alone has room."""
-        late_room, most, likely = room
-        bar = self._bar(row, likely) if late_room <= 0 else self._forest.floor
+        reserve_room, most, likely = room
+        bar = self._bar(row, likely) if reserve_room <= 0 else self._forest.floor
         found = self._find(bar)
         if len(self._contexts) > 1:
             found = found[self._forest.entries.rows[found] == row]
-        if len(found) <= late_room:
-            self._queue, self._ripe = found, np.zeros(len(found), np.bool_)
+        if len(found) <= reserve_room:
+            self._queue, self._is_ready = found, np.zeros(len(found), np.bool_)
             return
-        if late_room > 0:
+        if reserve_room > 0:
             bar = self._bar(row, likely)
-        ripe = self._forest.entries.scores[found] >= bar
-        limit = max(late_room, min(most, int(np.count_nonzero(ripe))))
-        self._queue, self._ripe = found[:limit], ripe[:limit]
+        is_ready = self._forest.entries.scores[found] >= bar
+        limit = max(reserve_room, min(most, int(np.count_nonzero(is_ready))))
+        self._queue, self._is_ready = found[:limit], is_ready[:limit]
 
     def _prepare_rows(self, rooms: dict[int, _Room]) -> None:
         forest, entries, num_rows = self._forest, self._forest.entries, len(self._forest.roots)
-        late_rooms, most, likely = np.zeros(num_rows, np.intp), np.zeros(num_rows, np.intp), np.full(num_rows, np.inf)
+        reserve_rooms, most, likely = (
+            np.zeros(num_rows, np.intp),
+            np.zeros(num_rows, np.intp),
+            np.full(num_rows, np.inf),
+        )
         least = np.full(num_rows, np.inf)
         for row, room in rooms.items():
-            late_rooms[row], most[row], likely[row] = room
+            reserve_rooms[row], most[row], likely[row] = room
         bars = np.maximum(np.minimum(forest.best_unrun(), likely), forest.floor)
         there = list(rooms)
-        least[there] = np.where(late_rooms > 0, forest.floor, bars)[there]
+        least[there] = np.where(reserve_rooms > 0, forest.floor, bars)[there]
         found = self._find(float(least.min()))
         rows = entries.rows[found]
         worth = entries.scores[found] >= least[rows]
         found, rows = found[worth], rows[worth]
-        ripe = entries.scores[found] >= bars[rows]
+        is_ready = entries.scores[found] >= bars[rows]
         counts = np.bincount(rows, minlength=num_rows)
-        if np.count_nonzero(counts > np.where(late_rooms > 0, late_rooms, most)):
-            worth = np.where(ripe, most[rows], late_rooms[rows]) > places_within(rows, counts)
-            found, ripe = found[worth], ripe[worth]
-        self._queue, self._ripe = found, ripe
+        if np.count_nonzero(counts > np.where(reserve_rooms > 0, reserve_rooms, most)):
+            worth = np.where(is_ready, most[rows], reserve_rooms[rows]) > places_within(rows, counts)
+            found, is_ready = found[worth], is_ready[worth]
+        self._queue, self._is_ready = found, is_ready
 
     def _find(self, least: float) -> Ints:
         """Entries of at least this path score that are in no author's tree, the best first."""
@@ -132,41 +136,41 @@ class NodePublisher:
         """Append until there is nothing left, it is time, or, unless `most` is 0, so many were looked at."""
         while len(self._queue):
             self._run(deadline, interrupted, most)
-            if len(self._queue) or not self._again:
+            if len(self._queue) or not self._must_repeat:
                 return
             self.prepare()  # some were there already, and left room for others
 
     def _run(self, deadline: float, interrupted: Callable[[], bool], most: int) -> None:
         left = most or len(self._queue)
         while len(self._queue) and self._ledger.has_memory:
-            count = min(_LOOK_EVERY, left)
+            count = min(_NODES_PER_CHECK, left)
             found, self._queue = self._queue[:count], self._queue[count:]
-            ripe, self._ripe = self._ripe[:count], self._ripe[count:]
-            self._append(found, ripe)
+            is_ready, self._is_ready = self._is_ready[:count], self._is_ready[count:]
+            self._append(found, is_ready)
             left -= count
             if not left or perf_counter() >= deadline or interrupted():
                 return
         self.forget()
 
-    def _append(self, found: Ints, ripe: NDArray[np.bool_]) -> None:
+    def _append(self, found: Ints, is_ready: NDArray[np.bool_]) -> None:
         """Append entries, those of a row at once where they can be."""
         entries, ledger, source = self._forest.entries, self._ledger, self._source
         # A commit may have been followed since `prepare`; what became a root of it has its id.
         alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
         if np.count_nonzero(alive) < len(alive):
-            found, ripe = found[alive], ripe[alive]
+            found, is_ready = found[alive], is_ready[alive]
             if not len(found):
                 return
-        if self._is_blind:
+        if self._skips_foreign:
             unknown = self._find_known(found)
-            found, ripe = found[unknown], ripe[unknown]
+            found, is_ready = found[unknown], is_ready[unknown]
             if not len(found):
                 return
         starts, ends, groups = [0], [len(found)], list(self._contexts.values())
         if len(groups) > 1:
             rows = entries.rows[found]
             order = rows.argsort(kind="stable")
-            found, ripe, rows = found[order], ripe[order], rows[order]
+            found, is_ready, rows = found[order], is_ready[order], rows[order]
             starts += ((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist()
             ends = starts[1:] + ends
             groups = [self._contexts[row] for row in rows[starts].tolist()]
@@ -176,23 +180,23 @@ class NodePublisher:
             first = context.tree.author.next_id
             ids += range(first, first + end - start)
         entries.nodes[found] = ids
-        above, is_ripe = entries.nodes[entries.parents[found]].tolist(), ripe.tolist()
+        above, ready_flags = entries.nodes[entries.parents[found]].tolist(), is_ready.tolist()
         tokens, edges = entries.tokens[found].tolist(), entries.edges[found].tolist()
-        share, may_know = ledger.share, self._forest.may_know
+        share, has_foreign_nodes = ledger.share, self._forest.has_foreign_nodes
         for context, start, end in zip(groups, starts, ends, strict=True):
             tree, count = context.tree, end - start
-            room = min(self._room(context, share)[is_ripe[end - 1]], ledger.max_nodes - ledger.num_live)
+            room = min(self._room(context, share)[ready_flags[end - 1]], ledger.max_nodes - ledger.num_live)
             if (
                 count <= room
-                and not may_know
-                and (self._is_blind or context.seen == tree.author.next_id)
+                and not has_foreign_nodes
+                and (self._skips_foreign or context.seen == tree.author.next_id)
                 and tree.author.extend(above[start:end], tokens[start:end], edges[start:end], source) is not None
             ):
                 context.seen += count
                 ledger.appended(tree, source, count)
             else:
                 entries.nodes[found[start:end]] = -1
-                self._append_each(context, found[start:end].tolist(), is_ripe[start:end])
+                self._append_each(context, found[start:end].tolist(), ready_flags[start:end])
 
     def _find_known(self, found: Ints) -> NDArray[np.bool_]:
         """Entries that are in the author's tree by now, for another grower found them, get their ids; which do not."""
@@ -212,17 +216,17 @@ class NodePublisher:
                 unknown[place] = False
         if ids:
             entries.nodes[list(ids)] = list(ids.values())
-            self._again = True
+            self._must_repeat = True
         return unknown
 
-    def _append_each(self, context: DraftContext, found: list[int], is_ripe: list[bool]) -> None:
+    def _append_each(self, context: DraftContext, found: list[int], ready_flags: list[bool]) -> None:
         """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""
         entries, ledger, source = self._forest.entries, self._ledger, self._source
         tree, author = context.tree, context.tree.author
         room = list(self._room(context, ledger.share)[:2])
-        for entry, ripe in zip(found, is_ripe, strict=True):
+        for entry, is_ready in zip(found, ready_flags, strict=True):
             above, token = int(entries.nodes[entries.parents[entry]]), int(entries.tokens[entry])
-            if above >= 0 and room[ripe] > 0 and ledger.has_memory:
+            if above >= 0 and room[is_ready] > 0 and ledger.has_memory:
                 added = author.add(above, token, float(entries.edges[entry]), source)
                 if added is not None:
                     room[0] -= 1
@@ -233,7 +237,7 @@ class NodePublisher:
                 else:
                     known = author.child(above, token)
                     added = -1 if known is None else known
-                    self._again |= known is not None
+                    self._must_repeat |= known is not None
                 entries.nodes[entry] = added
                 if added < 0 and author.forbids(above, token):
                     self._refuse(entry)
@@ -244,7 +248,7 @@ class NodePublisher:
         """A grammar forbids the entry: neither is it sent nor are drafts made below it."""
         self._forest.entries.nodes[entry] = REFUSED
         self._forest.entries.ranks[entry] = DEAD
-        self._again = True
+        self._must_repeat = True
 
     def _room(self, context: DraftContext, share: int) -> _Room:
         """Nodes that may be appended, none while the forest has not followed the author.
@@ -262,4 +266,4 @@ class NodePublisher:
         ):
             return 0, 0, inf
         limit, num_live = min(author.credit, self._limits.num_nodes, share), author.num_live
-        return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY if limit >= _ROOMY else inf
+        return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf

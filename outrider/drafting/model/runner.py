@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import short_tokens
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
-from outrider.drafting.model.burst import Bucket, Buckets, Burst, BurstResult, BurstShape, Extent, Reroots
+from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
 from outrider.drafting.model.device_memory import DeviceMemory, Projector, as_tensor, working_on
 from outrider.drafting.model.features import MemoryMapper
 from outrider.layers.linear import has_small_products
@@ -25,16 +25,16 @@ from outrider.models.drafters.base import DraftModel
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer, Proposer
 
-_LEAD = 0.25
+_LEAD_PART = 0.25
 """Share of a part's expected time by which it is nearly over before its end, at least."""
-_MARGIN = 1.5
+_LAUNCH_MARGIN = 1.5
 """So many times what it takes the host to have the device go on. Too late a start has the device wait, makes the part
 behind take longer than it should, and its own successor later still."""
-_RISE = 0.1
+_EMA_WEIGHT = 0.1
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_S = TypeVar("_S", bound="Runner")
+_S = TypeVar("_S", bound="BurstRunner")
 
 
 def on_device(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
@@ -60,11 +60,11 @@ class RunnerOptions:
     use_graphs: bool = True
 
 
-class Pending:
+class PendingBurst:
     """A burst that was launched, or a part of one; `copy` is its part of the host's buffers."""
 
     def __init__(
-        self, runner: Runner, burst: Burst, bucket: Bucket, copy: int, first_step: int = 0, num_steps: int = 0
+        self, runner: BurstRunner, burst: Burst, bucket: StepBucket, copy: int, first_step: int = 0, num_steps: int = 0
     ) -> None:
         """`num_steps` 0 for those that the burst names."""
         self._runner = runner
@@ -73,7 +73,7 @@ class Pending:
         self.copy = copy
         self.first_step = first_step
         self._num_steps = num_steps
-        self._next: Pending | None = None
+        self._next: PendingBurst | None = None
         self.ran = False
         self.cut = False
         """Whether it was ended before its last step because something else came."""
@@ -89,27 +89,30 @@ class Pending:
 
     @property
     def step_seconds(self) -> float:
-        """See PendingBurst."""
+        """What a step like its own takes, as far as that is known; else 0."""
         return self._runner.expected_seconds(self) / self.num_steps
 
     def done(self) -> bool:
-        """See PendingBurst. Where there is no device that works meanwhile, `wait` is what there is to do."""
+        """Whether `wait` would return at once, or, without a device that works meanwhile, runs the burst."""
         return self.event is None or self.event.query()
 
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
-        """See PendingBurst."""
+        """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
         event = self.event
         if event is None:
             self._runner.run_until(interrupted)
             return True
-        calm = self.began + self._runner.calm_seconds(self)
-        while perf_counter() < calm and not event.query():
+        quiet_until = self.began + self._runner.quiet_seconds(self)
+        while perf_counter() < quiet_until and not event.query():
             if interrupted():
                 return False
         return True
 
     def over(self, interrupted: Callable[[], bool]) -> bool:
-        """See PendingBurst."""
+        """Wait until it is over, without holding the interpreter; False if `interrupted()` meanwhile.
+
+        The end of a burst is not to be seen late, so shortly before it interruptions are not looked for.
+        """
         if not self.nearly(interrupted):
             return False
         event = self.event
@@ -123,21 +126,25 @@ class Pending:
                 self._next.began = ended
         return True
 
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
-        """See PendingBurst."""
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
+        """Queue further steps of the same burst from its own pool: another part of it, with a result of its own.
+
+        What `reroots` says holds from these steps on. To be asked of the part queued last, before anything else is
+        launched. None where that cannot be done.
+        """
         began = perf_counter()
         self._next = self._runner.go_on(self, num_steps, reroots)
         self._runner.note_launch(perf_counter() - began)
         return self._next
 
     def wait(self) -> BurstResult:
-        """See PendingBurst."""
+        """The results; waits without holding the interpreter."""
         if self._result is None:
             self._result = self._runner.finish(self)
         return self._result
 
 
-class Chunk(NamedTuple):
+class ContextChunk(NamedTuple):
     """Context tokens of a row in one forward."""
 
     row: int
@@ -146,8 +153,8 @@ class Chunk(NamedTuple):
     """KV position of the first."""
 
 
-class Runner(ABC):
-    """See BurstRunner."""
+class BurstRunner(ABC):
+    """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
 
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
@@ -158,7 +165,7 @@ class Runner(ABC):
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
-        self.buckets = Buckets(shape, short_context(model))
+        self.buckets = StepBuckets(shape, short_context(model))
         self._model = model
         self._attention = attention
         self._input = BurstInput(shape, device)
@@ -166,9 +173,9 @@ class Runner(ABC):
         self._vocab_limit = options.vocab_limit or model.target_vocab_size
         self._proposer = self._make_proposer()
         self._projector = Projector(model)
-        self._launched: deque[Pending] = deque()
+        self._launched: deque[PendingBurst] = deque()
         self._turn = 0
-        self._step_seconds: dict[Bucket, float] = {}
+        self._step_seconds: dict[StepBucket, float] = {}
         self._launch_seconds = 0.0
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -177,27 +184,31 @@ class Runner(ABC):
 
     @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
-        """See BurstRunner."""
+        """A request begins in a free row."""
         self._settle()
         self._check_row(row)
         self.memory.forget(row)
         self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
-        """See BurstRunner."""
+        """Its row is free."""
         self._settle()
         self._check_row(row)
         self.memory.forget(row)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """See BurstRunner."""
+        """All context pages of the row, in order; they only ever grow at their end."""
         self._settle()
         self._check_row(row)
         self.memory.set_pages(row, pages)
 
     @on_device
     def extend(self, extents: Sequence[Extent]) -> None:
-        """See BurstRunner. A sequence's first token, which has no KV of its own under a lag, is left out."""
+        """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
+
+        A sequence's first token, which has no KV of its own under a lag, is left out. If it raises, nothing is known
+        of the KV of any of these rows.
+        """
         for extent in extents:
             self._check_extent(extent)
         self._settle()
@@ -214,29 +225,37 @@ class Runner(ABC):
             done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """See BurstRunner."""
+        """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
         self._settle()
         self._check_row(row)
         if slots:
             self.memory.move(row, slots, position)
 
     def project(self, features: object) -> Tensor:
-        """See BurstRunner."""
+        """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
+
+        `features` is a `Features` message (protocol.messages) with its values in `data`, or as a tensor of bytes
+        in `rows`, or there as a part of what came together (outrider.drafting.model.features), or else a tensor
+        [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
+        """
         return self._projector.project(features)
 
     @on_device
     def join(self, parts: Sequence[object]) -> Tensor:
-        """See BurstRunner."""
+        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size]."""
         return self._projector.join(parts)
 
     @on_device
-    def launch(self, burst: Burst) -> Pending:
-        """See BurstRunner. Raises ValueError for a burst that does not fit, or a third one beside two pending."""
+    def launch(self, burst: Burst) -> PendingBurst:
+        """Queue a burst; returns before it has run.
+
+        Raises ValueError for a burst that does not fit, or a third one beside two pending.
+        """
         if len(self._launched) == NUM_COPIES:
             raise ValueError(f"{NUM_COPIES} bursts are pending already")
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
-        pending = Pending(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
+        pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
         self._input.fill(pending.copy, burst)
         self._turn = (self._turn + 1) % NUM_COPIES
         self._queue(pending)
@@ -244,7 +263,7 @@ class Runner(ABC):
         return pending
 
     @on_device
-    def finish(self, pending: Pending) -> BurstResult:
+    def finish(self, pending: PendingBurst) -> BurstResult:
         """Wait for a burst, and read what it brought. Raises what went wrong in it."""
         self._settle()
         self._launched.remove(pending)
@@ -254,30 +273,30 @@ class Runner(ABC):
             pending.event.synchronize()
         return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
 
-    def go_on(self, pending: Pending, num_steps: int, reroots: Reroots | None = None) -> Pending | None:
+    def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst.go_on."""
         return None
 
-    def expected_seconds(self, pending: Pending) -> float:
+    def expected_seconds(self, pending: PendingBurst) -> float:
         """How long such a burst takes, as far as that is known."""
         return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
 
-    def calm_seconds(self, pending: Pending) -> float:
+    def quiet_seconds(self, pending: PendingBurst) -> float:
         """How long after its begin a part is nearly over: there is time to have the device go on behind it."""
         expected = self.expected_seconds(pending)
-        return expected - min(max(_LEAD * expected, _MARGIN * self._launch_seconds), expected)
+        return expected - min(max(_LEAD_PART * expected, _LAUNCH_MARGIN * self._launch_seconds), expected)
 
     def note_launch(self, seconds: float) -> None:
         """It took the host so long to have the device go on."""
-        self._launch_seconds += _RISE * (seconds - self._launch_seconds)
+        self._launch_seconds += _EMA_WEIGHT * (seconds - self._launch_seconds)
 
-    def note_seconds(self, pending: Pending, seconds: float) -> None:
+    def note_seconds(self, pending: PendingBurst, seconds: float) -> None:
         """A burst took so long. One that had to wait for prompts counts little."""
         last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
-        self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _RISE * (taken - last))
+        self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _EMA_WEIGHT * (taken - last))
 
     def memory_mapper(self) -> MemoryMapper | None:
-        """See BurstRunner."""
+        """Maps device memory of other processes where the model runs; None where it does not run on a GPU."""
         return None
 
     def _check_extent(self, extent: Extent) -> None:
@@ -304,11 +323,11 @@ class Runner(ABC):
         """What finds candidates."""
 
     @abstractmethod
-    def _queue(self, pending: Pending) -> None:
+    def _queue(self, pending: PendingBurst) -> None:
         """Run a burst now or by the next `_settle`."""
 
     @abstractmethod
-    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
         """A forward of context tokens of several rows; `features` [tokens, feature_size] if the model takes any."""
 
 
@@ -322,15 +341,15 @@ def short_context(model: DraftModel) -> int:
     return short_tokens(model.head_dim) if has_small_products(width) else 0
 
 
-def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[Chunk]]:
+def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[ContextChunk]]:
     """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
-    chunks: list[Chunk] = []
+    chunks: list[ContextChunk] = []
     room = chunk_size
     for row, tokens, start, _ in extents:
         begin = max(lag - start, 0)
         while begin < len(tokens):
             end = min(begin + room, len(tokens))
-            chunks.append(Chunk(row, tokens[begin:end], start + begin - lag))
+            chunks.append(ContextChunk(row, tokens[begin:end], start + begin - lag))
             room -= end - begin
             begin = end
             if not room:

@@ -17,14 +17,14 @@ from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatc
 from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
-from outrider.drafting.model.runner import Chunk, Pending, Runner, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, ContextChunk, PendingBurst, RunnerOptions, on_device
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import HostProposer
 
 
-class TorchRunner(Runner):
+class TorchRunner(BurstRunner):
     """See BurstRunner. Nothing works in the background: a burst runs when it is waited for or has to be over.
 
     Steps have few nodes, so that the host's work counts as much as the model's: the choice of nodes is made in plain
@@ -39,15 +39,15 @@ class TorchRunner(Runner):
         self._interrupted: Callable[[], bool] = _never
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:
-        """See Runner."""
+        """See BurstRunner."""
         self._interrupted = interrupted
         try:
             self._settle()
         finally:
             self._interrupted = _never
 
-    def finish(self, pending: Pending) -> BurstResult:
-        """See Runner."""
+    def finish(self, pending: PendingBurst) -> BurstResult:
+        """See BurstRunner."""
         result = super().finish(pending)
         result.cut = pending.cut
         return result
@@ -67,10 +67,10 @@ class TorchRunner(Runner):
         limits = (model.vocab_size, self._vocab_limit)
         return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, model.edge_scale)
 
-    def _queue(self, pending: Pending) -> None:
+    def _queue(self, pending: PendingBurst) -> None:
         """Left to `_settle`: the host may first pass on what the burst before brought."""
 
-    def _run(self, pending: Pending) -> None:
+    def _run(self, pending: PendingBurst) -> None:
         """Run a burst's steps, and write what they bring where `finish` reads it."""
         pending.ran = True
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
@@ -100,7 +100,7 @@ class TorchRunner(Runner):
             line[(2 + branching) * width :].view(np.float32)[:size] = scores.numpy().reshape(-1)
 
     def _propose_for(
-        self, burst: Burst, frontier: HostFrontier, nodes: list[Node], used: list[int], attention: AttentionBackend
+        self, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], used: list[int], attention: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
         """Run nodes; their candidates int32 [M, k] and edge scores float32 [M, k]."""
         region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
@@ -137,7 +137,9 @@ class TorchRunner(Runner):
         self._proposer(self._model.logits(hidden), *where, tokens, scores)
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)
 
-    def _row_steps(self, burst: Burst, frontier: HostFrontier, nodes: list[Node], used: list[int]) -> list[RowSteps]:
+    def _row_steps(
+        self, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], used: list[int]
+    ) -> list[RowSteps]:
         seen = torch.from_numpy(frontier.sees(nodes, self.shape.region))
         bounds = [index for index, node in enumerate(nodes) if not index or nodes[index - 1].row != node.row]
         steps = []
@@ -159,7 +161,7 @@ class TorchRunner(Runner):
         starts = [memory.region_start(row) for row in rows]
         return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
 
-    def _run_context(self, chunks: Sequence[Chunk], features: Tensor | None) -> None:
+    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
         segments = []
         positions: list[int] = []
         for row, tokens, position in chunks:
@@ -179,7 +181,7 @@ _Entry = tuple[float, int, int, int, int, int, int, int, float]
 """Minus the score, pool index, row of the burst, parent's slot, token, position, slot or -1, feature or -1, base."""
 
 
-class Node(NamedTuple):
+class StepNode(NamedTuple):
     """A node of a step."""
 
     place: int
@@ -226,11 +228,11 @@ class HostFrontier:
         ]
         heapify(self._heap)
 
-    def take(self) -> list[Node]:
+    def take(self) -> list[StepNode]:
         """The nodes of the next step, row by row, parents before children; they are in the pool no more."""
         heap = self._heap
         later: list[_Entry] = []
-        taken: list[Node] = []
+        taken: list[StepNode] = []
         own: set[tuple[int, int]] = set()
         late: set[tuple[int, int]] = set()
         while heap and len(taken) + len(later) < self._width and -heap[0][0] >= self._floor:
@@ -249,13 +251,13 @@ class HostFrontier:
             own.add((row, slot))
             masks = self._masks[self._rows[row]]
             masks[slot] = (masks[parent] if parent >= 0 else 0) | 1 << slot
-            taken.append(Node(index, row, parent, token, position, slot, feature, base))
+            taken.append(StepNode(index, row, parent, token, position, slot, feature, base))
         for entry in later:
             heappush(heap, entry)
         taken.sort(key=lambda node: node.row)
         return taken
 
-    def add(self, nodes: list[Node], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
+    def add(self, nodes: list[StepNode], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
         """Candidates of a step's nodes; `place`: nodes of the steps before it, padding included."""
         for number, (node, children, scores) in enumerate(zip(nodes, tokens, edges, strict=True)):
             index = self._first + (place + number) * self.branching
@@ -265,7 +267,7 @@ class HostFrontier:
                     entry = (-score, index + child, node.row, node.slot, token, node.position + 1, -1, -1, score)
                     heappush(self._heap, entry)
 
-    def sees(self, nodes: list[Node], region: int) -> NDArray[np.bool_]:
+    def sees(self, nodes: list[StepNode], region: int) -> NDArray[np.bool_]:
         """Which tree slots each node sees, bool [M, region]."""
         data = b"".join(self._masks[self._rows[node.row]][node.slot].to_bytes(region // 8, "little") for node in nodes)
         bits = np.frombuffer(data, np.uint8).reshape(len(nodes), -1)
@@ -321,10 +323,10 @@ class RegionAttention(AttentionBackend):
         if not isinstance(batch, StepBatch):
             raise TypeError(f"{type(batch).__name__} is no step of a burst")
         split = HeadSplit(batch, kv, num_heads, rotary)
-        return _Plan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
+        return _RegionPlan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
 
 
-class _Plan(AttentionPlan):
+class _RegionPlan(AttentionPlan):
     def __init__(
         self,
         batch: StepBatch,

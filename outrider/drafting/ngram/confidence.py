@@ -124,8 +124,8 @@ def point_gumbel(seed: int, choice_index: int, position: int, token: int) -> flo
 def chances_given_noise(chances: Sequence[float], noise: Sequence[float]) -> list[float]:
     """Chances of one node's guesses, in all below 1, once their noise is known; what is not guessed keeps its weight.
 
-    `outrider.sampling.noise.edge_scores` is the rule for a drafter that knows the target's distribution up to a small
-    error. Counts of n-grams do not: under that rule they were trusted too much in both directions.
+    A softmax of ranks is the rule for a drafter that knows the target's distribution up to a small error
+    (docs/sampling.md). Counts of n-grams do not: under that rule they were trusted too much in both directions.
     """
     weights = [chance * math.exp(_SHARPNESS * lot) / _MEAN_SAY for chance, lot in zip(chances, noise, strict=True)]
     total = sum(weights) + max(1.0 - sum(chances), 1e-6)

@@ -21,7 +21,7 @@ _RECENCY = tuple(0.35**rank for rank in range(_MAX_FOLLOWERS))
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class NgramContext:
     """Where a context stands in both tries."""
 
     own: State
@@ -54,7 +54,7 @@ class Predictor:
         self._min_match = min_match
         self._confidence = Confidence()
 
-    def predict(self, own: Trie, context: Context, local: LocalConfidence) -> list[Guess]:
+    def predict(self, own: Trie, context: NgramContext, local: LocalConfidence) -> list[Guess]:
         """Guesses with their chances, likeliest first; the chances add up to less than 1."""
         seen: set[int] = set()
         guesses: list[Guess] = []
@@ -77,7 +77,7 @@ class Predictor:
         guesses.sort(key=_chance, reverse=True)
         return guesses
 
-    def learn(self, own: Trie, context: Context, local: LocalConfidence, token: int) -> None:
+    def learn(self, own: Trie, context: NgramContext, local: LocalConfidence, token: int) -> None:
         """Note that the target committed `token` after the context."""
         seen: set[int] = set()
         for _, cell, followers in self._matches(own, context, seen):
@@ -88,7 +88,9 @@ class Predictor:
                 return
             seen.update(tokens)
 
-    def _matches(self, own: Trie, context: Context, seen: set[int]) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    def _matches(
+        self, own: Trie, context: NgramContext, seen: set[int]
+    ) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """Source, confidence cell and unseen followers of each match, longest first; own text before shared."""
         sides = ((OWN, own, context.own, len(context.own)), (SHARED, self.shared, context.shared, len(context.shared)))
         for length in range(context.match_length, self._min_match - 1, -1):
@@ -125,7 +127,7 @@ class NgramRequest:
         self._trie = trie
         self._max_match = max_match
         self._root = 0
-        self._contexts: dict[int, Context] = {0: Context(trie.start(), predictor.shared.start())}
+        self._contexts: dict[int, NgramContext] = {0: NgramContext(trie.start(), predictor.shared.start())}
         self._expanded: dict[tuple[int, int], int] = {}
         self._chances: dict[int, Chances] = {}
 
@@ -170,7 +172,7 @@ class NgramRequest:
         if context is None:
             above = self._contexts[node.parent]
             own = self._trie.step(above.own, node.token)
-            context = Context(own, self._predictor.shared.step(above.shared, node.token))
+            context = NgramContext(own, self._predictor.shared.step(above.shared, node.token))
             self._contexts[node.node] = context
         return self._predictor.predict(self._trie, context, self.local)
 
@@ -196,12 +198,12 @@ class NgramRequest:
         """Output tokens that `unshared` would hand out."""
         return len(self._tokens) - self._num_shared
 
-    def _advance(self, context: Context, token: int) -> Context:
+    def _advance(self, context: NgramContext, token: int) -> NgramContext:
         self._trie.append(token)
         self._num_indexed += 1
         shared: State = self._predictor.shared.step(context.shared, token)
         longest = self._max_match + 1
-        return Context(self._trie.context()[:longest], shared[:longest])
+        return NgramContext(self._trie.context()[:longest], shared[:longest])
 
     def _learn_noise(self, tokens: Sequence[int]) -> None:
         node: int | None = self._root

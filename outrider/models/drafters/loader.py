@@ -48,7 +48,7 @@ def load_draft_model(
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
     if dtype not in SUPPORTED_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
-    place = Place(device, dtype, progress)
+    place = WeightPlacement(device, dtype, progress)
     if algorithm == "STANDALONE":
         return _load_standalone(options, folder, place)
     head = (
@@ -73,7 +73,7 @@ def model_algorithm(names: Collection[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlacement:
     """Where weights go, and who is told of it."""
 
     device: torch.device
@@ -81,7 +81,7 @@ class Place:
     progress: Progress | None
 
 
-def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> DraftModel:
+def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> DraftModel:
     config = ModelConfig.from_folder(folder)
     allowed = _token_map(options, config.vocab_size)
     model = load_model(folder, place.dtype, place.device, place.progress)
@@ -94,7 +94,7 @@ def _load_standalone(options: DraftOptions, folder: Path, place: Place) -> Draft
     return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
 
 
-def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: Place) -> DraftHead:
+def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: WeightPlacement) -> DraftHead:
     of_target = ModelConfig.from_folder(folder)
     stored = stored_tensors(folder, mtp_name)
     config = mtp_config(of_target, stored)
@@ -102,7 +102,9 @@ def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: P
     return _load_head(MtpHead, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
 
 
-def _load_eagle(options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: Place) -> DraftHead:
+def _load_eagle(
+    options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
+) -> DraftHead:
     stored = stored_tensors(folder, head_name)
     _check_kind(algorithm, stored, folder)
     config = _head_config(algorithm, folder, stored, target)
@@ -114,10 +116,10 @@ def _load_eagle(options: DraftOptions, algorithm: str, folder: Path, target: Pat
 def _load_head(
     build: Callable[[HeadConfig, torch.dtype, torch.device, Tensor | None], DraftHead],
     config: HeadConfig,
-    stored: dict[str, Stored],
+    stored: dict[str, StoredTensor],
     folder: Path,
     allowed: Tensor | None,
-    place: Place,
+    place: WeightPlacement,
 ) -> DraftHead:
     ids = _own_ids(stored.pop("d2t", None), config, folder)
     # The meta device gives names and shapes without memory.
@@ -130,7 +132,7 @@ def _load_head(
     return head
 
 
-def _own_ids(offsets: Stored | None, config: HeadConfig, folder: Path) -> Tensor | None:
+def _own_ids(offsets: StoredTensor | None, config: HeadConfig, folder: Path) -> Tensor | None:
     vocab_size = config.decoder.vocab_size
     if offsets is not None:
         return ids_of_offsets(offsets.read(), config.draft_vocab_size, vocab_size, str(offsets.path))
@@ -142,7 +144,9 @@ def _own_ids(offsets: Stored | None, config: HeadConfig, folder: Path) -> Tensor
     return None
 
 
-def _with_shared(stored: dict[str, Stored], config: HeadConfig, target: Path | None, folder: Path) -> dict[str, Stored]:
+def _with_shared(
+    stored: dict[str, StoredTensor], config: HeadConfig, target: Path | None, folder: Path
+) -> dict[str, StoredTensor]:
     """With the target's embedding and output matrix in the place of those that the head has not got."""
     # In layers after the first the norm is there in some files, and no engine uses it.
     unread = {f"layers.{number}.hidden_norm.weight" for number in range(1, config.decoder.num_layers)}
@@ -159,7 +163,7 @@ def _with_shared(stored: dict[str, Stored], config: HeadConfig, target: Path | N
 
 
 def _fill(
-    targets: Mapping[str, Tensor], stored: Mapping[str, Stored], rows: Tensor | None, progress: Progress | None
+    targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], rows: Tensor | None, progress: Progress | None
 ) -> None:
     total = sum(tensor.nbytes for tensor in targets.values())
     done = 0
@@ -223,7 +227,7 @@ MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_la
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file, under its name there."""
 
     path: Path
@@ -253,13 +257,13 @@ def mtp_name(name: str) -> str | None:
     return {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get(name)
 
 
-def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[str, Stored]:
+def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:
     """All tensors that `rename` names.
 
     Raises:
         ConfigError: the folder has no safetensors, or two tensors of one name.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
@@ -267,11 +271,11 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[st
                 continue
             if ours in found:
                 raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
-            found[ours] = Stored(path, name, shape)
+            found[ours] = StoredTensor(path, name, shape)
     return found
 
 
-def shared_tensors(target: Path) -> dict[str, Stored]:
+def shared_tensors(target: Path) -> dict[str, StoredTensor]:
     """Embedding and output matrix of a target's folder, the same tensor where they are tied."""
     found = stored_tensors(target, {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get)
     if EMBEDDING not in found:
@@ -279,7 +283,7 @@ def shared_tensors(target: Path) -> dict[str, Stored]:
     return {OUTPUT: found[EMBEDDING], **found}
 
 
-def check_tensors(stored: Mapping[str, Stored], expected: Mapping[str, Tensor], folder: Path) -> None:
+def check_tensors(stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], folder: Path) -> None:
     """Compare names and shapes.
 
     Raises:
