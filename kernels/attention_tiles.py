@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.launch import ceil_div, power_of_two
+
 # The deterministic mode adds up the same splits whatever the round looks like.
 PATH_SPLITS = 8
 MAX_SPLITS = 32
@@ -181,13 +183,3 @@ def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: 
     # A row's first token takes a tile, and then every `tile_tokens` more.
     busy = min(num_rows, num_tokens)
     return min(of_rows, busy + (num_tokens - busy) // tile_tokens)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    """number / divisor, rounded up."""
-    return -(-number // divisor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kernels.frontier_state import (
@@ -38,12 +40,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
         raise ValueError(f"a header of {list(header.shape)} and seeds of {list(seeds.shape)} do not fit the pool")
     if not (seeds.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("seeds, pool and slot masks must be contiguous")
-    if use_triton(header):
-        from kernels.jit import frontier
-
-        frontier.begin_burst(header, seeds, pool, rows, plan)
-    else:
-        reference.begin_burst(header, seeds, pool, rows, plan)
+    _backend(header).begin_burst(header, seeds, pool, rows, plan)
 
 
 def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
@@ -72,12 +69,7 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         )
     if not (rows.free.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("free slots, pool and slot masks must be contiguous")
-    if use_triton(header):
-        from kernels.jit import frontier
-
-        frontier.reroot_pool(header, pool, rows, plan, told, step_size)
-    else:
-        reference.reroot_pool(header, pool, rows, plan, told, step_size)
+    _backend(header).reroot_pool(header, pool, rows, plan, told, step_size)
 
 
 def add_seeds(pool: Pool, more: Tensor) -> None:
@@ -96,12 +88,7 @@ def add_seeds(pool: Pool, more: Tensor) -> None:
         raise ValueError(f"further seeds of {list(more.shape)} do not have {NUM_FIELDS} fields")
     if not (more.is_contiguous() and pool.entries.is_contiguous()):
         raise ValueError("further seeds and pool must be contiguous")
-    if use_triton(more):
-        from kernels.jit import frontier
-
-        frontier.add_seeds(pool, more)
-    else:
-        reference.add_seeds(pool, more)
+    _backend(more).add_seeds(pool, more)
 
 
 def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
@@ -120,17 +107,13 @@ def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens
         ValueError: shapes that do not fit.
     """
     _check_width(step)
-    if use_triton(header):
-        from kernels.jit import frontier_choice
-
-        if pool.capacity > min(step.keys.shape[0], MAX_ENTRIES) or not pool.entries.is_contiguous():
-            raise ValueError(
-                f"a pool of {pool.capacity} entries has to be contiguous, at most {MAX_ENTRIES}, "
-                f"and to fit scratch for {step.keys.shape[0]}"
-            )
-        frontier_choice.choose_entries(header, pool, rows, step, branching)
-    else:
-        reference.choose_entries(header, pool, rows, step, branching)
+    fits = pool.capacity <= min(step.keys.shape[0], MAX_ENTRIES) and pool.entries.is_contiguous()
+    if use_triton(header) and not fits:
+        raise ValueError(
+            f"a pool of {pool.capacity} entries has to be contiguous, at most {MAX_ENTRIES}, "
+            f"and to fit scratch for {step.keys.shape[0]}"
+        )
+    _backend(header).choose_entries(header, pool, rows, step, branching)
 
 
 def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
@@ -149,12 +132,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
         raise ValueError(f"a mask of {list(step.mask.shape)} does not fit regions of {list(plan.slot_masks.shape)}")
     if plan.page_tables.stride(1) != 1 or not (rows.free.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("free slots, slot masks and the rows of the page tables must be contiguous")
-    if use_triton(step.order):
-        from kernels.jit import frontier
-
-        frontier.place_entries(pool, rows, step, plan)
-    else:
-        reference.place_entries(pool, rows, step, plan)
+    _backend(step.order).place_entries(pool, rows, step, plan)
 
 
 def append_candidates(
@@ -182,14 +160,18 @@ def append_candidates(
         raise ValueError(f"a pool of {pool.capacity} entries cannot hold the candidates of {results.shape[0]} steps")
     if not (tokens.is_contiguous() and scores.is_contiguous()):
         raise ValueError("candidates must be contiguous")
-    if use_triton(header):
-        from kernels.jit import frontier
-
-        frontier.append_candidates(header, pool, step, tokens, scores, results)
-    else:
-        reference.append_candidates(header, pool, step, tokens, scores, results)
+    _backend(header).append_candidates(header, pool, step, tokens, scores, results)
 
 
 def _check_width(step: StepTokens) -> None:
     if step.order.shape[0] > MAX_WIDTH:
         raise ValueError(f"a step runs at most {MAX_WIDTH} nodes, not {step.order.shape[0]}")
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The module that runs on `tensor`'s device."""
+    if not use_triton(tensor):
+        return reference
+    from kernels.jit import frontier as jit
+
+    return jit

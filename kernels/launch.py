@@ -39,6 +39,16 @@ def num_processors(where: Tensor | torch.device) -> int:
     return _num_processors(device.index or 0) if device.type == "cuda" else 4
 
 
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)
+
+
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

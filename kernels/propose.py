@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.launch import use_triton
-from kernels.propose_state import GROUP, MAX_BRANCHING, ProposeBuffers, ProposeTables
 from kernels.reference import propose as reference
+from kernels.sampling_state import GROUP, MAX_BRANCHING, ProposeBuffers, ProposeTables
 
 
 def propose(

@@ -1,13 +1,43 @@
-"""Drafter-invariant sampling at every token of a round."""
+"""Drafter-invariant sampling at every token of a round: the shared noise, tokens, log-probabilities."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.launch import use_triton
 from kernels.reference import sampling as reference
-from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables
+from kernels.sampling_state import LogprobOutputs, RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
+
+
+def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, token_ids: Tensor | None = None) -> Tensor:
+    """Noise of N rows: float32 [N, vocab_size], or [N, K] for `token_ids` [N, K].
+
+    The same function as outrider.sampling.noise.gumbel: Philox 4x32-10, logarithms in float64, rounded to float32 once.
+    Values may differ from it in the last bit where the float64 logarithms of the two devices do.
+
+    Args:
+        keys: int32 [N, 3]: seed (low word, high word) and choice index, as bit patterns; rows may be strided.
+        positions: int32 [N], absolute position of the token to be sampled.
+        vocab_size: V; ignored with `token_ids`.
+        token_ids: int32 [N, K].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    count = positions.shape[0]
+    if keys.shape != (count, 3) or keys.stride(1) != 1:
+        raise ValueError(f"noise keys of {tuple(keys.shape)} for {count} positions")
+    if token_ids is not None and (token_ids.dim() != 2 or token_ids.shape[0] != count):
+        raise ValueError(f"noise of tokens {tuple(token_ids.shape)} for {count} positions")
+    if not use_triton(positions):
+        ids = torch.arange(vocab_size, device=positions.device).expand(count, -1) if token_ids is None else token_ids
+        return reference.gumbel(keys, positions, ids)
+    from kernels.jit import gumbel as jit
+
+    return jit.gumbel(keys, positions, vocab_size, token_ids)
 
 
 def sample_rows(
@@ -50,9 +80,45 @@ def sample_rows(
         raise ValueError(f"buffers for {most} tokens of {width}, not {num_tokens} of {vocab_size}")
     if vocab_mask is not None and (vocab_mask.dtype != torch.int32 or vocab_mask.shape[1] < -(-vocab_size // 32)):
         raise ValueError(f"a vocabulary mask of {tuple(vocab_mask.shape)} {vocab_mask.dtype}")
-    if use_triton(logits):
-        from kernels.jit import sampling
+    _backend(logits).sample_rows(logits, vocab_size, tokens, tables, buffers, vocab_mask, lossy)
 
-        sampling.sample_rows(logits, vocab_size, tokens, tables, buffers, vocab_mask, lossy)
-    else:
-        reference.sample_rows(logits, vocab_size, tokens, tables, buffers, vocab_mask, lossy)
+
+def logprobs(
+    logits: Tensor,
+    vocab_size: int,
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    walked: WalkOutputs,
+    out: LogprobOutputs,
+) -> None:
+    """Log-softmax of the raw logits at each committed token of requests that want it; writes `out`.
+
+    Token k of a row was sampled at the root (k = 0) or at accepted node k - 1. Sums are float64 and values are rounded
+    to float32 once, so a committed token's value equals its entry in the list. Equal logits stand in the order of
+    their ids. Entries behind a row's tokens, and of requests that want no log-probabilities, are not written.
+
+    Args:
+        logits: [M, V or wider], as given to `sample_rows`.
+        vocab_size: V.
+        tokens: the round.
+        tables: parameters of the requests.
+        walked: as `walk` left it.
+        out: of the same B and D as `walked`.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if out.logprobs.shape != walked.tokens.shape:
+        raise ValueError(f"outputs of {tuple(out.logprobs.shape)} for a walk of {tuple(walked.tokens.shape)}")
+    if logits.dim() != 2 or logits.shape[1] < vocab_size or logits.stride(1) != 1:
+        raise ValueError(f"log-probabilities of {vocab_size} tokens from logits of {tuple(logits.shape)}")
+    _backend(logits).logprobs(logits, vocab_size, tokens, tables, walked, out)
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The module that runs on `tensor`'s device."""
+    if not use_triton(tensor):
+        return reference
+    from kernels.jit import sampling as jit
+
+    return jit

@@ -1,4 +1,4 @@
-"""What sampling reads and writes on the device: a round's tokens, the requests' parameters, buffers for the results."""
+"""What sampling and proposing read and write on the device: a round's tokens, requests' parameters, results."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ CANDIDATES = 2048
 """Filters look at a list of a row's best tokens if so many are enough, and else at the whole row."""
 TILE = 1024
 """Tokens of the vocabulary that one program of the first pass takes."""
+MAX_BRANCHING = 16
+"""Candidates of a node at most."""
+GROUP = 64
+"""Tokens of the vocabulary whose best one is found first."""
+TAU = 1
+"""Column of `ProposeTables.floats` behind TEMPERATURE."""
+PROPOSE_FLAGS = 3
+"""Column of `ProposeTables.ints` behind SEED_LOW, SEED_HIGH and CHOICE_INDEX."""
+RANK_BY_NOISE = 1
+"""Bit of the column PROPOSE_FLAGS: rank by the shared noise where there is a temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +159,37 @@ class LogprobOutputs:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.float32, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeTables:
+    """Sampling parameters of R requests on the device, one row each."""
+
+    floats: Tensor
+    """float32 [R, 2]: temperature, tau (> 0)."""
+    ints: Tensor
+    """int32 [R, 4]: seed (low word, high word), choice index, flags."""
+
+    @classmethod
+    def new(cls, num_rows: int, device: torch.device | str) -> ProposeTables:
+        """Tables of zeros, which mean greedy decoding, for `num_rows` requests."""
+        return cls(
+            torch.zeros(num_rows, 2, dtype=torch.float32, device=device),
+            torch.zeros(num_rows, 4, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeBuffers:
+    """Scratch memory of `propose` for M tokens; one call at a time may use it."""
+
+    tops: Tensor
+    """float32 [M, ceil(V / GROUP)], the best score of each group of tokens."""
+    masses: Tensor
+    """float32 of the same shape: sum of exp(score - top) over the group."""
+
+    @classmethod
+    def new(cls, num_tokens: int, vocab_size: int, device: torch.device | str) -> ProposeBuffers:
+        """Buffers for up to `num_tokens` tokens over a draft vocabulary of `vocab_size`."""
+        shape = (num_tokens, -(-vocab_size // GROUP))
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))

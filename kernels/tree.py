@@ -1,4 +1,4 @@
-"""What a round's tree means to attention, from the parents of its tokens."""
+"""A round's tree: expanded for attention from its tokens' parents, and walked along the sampled tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kernels.launch import use_triton
 from kernels.reference import tree as reference
+from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 # The most tokens from the end of a row's context down to a node.
 MAX_PATH = 64
@@ -52,8 +53,48 @@ def expand_tree(
         raise ValueError("mask, path and the rows of the page tables must be contiguous")
     inputs = (parents, rows, first, cached_len, table_rows, page_tables, positions)
     if use_triton(parents):
-        from kernels.jit import tree
+        from kernels.jit import tree as jit
 
-        tree.expand_tree(*inputs, page_size, slots, mask, path)
+        jit.expand_tree(*inputs, page_size, slots, mask, path)
     else:
         reference.expand_tree(*inputs, page_size, slots, mask, path)
+
+
+def walk(
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    out: WalkOutputs,
+    *,
+    max_row_tokens: int,
+    vocab_size: int,
+    lossy: bool = False,
+) -> None:
+    """Go from each row's root to the child that holds the sampled token, as long as there is one; writes `out`.
+
+    The token sampled where the walk stops is the bonus token. A walk that would commit more than D tokens (`out`) stops
+    at D. Committed tokens of requests with the flag PENALIZED are added to `tables.counts`. A row whose walk
+    comes to unusable logits, or to a token outside the vocabulary, commits nothing and leaves the counts as they were.
+
+    Args:
+        tokens: the round, B rows.
+        tables: parameters of the requests.
+        buffers: as `sample_rows` left them.
+        out: for at least B rows.
+        max_row_tokens: no row has more tokens from its root on.
+        vocab_size: V.
+        lossy: apply acceptance thresholds to requests with one below 1 and a temperature, as
+            outrider.sampling.lossy does; `sample_rows` must have been told so too.
+
+    Raises:
+        ValueError: `out` has too few rows.
+    """
+    num_rows = tokens.root.shape[0]
+    if out.num_tokens.shape[0] < num_rows:
+        raise ValueError(f"outputs for {out.num_tokens.shape[0]} rows, not {num_rows}")
+    if use_triton(tokens.token_ids):
+        from kernels.jit import tree as jit
+
+        jit.walk(tokens, tables, buffers, out, max_row_tokens, vocab_size, lossy)
+    else:
+        reference.walk(tokens, tables, buffers, out, vocab_size, lossy)

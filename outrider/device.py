@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.carveout import share_l1
+from kernels.compiling import share_l1
+from kernels.kv_cache import stamp
 from kernels.launch import num_processors
-from kernels.pages import stamp
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.engine.rounds import tree_parents
 from benchmarks.engine.timing import median_ms
 from kernels.attention import tree_attention
-from kernels.gemm import stream_linear
-from kernels.gemm_configs import MAX_ROWS
+from kernels.linear import stream_linear
+from kernels.linear_configs import MAX_ROWS
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, TreeTokens, choose_splits
 from outrider.cache.kv import KVCache

@@ -1,4 +1,4 @@
-"""See kernels.gemm.
+"""See kernels.linear.
 
 The steps of all tiles (block_k columns of block_n weight rows) stand in one line, tile by tile, and every program takes
 an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last of
@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gemm_configs import GemmConfig, tile_rows
-from kernels.jit.prefetch import prefetch_rows
-from kernels.jit.scratch import scratch
+from kernels.jit.memory import prefetch_rows, scratch
 from kernels.launch import num_processors, supports_pdl
+from kernels.linear_configs import GemmConfig, tile_rows
 
 
 @triton.jit
@@ -224,7 +223,7 @@ def stream_linear(
     config: GemmConfig,
     compile_only: bool = False,
 ) -> Any:
-    """As kernels.gemm.stream_linear, into `out`. With `compile_only`, fill Triton's cache and return the kernel."""
+    """As kernels.linear.stream_linear, into `out`. With `compile_only`, fill Triton's cache and return the kernel."""
     num_rows, size = rows.shape
     num_out = out.shape[1]
     block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import propose_state as state
-from kernels.attention_tiles import power_of_two
+from kernels import sampling_state as state
 from kernels.jit.gumbel import load_key, rough_noise_of_words, words_of_ids, words_of_tile
-from kernels.launch import supports_pdl
-from kernels.propose_state import ProposeBuffers, ProposeTables
+from kernels.launch import power_of_two, supports_pdl
+from kernels.sampling_state import ProposeBuffers, ProposeTables
 
 # Tokens of the vocabulary that a program of the first launch takes.
 TILE = 1024

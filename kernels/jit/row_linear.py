@@ -1,4 +1,4 @@
-"""See kernels.row_linear.
+"""See kernels.linear.
 
 Launches of a small model are bound by latency, one chain of waiting after another. So a program does not walk over
 columns: it has all its weights in registers before the launch in front ends, then loads whole rows at once, norms them
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.jit.scratch import scratch
-from kernels.row_configs import RowConfig, pieces
+from kernels.jit.memory import scratch
+from kernels.linear_configs import RowConfig, pieces
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def norm_linear(
     rows: Tensor, weight: Tensor, norm: Tensor | None, eps: float, bias: Tensor | None, residual: Tensor | None,
     gated: bool, out: Tensor, config: RowConfig, pdl: bool,
 ) -> None:  # fmt: skip
-    """As kernels.row_linear.norm_linear, into `out`."""
+    """As kernels.linear.norm_linear, into `out`."""
     (num_rows, size), num_out = rows.shape, out.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
     options = {"launch_pdl": True} if pdl else {}
@@ -309,7 +309,7 @@ def norm_qkv(
     norm: Tensor | None, eps: float, bias: Tensor | None, qk_norm: Tensor | None, qk_eps: float, q: Tensor,
     config: RowConfig, pdl: bool,
 ) -> None:  # fmt: skip
-    """As kernels.row_linear.norm_qkv, into `q`."""
+    """As kernels.linear.norm_qkv, into `q`."""
     num_rows, size = rows.shape
     (num_heads, dim), kv_heads = q.shape[1:], k_cache.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import power_of_two
+from kernels.jit.gumbel import load_key, noise_of_tile, philox
+from kernels.launch import power_of_two, supports_pdl
+from kernels.sampling_state import ILLEGAL_TOKEN, RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _expand(
+def _expand_tree(
     parents, rows, first, cached_len, table_rows, page_tables, positions, slots, mask, path,
     num_tokens, table_stride,
     PAGE: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, DEPTH: tl.constexpr, DEPTH_PAD: tl.constexpr,
@@ -51,9 +53,139 @@ def expand_tree(
 ) -> None:  # fmt: skip
     """As kernels.tree.expand_tree."""
     tokens = 8
-    _expand[(triton.cdiv(parents.shape[0], tokens),)](
+    _expand_tree[(triton.cdiv(parents.shape[0], tokens),)](
         parents, rows, first, cached_len, table_rows, page_tables, positions, slots, mask, path,
         parents.shape[0], page_tables.stride(0),
         PAGE=page_size, WORDS=mask.shape[1], WORDS_PAD=power_of_two(mask.shape[1]),
         DEPTH=path.shape[1], DEPTH_PAD=power_of_two(path.shape[1]), TOKENS=tokens, num_warps=4,
+    )  # fmt: skip
+
+
+_NONE: tl.constexpr = tl.constexpr(2147483647)
+_ILLEGAL: tl.constexpr = tl.constexpr(ILLEGAL_TOKEN)
+
+
+@triton.jit
+def _best_of_rest(logits, vocab_size, position, low, high, choice, TILE: tl.constexpr):
+    """The token of largest logit + noise in a row, the lowest of equals; _NONE if all logits are -inf."""
+    best = tl.max(tl.full([TILE], float("-inf"), tl.float32), axis=0)
+    best_id = tl.max(tl.full([TILE], _NONE, tl.int32), axis=0)
+    for tile in range(0, tl.cdiv(vocab_size, TILE)):
+        columns = tile * TILE + tl.arange(0, TILE)
+        values = tl.load(logits + columns, mask=columns < vocab_size, other=float("-inf"))
+        # No noise is above 22.9: most tiles of a filtered row cannot win.
+        if tl.max(values, axis=0) + 23.0 > best:
+            scores = values + noise_of_tile(tile, position, low, high, choice, TILE)
+            highest = tl.max(scores, axis=0)
+            if highest > best:
+                best = highest
+                best_id = tl.min(tl.where(scores == highest, columns, _NONE), axis=0)
+    return best_id
+
+
+@triton.jit
+def _choose(sampled, children, child_ids, places, logits, total, floats, key, position, vocab_size, TILE: tl.constexpr):
+    """The token that acceptance thresholds let through below a node, or sample in place of all its children."""
+    low, high, choice = load_key(key)
+    zero = position ^ position
+    word, _, _, _ = philox(zero, position, zero + choice, zero + 1, low, high)
+    coin = (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    values = tl.load(logits + child_ids, mask=children, other=float("-inf"))
+    chances = tl.exp(values.to(tl.float64) - total)
+    single, accumulated = tl.load(floats + 6).to(tl.float64), tl.load(floats + 7).to(tl.float64)
+    passes = (coin < tl.cumsum(chances, axis=0) / accumulated) | (chances >= single)
+    place = tl.min(tl.where(children & passes & (chances > 0), places, _NONE), axis=0)
+    token = sampled
+    if place != _NONE:
+        token = tl.sum(tl.where(places == place, child_ids, 0), axis=0)
+    elif tl.sum((children & (child_ids == sampled)).to(tl.int32), axis=0) > 0:
+        # The walk ends here, so the row of logits is not needed again.
+        tl.store(logits + child_ids, float("-inf"), mask=children)
+        tl.debug_barrier()
+        other = _best_of_rest(logits, vocab_size, position, low, high, choice, TILE)
+        token = tl.where(other == _NONE, sampled, other)
+    return token
+
+
+@triton.jit
+def _walk(
+    token_ids, positions, parents, first, root, table_rows, sampled, bad,
+    float_params, int_params, counts, vocab_size, processed, processed_stride, totals,
+    num_tokens, num_tokens_stride, tokens, tokens_stride, accepted, accepted_stride, error, error_stride, max_depth,
+    LOSSY: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    node = tl.load(root + row)
+    table_row = tl.load(table_rows + row).to(tl.int64)
+    floats, ints = float_params + table_row * 8, int_params + table_row * 8
+    loose = (tl.load(floats) > 0) & ((tl.load(floats + 6) < 1) | (tl.load(floats + 7) < 1))
+    places = tl.maximum(node, 0) + tl.arange(0, BLOCK)
+    inside = places < tl.where(node >= 0, tl.load(first + row + 1), 0)
+    ids = tl.load(token_ids + places, mask=inside, other=-1)
+    above = tl.load(parents + places, mask=inside, other=-2)
+    samples = tl.load(sampled + places, mask=inside, other=-1)
+    wrong = tl.load(bad + places, mask=inside, other=0)
+
+    depths = tl.arange(0, DEPTH)
+    path_tokens, path = tl.full([DEPTH], -1, tl.int32), tl.full([DEPTH], -1, tl.int32)
+    count = node - node
+    fails = count
+    while (node >= 0) & (count < max_depth) & (fails == 0):
+        here = places == node
+        fails = tl.sum(tl.where(here, wrong, 0), axis=0)
+        token = tl.sum(tl.where(here, samples, 0), axis=0)
+        children = inside & (above == node)
+        if LOSSY:  # noqa: SIM102  # decided before the other
+            if loose & (fails == 0) & (tl.sum(children.to(tl.int32), axis=0) > 0):
+                wide = node.to(tl.int64)
+                position = (tl.load(positions + node) + 1).to(tl.uint32, bitcast=True)
+                token = _choose(
+                    token, children, ids, places, processed + wide * processed_stride, tl.load(totals + node),
+                    floats, ints, position, vocab_size, TILE,
+                )  # fmt: skip
+        # No kernel before this one may do that. If one does, it harms its own request alone.
+        fails = tl.where((fails == 0) & ((token < 0) | (token >= vocab_size)), _ILLEGAL, fails)
+        node = tl.min(tl.where(children & (ids == token), places, _NONE), axis=0)
+        node = tl.where(node == _NONE, -1, node)
+        path_tokens = tl.where(depths == count, token, path_tokens)
+        path = tl.where(depths == count, node, path)
+        count += 1
+    count = tl.where(fails != 0, 0, count)
+    committed = depths < count
+    wide_row = row.to(tl.int64)
+    tl.store(num_tokens + wide_row * num_tokens_stride, count)
+    tl.store(error + wide_row * error_stride, fails)
+    inside = depths < max_depth
+    tl.store(tokens + wide_row * tokens_stride + depths, tl.where(committed, path_tokens, -1), mask=inside)
+    tl.store(accepted + wide_row * accepted_stride + depths, tl.where(depths < count - 1, path, -1), mask=inside)
+    if (tl.load(ints + 5) & 1) != 0:
+        tl.atomic_add(counts + table_row * vocab_size + path_tokens, 1, mask=committed, sem="relaxed")
+
+
+def walk(
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    out: WalkOutputs,
+    max_row_tokens: int,
+    vocab_size: int,
+    lossy: bool,
+) -> None:
+    """As kernels.tree.walk."""
+    max_depth = out.tokens.shape[1]
+    pdl = supports_pdl(tokens.token_ids)
+    options = {"launch_pdl": True} if pdl else {}
+    _walk[(tokens.root.shape[0],)](
+        tokens.token_ids, tokens.positions, tokens.parents, tokens.first, tokens.root, tokens.table_rows,
+        buffers.sampled, buffers.bad,
+        tables.float_params, tables.int_params, tables.counts, vocab_size,
+        buffers.processed, buffers.processed.stride(0), buffers.totals,
+        out.num_tokens, out.num_tokens.stride(0), out.tokens, out.tokens.stride(0),
+        out.accepted, out.accepted.stride(0), out.error, out.error.stride(0), max_depth,
+        LOSSY=lossy, PDL=pdl, BLOCK=max(triton.next_power_of_2(max_row_tokens), 16),
+        DEPTH=triton.next_power_of_2(max_depth), TILE=min(2048, max(triton.next_power_of_2(vocab_size), 16)),
+        num_warps=8 if lossy else 1, enable_fp_fusion=False, **options,
     )  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import propose_state as state
-from kernels.propose_state import ProposeTables
-from kernels.reference.gumbel import gumbel
+from kernels import sampling_state as state
+from kernels.reference.sampling import gumbel
+from kernels.sampling_state import ProposeTables
 
 
 def propose(
@@ -45,7 +45,7 @@ def _ranks(values: Tensor, ids: Tensor, position: Tensor, floats: Tensor, ints: 
     if not float(temperature) > 0:
         return values.double()
     values = values.double() / temperature.clamp(min=state.MIN_TEMPERATURE).double()
-    if not int(ints[state.FLAGS]) & state.RANK_BY_NOISE:
+    if not int(ints[state.PROPOSE_FLAGS]) & state.RANK_BY_NOISE:
         return values
     noise = gumbel(ints[None, : state.CHOICE_INDEX + 1], position, ids[None])[0]
     return (values + noise.double()) / tau.double()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from kernels import sampling_state as state
+from kernels.reference.sampling import accepts_loosely, coins, gumbel
+from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 
 def expand_tree(
@@ -25,3 +30,82 @@ def expand_tree(
             path[token, depth] = place
             mask[token, place // 32] |= 1 << place % 32 if place % 32 < 31 else -(1 << 31)
             ancestor = int(parents[ancestor])
+
+
+def walk(
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    out: WalkOutputs,
+    vocab_size: int,
+    lossy: bool,
+) -> None:
+    """As kernels.tree.walk."""
+    max_depth = out.tokens.shape[1]
+    for row in range(tokens.root.shape[0]):
+        out.num_tokens[row], out.error[row] = 0, 0
+        out.tokens[row], out.accepted[row] = -1, -1
+        committed: list[int] = []
+        accepted: list[int] = []
+        node = int(tokens.root[row])
+        table_row, end = int(tokens.table_rows[row]), int(tokens.first[row + 1])
+        while node >= 0 and len(committed) < max_depth:
+            if int(buffers.bad[node]):
+                out.error[row] = state.UNUSABLE_LOGITS
+                break
+            children = {
+                int(tokens.token_ids[child]): child
+                for child in range(node + 1, end)
+                if int(tokens.parents[child]) == node
+            }
+            token = int(buffers.sampled[node])
+            if lossy and children and accepts_loosely(tables.float_params[table_row]):
+                token = _choose(list(children), token, node, table_row, tokens, tables, buffers, vocab_size)
+            if not 0 <= token < vocab_size:
+                out.error[row] = state.ILLEGAL_TOKEN
+                break
+            committed.append(token)
+            node = children.get(token, -1)
+            if node >= 0:
+                accepted.append(node)
+        if int(out.error[row]):
+            continue
+        # A walk cut short at the last column has a bonus token that is a node; it is no accepted one.
+        accepted = accepted[: max(len(committed) - 1, 0)]
+        out.num_tokens[row] = len(committed)
+        out.tokens[row, : len(committed)] = torch.tensor(committed, dtype=torch.int32)
+        out.accepted[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.int32)
+        if int(tables.int_params[table_row, state.FLAGS]) & state.PENALIZED:
+            for token in committed:
+                tables.counts[table_row, token] += 1
+
+
+def _choose(
+    children: list[int],
+    sampled: int,
+    node: int,
+    table_row: int,
+    tokens: RoundTokens,
+    tables: SamplingTables,
+    buffers: SampleBuffers,
+    vocab_size: int,
+) -> int:
+    """The token that the acceptance thresholds let through at a node, or sample in place of all its children."""
+    floats, keys = tables.float_params[table_row], tables.int_params[[table_row], : state.CHOICE_INDEX + 1]
+    processed: Tensor = buffers.processed[node, :vocab_size]
+    position = tokens.positions[node : node + 1] + 1
+    coin = float(coins(keys, position)[0])
+    chances = (processed[children].double() - buffers.totals[node]).exp().tolist()
+    accumulated = 0.0
+    for child, chance in zip(children, chances, strict=True):
+        accumulated += chance
+        if chance > 0 and (
+            coin < accumulated / float(floats[state.ACCEPT_ACC]) or chance >= float(floats[state.ACCEPT_SINGLE])
+        ):
+            return child
+    rest = processed.clone()
+    rest[children] = -torch.inf
+    if not bool(rest.max().isfinite()):
+        return sampled
+    scores = rest + gumbel(keys, position, torch.arange(vocab_size, device=rest.device)[None])[0]
+    return int((scores == scores.max()).nonzero()[0, 0])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.attention import short_tokens
 from kernels.attention_tiles import PATH_SPLITS, choose_splits
-from kernels.branches import short_tokens
-from kernels.pages import update_pages
+from kernels.kv_cache import update_pages
 from kernels.sampling_state import RoundTokens
 from kernels.tree import MAX_PATH, expand_tree
 from outrider.attention.base import HostLengths, TokenBatch

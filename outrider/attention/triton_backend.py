@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.attention import prefill_attention, tree_attention
-from kernels.branches import branch_attention, list_branches
-from kernels.rope import rope_write, rotary_angles
-from kernels.row_linear import norm_qkv, qkv_fits
+from kernels.attention import branch_attention, list_branches, prefill_attention, tree_attention
+from kernels.elementwise import rope_write, rotary_angles
+from kernels.linear import norm_qkv, qkv_fits
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache

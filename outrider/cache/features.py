@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.compact import compact
+from kernels.kv_cache import compact
 from outrider.cache.kv import zeros
 from outrider.layers.linear import Linear
 from outrider.tree.projection import PROJECTED, Projection

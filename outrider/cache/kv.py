@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.compact import compact
-from kernels.move import move
+from kernels.kv_cache import compact, move
 
 if TYPE_CHECKING:
     from outrider.attention.paged import TreeTokens

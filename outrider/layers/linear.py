@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.activation import silu_mul
-from kernels.gemm import stream_linear
-from kernels.gemm_configs import worth_streaming
+from kernels.elementwise import silu_mul
 from kernels.launch import use_triton
-from kernels.row_linear import fits, norm_linear, pays
+from kernels.linear import fits, norm_linear, pays, stream_linear
+from kernels.linear_configs import worth_streaming
 from outrider.layers.norm import RMSNorm
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,

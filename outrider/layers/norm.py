@@ -19,7 +19,7 @@ class RMSNorm:
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., size] to the same shape; the mean is taken over the last dimension."""
         if self.weight.ndim == 1 and rows.ndim == 2 and use_triton(rows):
-            from kernels.norm import rms_norm
+            from kernels.elementwise import rms_norm
 
             return rms_norm(rows, self.weight, self.eps)
         return functional.rms_norm(rows, rows.shape[-1:], None, self.eps).mul_(self.weight)

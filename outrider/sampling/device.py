@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.logprobs import logprobs
-from kernels.sampling import sample_rows
+from kernels.sampling import logprobs, sample_rows
 from kernels.sampling_state import (
     BIASED,
     ILLEGAL_TOKEN,
@@ -23,7 +22,7 @@ from kernels.sampling_state import (
     SamplingTables,
     WalkOutputs,
 )
-from kernels.walk import walk
+from kernels.tree import walk
 from outrider.device import put
 from outrider.errors import InternalError
 from outrider.protocol.tokens import TokenLogprobs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.propose import propose
-from kernels.propose_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
+from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.gumbel import gumbel as device_gumbel
+from kernels.sampling import gumbel as device_gumbel
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.gumbel import gumbel as device_gumbel
+from kernels.sampling import gumbel as device_gumbel
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache

@@ -33,7 +33,7 @@ def _burst(width: int) -> Burst:
 def main() -> None:
     """Call every launcher once; each launch is a compilation."""
     compiled = compile_only()
-    from kernels.jit import frontier, frontier_choice
+    from kernels.jit import frontier
 
     for width in (8, 32, 64, 128):
         burst = _burst(width)
@@ -41,7 +41,7 @@ def main() -> None:
         frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
         frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
         frontier.add_seeds(burst.pool, torch.zeros(MORE_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
-        frontier_choice.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
+        frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
         frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
         tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)
         scores = torch.zeros(width, _BRANCHING)

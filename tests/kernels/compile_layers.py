@@ -15,8 +15,8 @@ def main() -> None:
     """Call every launcher; each launch is a compilation."""
     compiled = compile_only()
     from kernels.attention_tiles import short_config
-    from kernels.jit import row_linear, short_branches
-    from kernels.row_configs import qkv_config, usual_config
+    from kernels.jit import branches, row_linear
+    from kernels.linear_configs import qkv_config, usual_config
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.int32)
@@ -28,7 +28,7 @@ def main() -> None:
             return torch.zeros(*size, dtype=dtype)
 
         q, cache, stream = made(count, heads, dim), made(640, kv_heads, dim), made(count, size)
-        short_branches.branch_attention(
+        branches.short_branch_attention(
             q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
             made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype),
         )  # fmt: skip

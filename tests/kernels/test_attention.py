@@ -18,7 +18,7 @@ from kernels.attention_tiles import (
     tree_config,
     usual_tokens,
 )
-from kernels.jit import splits
+from kernels.jit import attention_parts
 from kernels.reference import attention as reference
 
 SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
@@ -81,8 +81,8 @@ def test_splits_of_several_steps(span: int, path: bool, device: str) -> None:
 @pytest.mark.parametrize("path", [False, True])
 def test_sums_that_take_a_few_splits_at_a_time(path: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that use 1 split, a part of what is read at once, all of it, and more than once as much."""
-    monkeypatch.setattr(splits, "LARGE_SUM", 0)
-    monkeypatch.setattr(splits, "WARP_FLOATS", 4 * HEADS[2])
+    monkeypatch.setattr(attention_parts, "LARGE_SUM", 0)
+    monkeypatch.setattr(attention_parts, "WARP_FLOATS", 4 * HEADS[2])
     trees = [random_tree(5, 1), chain(1), chain(3), chain(2)]
     made = make_round(trees, [37, 0, 61, 139], device=device, padding=2, empty_rows=1).expand()
     q, k, v = caches(made, HEADS, torch.float32)

@@ -10,12 +10,11 @@ from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import tree_attention
+from kernels.attention import Branches, branch_attention, list_branches, short_tokens, tree_attention
 from kernels.attention_tiles import SHORT_SPLITS, TileConfig
-from kernels.branches import Branches, branch_attention, list_branches, short_tokens
-from kernels.carveout import LAYER_KERNELS
+from kernels.compiling import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
-from kernels.reference import branches as reference
+from kernels.reference import attention as reference
 
 SMALL = TileConfig(rows=16, keys=16, num_warps=4, num_stages=2)
 HEADS = (4, 2, 16)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.carveout import CARVEOUT, share_l1
-from kernels.norm import rms_norm
-from kernels.row_linear import norm_linear
+from kernels.compiling import CARVEOUT, share_l1
+from kernels.elementwise import rms_norm
+from kernels.linear import norm_linear
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.frontier_state import NUM_FIELDS, ROW, SCORE, SLOT, STEP, BurstRows, Pool, StepTokens
-from kernels.jit.frontier_choice import _shorten
+from kernels.jit.frontier import _shorten
 from kernels.launch import triton_on_cpu
 from kernels.reference import frontier as reference
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gemm import stream_linear
-from kernels.gemm_configs import MAX_ROWS, GemmConfig, choose_config, tile_rows
+from kernels.linear import stream_linear
+from kernels.linear_configs import MAX_ROWS, GemmConfig, choose_config, tile_rows
 
 SMALL = GemmConfig(block_n=32, block_k=32, stages=2)
 CUTS = {

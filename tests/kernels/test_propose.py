@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.propose import propose
-from kernels.propose_state import GROUP, RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from kernels.reference import propose as reference
+from kernels.sampling_state import GROUP, RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.sampling import noise
 
 SEED = 2**63 + 12345

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference import rope as rope_reference
-from kernels.reference import row_linear as reference
-from kernels.row_configs import (
+from kernels.linear import norm_linear, norm_qkv
+from kernels.linear_configs import (
     MAX_ROWS,
     MAX_SIZE,
     RowConfig,
@@ -22,7 +21,8 @@ from kernels.row_configs import (
     qkv_fits,
     usual_config,
 )
-from kernels.row_linear import norm_linear, norm_qkv
+from kernels.reference import elementwise as rope_reference
+from kernels.reference import linear as reference
 
 # Triton's interpreter multiplies the bit patterns of bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16

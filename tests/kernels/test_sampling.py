@@ -1,4 +1,4 @@
-"""Sampled tokens equal the reference sampler's, for every processor and along every path."""
+"""Sampling of whole rounds, the shared noise, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,10 +12,84 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from sampling_cases import Case, Round, make_round, random_logits
 
-from kernels.sampling import sample_rows
+from kernels.reference.sampling import coins
+from kernels.reference.sampling import gumbel as torch_gumbel
+from kernels.sampling import gumbel, logprobs, sample_rows
+from kernels.sampling_state import MAX_TOP_LOGPROBS, LogprobOutputs, WalkOutputs
 from outrider.errors import InternalError
+from outrider.sampling import noise
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import LogitsProcessor, TokenHistory
+from outrider.sampling.sampler import RequestSampler
+
+SEEDS = [0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
+
+
+def key(seed: int, choice: int) -> list[int]:
+    """Seed and choice index as the bit patterns of three int32."""
+    return np.array([seed & 0xFFFFFFFF, seed >> 32, choice], np.uint32).view(np.int32).tolist()
+
+
+def keys_and_positions(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = torch.tensor([key(seed, index) for index, seed in enumerate(SEEDS)], dtype=torch.int32, device=device)
+    return keys, torch.arange(7, 7 + len(SEEDS), dtype=torch.int32, device=device)
+
+
+def agree(ours: torch.Tensor, expected: np.ndarray) -> None:
+    """Equal but for the last bit, and that rarely: the float64 logarithms may differ before the rounding."""
+    got = ours.cpu().numpy()
+    assert got.dtype == expected.dtype == np.float32
+    np.testing.assert_array_max_ulp(got, expected, 1)
+    assert (got != expected).mean() < 1e-4
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 1024, 3001])
+def test_rows_equal_numpy(device: str, vocab_size: int) -> None:
+    keys, positions = keys_and_positions(device)
+    got = gumbel(keys, positions, vocab_size)
+    for row, seed in enumerate(SEEDS):
+        agree(got[row], noise.gumbel(seed, row, int(positions[row]), vocab_size=vocab_size))
+
+
+def test_listed_tokens_have_the_noise_of_the_full_row(device: str) -> None:
+    keys, positions = keys_and_positions(device)
+    ids = torch.randint(0, 3000, (len(SEEDS), 37), dtype=torch.int32, device=device)
+    assert torch.equal(gumbel(keys, positions, 3000, ids), gumbel(keys, positions, 3000).gather(1, ids.long()))
+
+
+def test_keys_may_be_columns_of_a_wider_table(device: str) -> None:
+    keys, positions = keys_and_positions(device)
+    table = torch.full((len(SEEDS), 8), -1, dtype=torch.int32, device=device)
+    table[:, :3] = keys
+    assert torch.equal(gumbel(table[:, :3], positions, 50), gumbel(keys, positions, 50))
+
+
+def test_the_torch_reference_equals_numpy() -> None:
+    keys, positions = keys_and_positions("cpu")
+    got = torch_gumbel(keys, positions, torch.arange(999).expand(len(SEEDS), -1))
+    for row, seed in enumerate(SEEDS):
+        agree(got[row], noise.gumbel(seed, row, int(positions[row]), vocab_size=999))
+
+
+def test_coins_are_the_first_words_under_the_last_counter() -> None:
+    keys, positions = keys_and_positions("cpu")
+    for row, (seed, coin) in enumerate(zip(SEEDS, coins(keys, positions), strict=True)):
+        word = noise.philox(np.zeros(1, np.uint64), int(positions[row]), row, 1, seed)[0, 0]
+        assert float(coin) == (int(word) + 0.5) / 2**32
+
+
+def test_shapes_of_noise_are_checked() -> None:
+    with pytest.raises(ValueError, match="keys"):
+        gumbel(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 5)
+
+
+@pytest.mark.gpu
+def test_a_large_table_equals_numpy() -> None:
+    keys, positions = (tensor.cuda() for tensor in keys_and_positions("cpu"))
+    got = gumbel(keys, positions, 128256)
+    for row, seed in enumerate(SEEDS):
+        agree(got[row], noise.gumbel(seed, row, int(positions[row]), vocab_size=128256))
+
 
 VOCAB = 70
 TOKENS = st.integers(0, VOCAB - 1)
@@ -294,3 +368,95 @@ def test_a_captured_round_follows_its_inputs() -> None:
         replayed = buffers.sampled.clone()
         run()
         assert torch.equal(replayed, buffers.sampled)
+
+
+DEPTH = 12
+
+
+def chain(wanted: int | None, length: int) -> Case:
+    params = SamplingParams(num_logprobs=wanted, temperature=0.0)
+    return Case(params, [1, 2], [3], parents=list(range(-1, length - 1)), token_ids=list(range(length)))
+
+
+def walked(trial: Round, committed: list[int], vocab_size: int) -> WalkOutputs:
+    """As if `committed` tokens of each row had been sampled along its chain, the last one with any id."""
+    device = trial.tokens.root.device
+    out = WalkOutputs.new(len(trial.cases) + 1, DEPTH, device)
+    out.num_tokens[:], out.tokens[:], out.accepted[:] = 0, -1, -1
+    for row, count in enumerate(committed):
+        out.num_tokens[row] = count
+        for place in range(count):
+            out.tokens[row, place] = place if place < count - 1 else (7 * row + 3) % vocab_size
+            if place < count - 1:
+                out.accepted[row, place] = trial.index(row, place)
+    return out
+
+
+def check_logprobs(trial: Round, logits: torch.Tensor, committed: list[int]) -> LogprobOutputs:
+    # Every second row of a larger table.
+    whole = LogprobOutputs.new(2 * len(trial.cases) + 2, DEPTH, logits.device)
+    out = LogprobOutputs(whole.logprobs[::2], whole.top_ids[::2], whole.top_logprobs[::2])
+    out.logprobs.fill_(5.0)
+    walk = walked(trial, committed, trial.vocab_size)
+    logprobs(logits, trial.vocab_size, trial.tokens, trial.tables, walk, out)
+    sampler = RequestSampler(SamplingParams(), [1], trial.vocab_size)
+    for row, case in enumerate(trial.cases):
+        wanted = case.params.num_logprobs
+        count = 0 if wanted is None else committed[row]
+        assert (out.logprobs[row, count:] == 5.0).all()
+        for place in range(count):
+            row_logits, token_id = logits[trial.index(row, place - 1)].cpu(), int(walk.tokens[row, place])
+            value, top = sampler.logprobs(row_logits, token_id, min(wanted or 0, trial.vocab_size))
+            np.testing.assert_array_max_ulp(out.logprobs[row, place].cpu().numpy(), np.float32(value), 1)
+            ids, values = out.top_ids[row, place].tolist(), out.top_logprobs[row, place].cpu().numpy()
+            assert ids == [entry[0] for entry in top] + [-1] * (MAX_TOP_LOGPROBS - len(top))
+            np.testing.assert_array_max_ulp(values[: len(top)], np.array([e[1] for e in top], np.float32), 1)
+            assert np.isneginf(values[len(top) :]).all()
+            if token_id in ids:
+                assert float(out.logprobs[row, place]) == float(values[ids.index(token_id)])
+    return out
+
+
+@pytest.mark.parametrize("vocab_size", [20, 33, 2048, 5000])
+def test_values_equal_the_reference(device: str, vocab_size: int) -> None:
+    trial = make_round([chain(20, 11), chain(None, 3), chain(0, 2), chain(5, 0)], vocab_size, device)
+    check_logprobs(trial, random_logits(len(trial.tokens.rows), vocab_size + 2, 5, device), [11, 2, 3, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ties_and_narrow_logits(device: str, dtype: torch.dtype) -> None:
+    trial = make_round([chain(20, 3), chain(7, 3)], 4100, device)
+    logits = random_logits(len(trial.tokens.rows), 4100, 6, device).to(dtype)
+    logits[1], logits[5] = 3.0, torch.floor(logits[5].float()).to(dtype)
+    # Large logits may all stand in one column of the tiles, and others be impossible.
+    logits[2] = -torch.inf
+    logits[2, 5::2048], logits[2, 7::300] = 9.0, 8.0
+    check_logprobs(trial, logits, [4, 4])
+
+
+def test_fewer_possible_tokens_than_wanted(device: str) -> None:
+    trial = make_round([chain(20, 1)], 2500, device)
+    logits = torch.full((len(trial.tokens.rows), 2500), -torch.inf, device=device)
+    logits[:, [3, 2400, 90]] = torch.tensor([0.5, 1.5, 0.5], device=device)
+    check_logprobs(trial, logits, [2])
+
+
+def test_the_torch_reference_agrees() -> None:
+    trial = make_round([chain(20, 11), chain(None, 3), chain(0, 2), chain(5, 0)], 40, "cpu")
+    check_logprobs(trial, random_logits(len(trial.tokens.rows), 41, 5, "cpu").round(decimals=1), [11, 2, 3, 1])
+
+
+def test_shapes_of_logprobs_are_checked() -> None:
+    trial = make_round([chain(20, 1)], 40, "cpu")
+    walk, logits = walked(trial, [1], 40), random_logits(5, 40, 0, "cpu")
+    with pytest.raises(ValueError, match="outputs"):
+        logprobs(logits, 40, trial.tokens, trial.tables, walk, LogprobOutputs.new(2, DEPTH + 1, "cpu"))
+    with pytest.raises(ValueError, match="logits"):
+        logprobs(logits[:, :30], 40, trial.tokens, trial.tables, walk, LogprobOutputs.new(2, DEPTH, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [49152, 128256])
+def test_logprobs_of_large_vocabularies(vocab_size: int) -> None:
+    trial = make_round([chain(20, 11), chain(5, 3)], vocab_size, "cuda")
+    check_logprobs(trial, random_logits(len(trial.tokens.rows), vocab_size, 5, "cuda"), [11, 4])

@@ -7,9 +7,9 @@ import torch
 from test_branches import make_step
 from torch import Tensor
 
-from kernels.branches import branch_attention
-from kernels.carveout import share_l1
-from kernels.row_linear import norm_linear, norm_qkv
+from kernels.attention import branch_attention
+from kernels.compiling import share_l1
+from kernels.linear import norm_linear, norm_qkv
 
 pytestmark = pytest.mark.gpu
 

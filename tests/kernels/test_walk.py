@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_cases import Case, Round, make_round, random_logits
 
-from kernels.reference.walk import walk as reference_walk
+from kernels.reference.tree import walk as reference_walk
 from kernels.sampling import sample_rows
 from kernels.sampling_state import ILLEGAL_TOKEN, SampleBuffers, WalkOutputs
-from kernels.walk import walk
+from kernels.tree import walk
 from outrider.sampling.lossy import AcceptRule, choose, walk_tree
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.processors import LogitsProcessor, TokenHistory

@@ -10,7 +10,7 @@ from drafters import KINDS, loaded_drafter, train_drafter
 from naive_draft import NaiveDraft
 from training_world import states
 
-from kernels.gumbel import gumbel as device_gumbel
+from kernels.sampling import gumbel as device_gumbel
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel

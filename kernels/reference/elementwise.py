@@ -1,13 +1,27 @@
-"""See kernels.rope."""
+"""See kernels.elementwise."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As kernels.elementwise.rms_norm, into a new tensor."""
+    wide = rows.float()
+    scale = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(rows.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As kernels.elementwise.silu_mul."""
+    gate, up = gate_up.float().chunk(2, 1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As kernels.rope.rotary_angles."""
+    """As kernels.elementwise.rotary_angles."""
     angles = positions.float().unsqueeze(1) * inv_freq
     return angles.cos() * scale, angles.sin() * scale
 
@@ -16,7 +30,7 @@ def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     qk_norm: Tensor | None, eps: float, q: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.rope.rope_write."""
+    """As kernels.elementwise.rope_write."""
     num_heads, kv_heads = q.shape[1], k_cache.shape[1]
     queries_keys, values = heads[:, : num_heads + kv_heads].float(), heads[:, num_heads + kv_heads :]
     if qk_norm is not None:

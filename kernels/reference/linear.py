@@ -1,13 +1,32 @@
-"""See kernels.row_linear."""
+"""See kernels.linear."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.reference.gemm import stream_linear
-from kernels.reference.norm import rms_norm
-from kernels.reference.rope import rope_write
+from kernels.reference.elementwise import rms_norm, rope_write
+
+
+def stream_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """As kernels.linear.stream_linear."""
+    product = rows.float() @ weight.float().T
+    if bias is not None:
+        product += bias.float()
+    if gated:
+        gate, up = product.chunk(2, 1)
+        product = functional.silu(gate) * up
+    if residual is not None:
+        product += residual.float()
+    return product.to(out_dtype)
 
 
 def norm_linear(
@@ -19,7 +38,7 @@ def norm_linear(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """As kernels.row_linear.norm_linear, into a new tensor."""
+    """As kernels.linear.norm_linear, into a new tensor."""
     normed = rows if norm is None else rms_norm(rows, norm, eps)
     return stream_linear(normed, weight, bias, residual, gated, rows.dtype)
 
@@ -28,7 +47,7 @@ def norm_qkv(
     rows: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     norm: Tensor | None, eps: float, bias: Tensor | None, qk_norm: Tensor | None, qk_eps: float, q: Tensor,
 ) -> None:  # fmt: skip
-    """As kernels.row_linear.norm_qkv, into `q`."""
+    """As kernels.linear.norm_qkv, into `q`."""
     normed = rows if norm is None else rms_norm(rows, norm, eps)
     product = stream_linear(normed, weight, bias, None, False, torch.float32)
     heads = product.view(rows.shape[0], -1, q.shape[2])

@@ -1,10 +1,90 @@
+"""Norm, activation and rotary positions against plain torch."""
+
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from kernels.reference import rope as reference
-from kernels.rope import rope_write, rotary_angles
+from kernels.elementwise import rms_norm, rope_write, rotary_angles, silu_mul
+from kernels.reference import elementwise as reference
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 72), (2, 600)])
+def test_rms_norm_is_in_float32_rounded_once(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = (3 * torch.randn(num_rows, size, generator=generator)).to(dtype)
+    weight = (1 + torch.randn(size, generator=generator)).to(dtype)
+    wide = rows.double()
+    expected = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    result = rms_norm(rows.to(device), weight.to(device), 1e-5)
+    torch.testing.assert_close(result.cpu(), expected.to(dtype))
+
+
+def test_without_triton_the_norm_is_the_same() -> None:
+    rows, weight = torch.randn(3, 40), torch.randn(40)
+    expected = torch.nn.functional.rms_norm(rows, (40,), weight, 1e-5)
+    torch.testing.assert_close(rms_norm(rows, weight, 1e-5), expected)
+
+
+def test_rms_norm_may_write_its_input(device: str) -> None:
+    rows = torch.randn(2, 96, device=device)
+    weight = torch.randn(96, device=device)
+    expected = rms_norm(rows, weight, 1e-6)
+    assert rms_norm(rows, weight, 1e-6, out=rows) is rows
+    assert torch.equal(rows, expected)
+
+
+def test_a_weight_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="rms_norm"):
+        rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [576, 4096, 5120, 8192])
+def test_norms_of_real_sizes(size: int) -> None:
+    rows = torch.randn(33, size, device="cuda").bfloat16()
+    weight = torch.randn(size, device="cuda").bfloat16()
+    wide = rows.double()
+    expected = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(rows, weight, 1e-5), expected.bfloat16())
+
+
+def expected_of(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, 1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (3, 1030)])
+def test_silu_mul_is_silu_times_up_rounded_once(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    gate_up = (4 * torch.randn(num_rows, 2 * size, generator=torch.Generator().manual_seed(size))).to(dtype)
+    torch.testing.assert_close(silu_mul(gate_up.to(device)).cpu(), expected_of(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's; exp(200) is infinity
+def test_large_gates_do_not_overflow(device: str) -> None:
+    gate_up = torch.tensor([[-1e4, 1e4, -200.0, 0.0, 3.0, 3.0, 3.0, 3.0]], device=device)
+    torch.testing.assert_close(silu_mul(gate_up).cpu(), torch.tensor([[0.0, 3e4, 0.0, 0.0]]))
+
+
+def test_without_triton_the_activation_is_the_same() -> None:
+    gate_up = torch.randn(2, 20)
+    torch.testing.assert_close(silu_mul(gate_up), expected_of(gate_up))
+
+
+def test_odd_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="silu_mul"):
+        silu_mul(torch.ones(2, 5))
+
+
+@pytest.mark.gpu
+def test_activation_of_real_size() -> None:
+    gate_up = torch.randn(64, 2 * 14336, device="cuda").bfloat16()
+    torch.testing.assert_close(silu_mul(gate_up), expected_of(gate_up))
+
 
 SHAPES = [(4, 2, 16), (9, 3, 64), (5, 1, 32)]
 

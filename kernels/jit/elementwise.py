@@ -1,4 +1,4 @@
-"""See kernels.rope."""
+"""See kernels.elementwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import power_of_two
+from kernels.launch import power_of_two, supports_pdl
+
+
+@triton.jit
+def _rms_norm(rows, weight, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    # A weight never changes, so it need not wait for the kernel before.
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0).to(tl.int64) * size
+    row = tl.load(rows + first + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, axis=0) / size + eps)
+    tl.store(out + first + columns, (row * scale * factors).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """As kernels.elementwise.rms_norm."""
+    num_rows, size = rows.shape
+    block = triton.next_power_of_2(size)
+    pdl = supports_pdl(rows)
+    options = {"launch_pdl": True} if pdl else {}
+    # Eight elements a thread: one load of 16 bytes for two-byte numbers.
+    warps = min(max(block // 256, 1), 16)
+    _rms_norm[(num_rows,)](rows, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, **options)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """As kernels.elementwise.silu_mul, into `out`."""
+    num_rows, size = out.shape
+    pdl = supports_pdl(gate_up)
+    options = {"launch_pdl": True} if pdl else {}
+    _silu_mul[(num_rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, PDL=pdl, num_warps=4, **options)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -80,7 +128,7 @@ def _rope_write(
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As kernels.rope.rotary_angles."""
+    """As kernels.elementwise.rotary_angles."""
     num_tokens, half = positions.shape[0], inv_freq.shape[0]
     cos, sin = (torch.empty(num_tokens, half, dtype=torch.float32, device=positions.device) for _ in range(2))
     tokens = 8
@@ -95,7 +143,7 @@ def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     qk_norm: Tensor | None, eps: float, q: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
-    """As kernels.rope.rope_write."""
+    """As kernels.elementwise.rope_write."""
     num_tokens, num_all, dim = heads.shape
     # Few heads a program where tokens are few: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16

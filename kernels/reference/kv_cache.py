@@ -1,4 +1,4 @@
-"""See kernels.compact."""
+"""See kernels.kv_cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 
 
+def update_pages(page_tables: Tensor, updates: Tensor) -> None:
+    """As kernels.kv_cache.update_pages."""
+    for row, place, page in updates.tolist():
+        if row >= 0:
+            page_tables[row, place] = page
+
+
 def compact(
     k: Tensor, v: Tensor, first: Tensor, cached_len: Tensor, table_rows: Tensor, page_tables: Tensor,
     root: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    """As kernels.compact.compact."""
+    """As kernels.kv_cache.compact."""
     for row, count in enumerate(num_tokens.tolist()):
         if int(root[row]) < 0 or count < 2:
             continue
@@ -23,3 +30,10 @@ def compact(
         target = table[target // page_size] * page_size + target % page_size
         for cache in (k, v):
             cache[:, target] = cache[:, source]
+
+
+def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
+    """As kernels.kv_cache.move."""
+    source, target = moves[(moves >= 0).all(1)].long().unbind(1)
+    for cache in (k, v):
+        cache[:, target] = cache[:, source]

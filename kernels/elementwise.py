@@ -1,4 +1,4 @@
-"""Rotary positions: angles once a round; norm, rotation and the writing of k and v once a layer."""
+"""Norm, activation and rotary positions: what stands between the products of a layer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,57 @@ import torch
 from torch import Tensor
 
 from kernels.launch import supports_pdl, use_triton
-from kernels.reference import rope as reference
+from kernels.reference import elementwise as reference
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """rows / sqrt(mean(rows^2) + eps) * weight for each row, in float32, rounded once.
+
+    Args:
+        rows: [M, K], contiguous, of any float dtype.
+        weight: [K]. It may be read before the kernel launched last has ended: it must not be what that one writes.
+        eps: added to the mean of the squares.
+        out: [M, K] of the dtype of `rows`, written and returned; a new tensor if None. It may be `rows` itself.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if rows.dim() != 2 or weight.shape != rows.shape[1:]:
+        raise ValueError(f"rms_norm of {tuple(rows.shape)} with a weight of {tuple(weight.shape)}")
+    if out is None:
+        out = torch.empty_like(rows)
+    if use_triton(rows):
+        from kernels.jit import elementwise as jit
+
+        jit.rms_norm(rows, weight, eps, out)
+    else:
+        out.copy_(reference.rms_norm(rows, weight, eps))
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
+
+    Raises:
+        ValueError: `gate_up` is not a matrix with an even number of columns.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"silu_mul of {tuple(gate_up.shape)}")
+    if not use_triton(gate_up):
+        return reference.silu_mul(gate_up)
+    from kernels.jit import elementwise as jit
+
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    jit.silu_mul(gate_up, out)
+    return out
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each."""
     if use_triton(positions):
-        from kernels.jit import rope
+        from kernels.jit import elementwise as jit
 
-        return rope.rotary_angles(positions, inv_freq, scale)
+        return jit.rotary_angles(positions, inv_freq, scale)
     return reference.rotary_angles(positions, inv_freq, scale)
 
 
@@ -64,8 +106,8 @@ def rope_write(
     if not use_triton(heads):
         reference.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q)
         return q
-    from kernels.jit import rope
+    from kernels.jit import elementwise as jit
 
     pdl = pdl and supports_pdl(heads)
-    rope.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, pdl)
+    jit.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, pdl)
     return q

@@ -1,0 +1,106 @@
+"""Page tables, KV slots in all layers, and the device's clock: what a round does beside its forward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.launch import use_triton
+from kernels.reference import kv_cache as reference
+
+
+def update_pages(page_tables: Tensor, updates: Tensor) -> None:
+    """page_tables[row, place] = page for each row of `updates`.
+
+    Args:
+        page_tables: int32 [R, P], written.
+        updates: int32 [U, 3] of (row, place, page); a negative row means nothing. No two name the same place.
+    """
+    _backend(page_tables).update_pages(page_tables, updates)
+
+
+def stamp(times: Tensor, index: int) -> None:
+    """times[index] = the GPU's clock in nanoseconds when all work queued before is done; int64 [N].
+
+    On a CPU, and in the interpreter, the host's clock.
+    """
+    if times.is_cuda:
+        from kernels.jit import kv_cache as jit
+
+        jit.stamp(times, index)
+    else:
+        times[index] = time.perf_counter_ns()
+
+
+def compact(
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    cached_len: Tensor,
+    table_rows: Tensor,
+    page_tables: Tensor,
+    root: Tensor,
+    accepted: Tensor,
+    num_tokens: Tensor,
+    page_size: int,
+) -> None:
+    """Move accepted node k = 0 .. num_tokens[b] - 2 of each row to place root[b] - first[b] + 1 + k of the row.
+
+    All layers in one launch. Nodes lie behind their parents, so none moves down, and what is overwritten has been
+    moved before.
+
+    Args:
+        k: [L, S, KVH, D], contiguous, moved in place; so is `v`.
+        first: int32 [B + 1].
+        cached_len: int32 [B]; token i of row b lies at logical position cached_len[b] + i - first[b].
+        table_rows: int32 [B].
+        page_tables: int32 [R, P], rows contiguous.
+        root: int32 [B], the root's place in the round; -1 where nothing moves.
+        accepted: int32 [B, D_max], places of the accepted nodes in the round, parents first; rows contiguous.
+        num_tokens: int32 [B], committed tokens: accepted nodes and one; may be a column of a matrix.
+        page_size: tokens in a page.
+
+    Raises:
+        ValueError: caches that are not contiguous or differ.
+    """
+    if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
+        raise ValueError("k and v must be contiguous and alike")
+    if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
+        raise ValueError("the rows of accepted and of the page tables must be contiguous")
+    inputs = (first, cached_len, table_rows, page_tables, root, accepted, num_tokens)
+    _backend(k).compact(k, v, *inputs, page_size)
+
+
+def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
+    """Copy what the first slot of each pair holds to the second one, in all layers by one launch.
+
+    The order in which pairs are taken is open: no slot may be the target of two, nor the source of one and the target
+    of another. A tree region and contexts share no slot, so moves from the one to the other keep that. Pairs are read
+    on the device, so the launch can be captured; unused ones of a buffer of fixed size are (-1, -1).
+
+    Args:
+        k: [L, S, KVH, D], contiguous, written in place; so is `v`.
+        moves: int32 [N, 2], contiguous: source and target slot; nothing happens where either is negative.
+
+    Raises:
+        ValueError: caches that are not contiguous or differ, or moves that are no pairs.
+    """
+    if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
+        raise ValueError("k and v must be contiguous and alike")
+    if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int32 or not moves.is_contiguous():
+        raise ValueError(f"moves of {list(moves.shape)} {moves.dtype}")
+    if not moves.shape[0]:
+        return
+    _backend(k).move(k, v, moves)
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The module that runs on `tensor`'s device."""
+    if not use_triton(tensor):
+        return reference
+    from kernels.jit import kv_cache as jit
+
+    return jit
