@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from gateway.core.allowance import Allowance
@@ -22,7 +19,7 @@ from gateway.core.router import Router as VerifyRouter
 from gateway.core.service import Gateway
 from gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
 from gateway.http.app import HostRule, RestApp
-from gateway.http.info import metrics_response
+from gateway.http.info import InfoRoutes
 from gateway.http.responses import DOOR
 from gateway.http.server import HttpServer
 from outrider.config.base import parse_options
@@ -31,12 +28,14 @@ from outrider.config.service import read_secret
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, door_options, peer_source
+from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
 _logger = get_logger(__name__)
 
-_WATCH_SECONDS = 0.05
+_READINESS_SECONDS = 0.05
+"""Between two looks at whether the gateway is ready."""
 _LAST_WORDS_SECONDS = 1.0
 """How long clients whose answers are cancelled get to take the error that says so."""
 
@@ -72,45 +71,44 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
     add_GatewayServiceServicer_to_server(servicer, grpc_server.grpc)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.router.close)
-        app = RestApp(gateway, options, api_keys=api_keys)
-        waits: dict[str, Any] = {
-            "max_connections": options.max_connections,
-            "max_connections_per_address": options.max_connections_per_address or max(1, options.max_connections // 2),
-            "proxies": options.proxies,
-            "header_seconds": options.header_seconds,
-            "stall_seconds": options.stall_seconds,
-        }
-        http = [HttpServer(app, options.rest_address, option="--rest-address", tls=door["tls"], **waits)]
-        http[0].connections.on_refused = partial(gateway.count_error, DOOR)
-        if (page := options.metrics_address) != "":
-            # Beyond loopback a scraper calls it by names that no client knows.
-            rule = HostRule(page, options.allowed_hosts if is_local(page) else ())
-            metrics = rule.guard(_metrics_app(gateway))
-            http.append(HttpServer(metrics, page, option="--metrics-address", **waits))
-        for server in http:
+        http_servers = _http_servers(gateway, options, api_keys, door["tls"])
+        for server in http_servers:
             stack.push_async_callback(server.stop, 1.0)
         address = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
-        for server in http:
+        for server in http_servers:
             await server.start()
-        if not (api_keys or options.tls_ca or is_local(http[0].address)):
-            _logger.warning("--rest-address: whoever reaches %s may use it; set an API key", http[0].address)
+        rest_address, metrics_address = http_servers[0].address, http_servers[-1].address
+        if not (api_keys or options.tls_ca or is_local(rest_address)):
+            _logger.warning("--rest-address: whoever reaches %s may use it; set an API key", rest_address)
         gateway.router.start()
         scheme = "http" if door["tls"] is None else "https"
-        _logger.info("REST on %s://%s, waiting for verify at %s", scheme, http[0].address, ", ".join(options.verify))
-        watch = asyncio.create_task(
-            _watch(gateway, grpc_server, options, address, [server.address for server in http]), name="watch"
+        _logger.info("REST on %s://%s, waiting for verify at %s", scheme, rest_address, ", ".join(options.verify))
+        announce = partial(
+            write_ready_file,
+            options.ready_file,
+            address=address,
+            rest_address=rest_address,
+            metrics_address=metrics_address,
         )
-        stopped = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait((watch, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                await watch
-        finally:
-            for task in (watch, stopped):
-                task.cancel()
-            await asyncio.gather(watch, stopped, return_exceptions=True)
+        await _follow_readiness(gateway, grpc_server, stop, announce)
         await _drain(gateway, grpc_server, options.drain_seconds)
+
+
+def _http_servers(
+    gateway: Gateway, options: GatewayOptions, api_keys: Mapping[str, str], tls: TlsSource | None
+) -> list[HttpServer]:
+    """The REST door and, if there is one, the further metrics page. Raises ConfigError."""
+    app = RestApp(gateway, options, api_keys=api_keys)
+    rest = HttpServer(app, options.rest_address, option="--rest-address", options=options, tls=tls)
+    rest.connections.on_refused = partial(gateway.count_error, DOOR)
+    page = options.metrics_address
+    if not page:
+        return [rest]
+    # Beyond loopback a scraper calls it by names that no client knows.
+    rule = HostRule(page, options.allowed_hosts if is_local(page) else ())
+    metrics = rule.guard(Router([Route("/metrics", InfoRoutes(gateway).metrics)]))
+    return [rest, HttpServer(metrics, page, option="--metrics-address", options=options)]
 
 
 def build_gateway(options: GatewayOptions) -> Gateway:
@@ -133,22 +131,20 @@ def build_gateway(options: GatewayOptions) -> Gateway:
     return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics(), Allowance(options.max_logprobs))
 
 
-async def _watch(
-    gateway: Gateway, server: GrpcServer, options: GatewayOptions, address: str, http_addresses: Sequence[str]
+async def _follow_readiness(
+    gateway: Gateway, server: GrpcServer, stop: asyncio.Event, announce: Callable[[], None]
 ) -> None:
-    """Lets health follow readiness, and writes the ready file at the first time."""
+    """Lets health say whether the gateway is ready, until `stop`; calls `announce` when it is for the first time."""
     serving = announced = False
-    while True:
+    while not stop.is_set():
         if gateway.ready != serving:
             serving = gateway.ready
             server.set_serving(serving)
         if serving and not announced:
             announced = True
-            rest_address, metrics_address = http_addresses[0], http_addresses[-1]
-            write_ready_file(
-                options.ready_file, address=address, rest_address=rest_address, metrics_address=metrics_address
-            )
-        await asyncio.sleep(_WATCH_SECONDS)
+            announce()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _READINESS_SECONDS)
 
 
 async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
@@ -159,10 +155,3 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
         _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
         gateway.router.end_answers()
         await gateway.gate.drain(_LAST_WORDS_SECONDS)
-
-
-def _metrics_app(gateway: Gateway) -> Router:
-    async def page(request: Request) -> Response:
-        return await metrics_response(gateway)
-
-    return Router([Route("/metrics", page)])

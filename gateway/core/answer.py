@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gateway.core.detokenizer import StopMatcher
 from gateway.core.events import Delta, Token, Usage, VerifyChunk
 from gateway.core.request import Job
-from gateway.core.stop import StopMatcher
 from gateway.core.tokenizer import Tokenizer
 from outrider.protocol.tokens import FinishReason
 

@@ -1,8 +1,4 @@
-"""Token ids to text, one token at a time.
-
-What `push` and `finish` return adds up to exactly what decoding all ids at once gives, and no piece ends inside a
-character. Which of the two kinds fits depends on the tokenizer's decoder; `Tokenizer.detokenizer` knows.
-"""
+"""The text of an answer while it grows: token ids to text, one token at a time, and stop strings in it."""
 
 from __future__ import annotations
 
@@ -10,9 +6,18 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+_MAX_HELD_TOKENS = 16
+"""Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
+_CHARACTER_TOKENS = 4
+"""The most tokens that one character can be spread over."""
+
 
 class Detokenizer(ABC):
-    """State of one answer."""
+    """The detokenizer of one answer.
+
+    What `push` and `finish` return adds up to exactly what decoding all ids at once gives, and no piece ends inside a
+    character. Which of the two kinds fits depends on the tokenizer's decoder; `Tokenizer.detokenizer` knows.
+    """
 
     @abstractmethod
     def push(self, token_id: int) -> str:
@@ -40,11 +45,6 @@ class ByteDetokenizer(Detokenizer):
     def finish(self) -> str:
         """See the base."""
         return self._decoder.decode(b"", True)
-
-
-_MAX_HELD = 16
-"""Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
-_CHARACTER_TOKENS = 4
 
 
 class WindowDetokenizer(Detokenizer):
@@ -83,7 +83,7 @@ class WindowDetokenizer(Detokenizer):
             return ""
         if not text.endswith("\ufffd"):
             return self._emit(len(self._pending), text)
-        cut = self._cut() if len(self._pending) > _MAX_HELD else 0
+        cut = self._cut() if len(self._pending) > _MAX_HELD_TOKENS else 0
         return self._emit(cut, self._new_text(cut)) if cut else ""
 
     def _cut(self) -> int:
@@ -109,3 +109,51 @@ class WindowDetokenizer(Detokenizer):
         """Text of the first `number` pending tokens, or of all."""
         text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""
+
+
+class StopMatcher:
+    """Lets text through up to the first stop string, however the text is cut into pieces.
+
+    The first is the one that ends first; of those that end together, the longest. Text that may still turn out to
+    begin a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.hit = False
+
+    def push(self, piece: str) -> str:
+        """Adds text. Returns what may be shown; after a hit nothing more comes."""
+        if self.hit:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        cut = self._cut(text)
+        if cut is not None:
+            self.hit = True
+            self._held = ""
+            return text[:cut]
+        safe = self._safe_length(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def finish(self) -> str:
+        """Ends the text without a hit. Returns what was held back."""
+        text, self._held = self._held, ""
+        return text
+
+    def _cut(self, text: str) -> int | None:
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _safe_length(self, text: str) -> int:
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first_characters:
+                tail = text[at:]
+                if any(stop.startswith(tail) for stop in self._stops):
+                    return at
+        return len(text)

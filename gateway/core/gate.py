@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.core.shares import Shares
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 from outrider.rpc.call import client
 
-_RETRY_AFTER = 1.0
+_RETRY_AFTER_SECONDS = 1.0
+_NO_KEY = ("", "0")
+"""What a door with less than two keys calls its clients."""
+
+
+class Shares:
+    """Places that each API key holds. A quarter of all is kept for keys that hold less than an even share.
+
+    So one key's flood never shuts the door to another. Clients that no key tells apart share all places as they come.
+    """
+
+    def __init__(self, max_places: int) -> None:
+        self._max_places = max_places
+        self._held: Counter[str] = Counter()
+
+    def allows(self, key: str, num_taken: int, num_places: int) -> bool:
+        """Whether `key` may take so many more places when `num_taken` are taken by all."""
+        if key in _NO_KEY or num_taken + num_places <= self._max_places - self._max_places // 4:
+            return True
+        # One more than there are, lest a key that is alone leave nothing for the next one.
+        num_keys = max(2, len({*self._held, key}))
+        return self._held[key] + num_places <= max(1, self._max_places // num_keys)
+
+    def most(self, key: str) -> int:
+        """Places that `key` can have at best, when nobody else has any."""
+        return self._max_places if key in _NO_KEY else self._max_places - self._max_places // 4
+
+    def add(self, key: str, num_places: int) -> None:
+        """A key takes places, or gives them back if the number is negative."""
+        self._held[key] += num_places
+        if not self._held[key]:
+            del self._held[key]
 
 
 class Ticket:
@@ -84,12 +115,12 @@ class Gate:
         if self.num_answers + num_answers > self.max_answers:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
-                retry_after=_RETRY_AFTER,
+                retry_after=_RETRY_AFTER_SECONDS,
             )
         if not self._shares.allows(key, self.num_answers, num_answers):
             raise OverloadedError(
                 "this API key has its share of the answers in the making; try again later",
-                retry_after=_RETRY_AFTER,
+                retry_after=_RETRY_AFTER_SECONDS,
                 code="share_used_up",
             )
 

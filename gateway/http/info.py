@@ -112,7 +112,7 @@ class InfoRoutes:
             Route("/health", self._health),
             Route("/health_generate", self._health_generate),
             Route("/ready", self._ready),
-            Route("/metrics", self._metrics),
+            Route("/metrics", self.metrics),
         ]
 
     async def _models(self, request: Request) -> Response:
@@ -171,13 +171,9 @@ class InfoRoutes:
         ready = self._gateway.ready
         return _json(Status(status="ready" if ready else "not ready"), 200 if ready else 503)
 
-    async def _metrics(self, request: Request) -> Response:
-        return await metrics_response(self._gateway)
-
-
-async def metrics_response(gateway: Gateway) -> Response:
-    """The Prometheus page."""
-    return Response(await gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+    async def metrics(self, request: Request) -> Response:
+        """The Prometheus page."""
+        return Response(await self._gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
 
 
 def _json(body: Body, status: int = 200) -> Response:

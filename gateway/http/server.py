@@ -7,17 +7,18 @@ import contextlib
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.http.responses import HttpError, error_json
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import get_logger
 from outrider.rpc.tls import TlsSource, http_context
@@ -34,27 +35,26 @@ _IPV6_PREFIX_BITS = 64
 """Of an IPv6 address, what tells clients apart: who has one address has all that begin so."""
 
 
-@dataclass
 class Connections:
-    """The connections of one address of ours. Used from one event loop."""
+    """The connections of one address of ours, and their limits. Used from one event loop."""
 
-    most: int
-    header_seconds: float
-    """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
-    stall_seconds: float
-    """That it may take nothing of an answer that is complete."""
-    most_per_client: int = 0
-    """From one address of theirs; 0 for any number."""
-    proxies: Sequence[IPv4Network | IPv6Network] = ()
-    """Addresses that are many clients', and may have all connections."""
-    num_open: int = 0
-    num_refused: int = 0
-    on_refused: Callable[[OutriderError], None] | None = None
-    """Is told of each connection that is refused."""
-    _idle: dict[HttpConnection, None] = field(default_factory=dict)
-    """Those without a request; the one that has been longest without is first."""
-    _per_client: Counter[str] = field(default_factory=Counter)
-    _no_log_until: float = 0.0
+    def __init__(self, options: GatewayOptions) -> None:
+        self.header_seconds = options.header_seconds
+        """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
+        self.stall_seconds = options.stall_seconds
+        """That it may take nothing of an answer that is complete."""
+        self.num_open = 0
+        self.num_refused = 0
+        self.on_refused: Callable[[OutriderError], None] | None = None
+        """Is told of each connection that is refused."""
+        self._max_open = options.max_connections
+        self._max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
+        self._proxies = [ip_network(proxy) for proxy in options.proxies]
+        """Addresses that are many clients', and may have all connections."""
+        self._idle: dict[HttpConnection, None] = {}
+        """Those without a request; the one that has been longest without is first."""
+        self._per_client: Counter[str] = Counter()
+        self._no_log_until = 0.0
 
     def admit(self, connection: HttpConnection) -> bool:
         """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay.
@@ -64,8 +64,8 @@ class Connections:
         self.num_open += 1
         client = connection.peer
         self._per_client[client] += 1
-        client_is_full = bool(client) and 0 < self.most_per_client < self._per_client[client]
-        if not client_is_full and self.num_open <= self.most:
+        client_is_full = bool(client) and self._max_per_client < self._per_client[client]
+        if not client_is_full and self.num_open <= self._max_open:
             return True
         for idle in self._idle:
             if not client_is_full or idle.peer == client:
@@ -79,10 +79,10 @@ class Connections:
                 _logger.warning(
                     "%d connections from one address, all in use: its new ones are refused "
                     "(--max-connections-per-address, --proxies)",
-                    self.most_per_client,
+                    self._max_per_client,
                 )
             else:
-                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self.most)
+                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self._max_open)
         return False
 
     def client_of(self, host: str) -> str:
@@ -93,7 +93,7 @@ class Connections:
             return ""
         if isinstance(address, IPv6Address):
             address = address.ipv4_mapped or address
-        if any(address in network for network in self.proxies):
+        if any(address in network for network in self._proxies):
             return ""
         if isinstance(address, IPv6Address):
             return str(IPv6Network((address, _IPV6_PREFIX_BITS), strict=False))
@@ -258,25 +258,14 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """One listening address. `app` is an ASGI application."""
+    """One listening address."""
 
     def __init__(
-        self,
-        app: Any,
-        address: str,
-        *,
-        option: str,
-        tls: TlsSource | None = None,
-        max_connections: int = 1024,
-        max_connections_per_address: int = 0,
-        proxies: Sequence[str] = (),
-        header_seconds: float = 10.0,
-        stall_seconds: float = 60.0,
+        self, app: ASGIApp, address: str, *, option: str, options: GatewayOptions, tls: TlsSource | None = None
     ) -> None:
-        """Binds at once, so that a wrong address fails early. `option` names it in errors. Raises ConfigError.
+        """Binds at once, so that a wrong address fails early; `option` names it in errors. Raises ConfigError.
 
-        `max_connections_per_address`: of one client, 0 for any number; `proxies`, addresses or networks, are many.
-        `header_seconds`: for the head of a request; `stall_seconds`: how long a client may take nothing of its answer.
+        `options` hold the limits of connections.
         """
         host, port = split_host_port(address, option)
         self._socket = bind(host.strip("[]"), port, address, option)
@@ -294,13 +283,7 @@ class HttpServer:
         config.load()  # which would set the context anew
         if tls is not None:
             config.ssl = http_context(tls)
-        self.connections = Connections(
-            max_connections,
-            header_seconds,
-            stall_seconds,
-            most_per_client=max_connections_per_address,
-            proxies=[ip_network(proxy) for proxy in proxies],
-        )
+        self.connections = Connections(options)
         self._server = _Server(config, self.connections)
         self._task: asyncio.Task[None] | None = None
 

@@ -63,7 +63,8 @@ class Client:
 
 @asynccontextmanager
 async def serving(app: Any, **limits: Any) -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1:0", option="--rest-address", **limits)
+    options = GatewayOptions(**{"max_connections_per_address": 1024} | limits)
+    server = HttpServer(app, "127.0.0.1:0", option="--rest-address", options=options)
     await server.start()
     try:
         yield server
@@ -211,7 +212,7 @@ async def test_a_proxy_is_many_clients() -> None:
     ],
 )
 def test_clients_are_told_apart_by_what_they_cannot_choose(one: str, another: str, same: bool) -> None:
-    connections = Connections(8, 1.0, 1.0, most_per_client=2)
+    connections = Connections(GatewayOptions())
     assert (connections.client_of(one) == connections.client_of(another) != "") is same
 
 

@@ -40,7 +40,7 @@ async def test_before_verify_is_there_health_is_up_and_ready_is_not(verify: Scri
     host = VerifyHost(verify, tmp_path / "verify.sock")
     options = GatewayOptions(verify=(host.address,), rest_address="127.0.0.1:0", probe_seconds=0.05)
     gateway = build_gateway(options)
-    server = HttpServer(RestApp(gateway, options), options.rest_address, option="--rest-address")
+    server = HttpServer(RestApp(gateway, options), options.rest_address, option="--rest-address", options=options)
     await server.start()
     gateway.router.start()
     try:

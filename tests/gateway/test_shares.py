@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify
 
-from gateway.core.shares import Shares
+from gateway.core.gate import Shares
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 from outrider.v1 import gateway_pb2

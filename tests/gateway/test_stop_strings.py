@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.stop import StopMatcher
+from gateway.core.detokenizer import StopMatcher
 
 LETTERS = st.text(alphabet="abc", min_size=1, max_size=4)
 
