@@ -10,7 +10,14 @@ import msgspec
 
 from outrider.config.draft import DraftOptions
 from outrider.host.frames import Ready, Refused, Start, Stop
-from outrider.protocol.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
+from outrider.protocol.speculation import (
+    DraftMessage,
+    Features,
+    FeaturesBegin,
+    LineOffer,
+    ProjectionPart,
+    VerifyMessage,
+)
 
 GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
 """Bounds by which slices of growth are counted."""
@@ -36,7 +43,7 @@ class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
     """Whether features may lie in memory of verify's."""
     gauges: tuple[str, ...] = ()
     """Names of the sizes that it tells."""
-    line: LineFrame | None = None
+    line: LineOffer | None = None
     """Where verify engines of this host may call, without a token."""
 
 
@@ -70,7 +77,7 @@ class FromVerify(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """door -> engine: what verify sent in one message, or in a part of one, in order."""
 
     session: int
-    messages: list[VerifyPart]
+    messages: list[VerifyMessage]
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -88,7 +95,7 @@ class ToVerify(msgspec.Struct, frozen=True, array_like=True):
     """Messages for the verify service of a session, in order."""
 
     session: int
-    messages: list[DraftPart]
+    messages: list[DraftMessage]
 
 
 class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -139,12 +146,8 @@ class StreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     stream: int
     session: int
-    row_bytes: int
-    """Of one position."""
-    dtype: str
-    projected: bool
-    ring: RingFrame | None = None
-    """Memory to map, if that can be; `StreamReady` answers."""
+    begin: FeaturesBegin
+    """Where it has a ring to map, `StreamReady` answers."""
 
 
 class StreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -157,7 +160,7 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """door -> engine: features that came in one message; `Taken` answers."""
 
     stream: int
-    features: list[FeaturesPart]
+    features: list[Features]
 
 
 class AskMatrix(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -186,12 +189,9 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: bytes of the drafter's projection."""
 
     stream: int
-    num_columns: int
-    dtype: str
-    offset: int
+    part: ProjectionPart
     total: int
     """Bytes of all of it."""
-    data: memoryview
 
 
 FromDoor = Start[DraftOptions] | Stop | Serve | SessionUp | SessionDown | FromVerify | Drain | Ask

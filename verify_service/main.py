@@ -15,7 +15,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, share_interpreter
 from outrider.metrics import MetricsServer
 from outrider.models.store import served_name
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.host.garbage import take_over
-from outrider.protocol.messages import Commit, Grow, Open, VerifyMessage
-from outrider.protocol.part_codec import pack_drafts, unpack_drafts
-from outrider.protocol.parts import DraftPart
+from outrider.protocol.speculation import Commit, Grow, Open, VerifyMessage
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
@@ -191,18 +189,18 @@ class Draft:
                     heapq.heappush(frontier, (score - edge, child))
         return author.next_id - first
 
-    def _cut(self, author: TreeAuthor, size: int) -> list[DraftPart]:
+    def _cut(self, author: TreeAuthor, size: int) -> list[Grow]:
         grows: list[Grow] = []
         while (grow := author.take(size)) is not None:
             grows.append(grow)
-        return pack_drafts(grows)
+        return grows
 
-    def _say(self, at: float, part: DraftPart) -> None:
-        self._wire.post_later(at, lambda: self._wire.post(partial(self._receive, part, at)))
+    def _say(self, at: float, grow: Grow) -> None:
+        self._wire.post_later(at, lambda: self._wire.post(partial(self._receive, grow, at)))
 
-    def _receive(self, part: DraftPart, arrived_at: float) -> None:
+    def _receive(self, grow: Grow, arrived_at: float) -> None:
         start = time.perf_counter()
-        self._engine.drafts.receive(self, unpack_drafts([part]), arrived_at)
+        self._engine.drafts.receive(self, [grow], arrived_at)
         self.receiving += time.perf_counter() - start
 
 

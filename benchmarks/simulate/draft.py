@@ -32,8 +32,7 @@ from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.host.garbage import Garbage
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
-from outrider.protocol.messages import DraftMessage, VerifyMessage
-from outrider.protocol.part_codec import pack_verify
+from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.params import SamplingParams
 
 _GLANCE = 3e-6
@@ -207,7 +206,7 @@ class DraftService:
     def send(self, messages: list[VerifyMessage]) -> None:
         """Verify says something, on its own thread and in its own time."""
         at = self._actor.other.now + 1e-3 * self._costs.line
-        self._actor.post(at, LineMessages(_SESSION, pack_verify(messages)))
+        self._actor.post(at, LineMessages(_SESSION, list(messages)))
 
     def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""

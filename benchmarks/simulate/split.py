@@ -41,7 +41,7 @@ from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.world import Actor, Costs, Notes, VerifyInbox, World
 from outrider.buckets import TOKEN_BUCKETS
-from outrider.protocol.messages import DraftMessage
+from outrider.protocol.speculation import DraftMessage
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from outrider_tools.bench.report import Row, cpu_name, write_report

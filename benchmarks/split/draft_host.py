@@ -42,8 +42,8 @@ from outrider.drafting.model.burst import (
 )
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.protocol.codec import encode_draft
-from outrider.protocol.messages import Commit, DraftMessage, Features, Grow, Open
+from outrider.protocol.speculation import Commit, DraftMessage, Features, Grow, Open
+from outrider.protocol.speculation_codec import encode_draft
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
@@ -63,7 +63,7 @@ class ToldTrees:
         """A draft told this."""
         if self._epochs.get(grow.request) != grow.epoch:
             self._epochs[grow.request], self._below[grow.request] = grow.epoch, defaultdict(dict)
-        columns = (grow.parents.tolist(), grow.token_ids.tolist(), grow.scores.tolist())
+        columns = (grow.parents, grow.token_ids, grow.scores)
         for node, (parent, token, score) in enumerate(zip(*columns, strict=True), grow.first_id):
             self._below[grow.request][parent][token] = (node, math.exp(score))
 
@@ -318,7 +318,7 @@ class Service:
         self._features = options.features
         self._handle = self.clock.time("handle", self.requests.handle)
         for number in range(num_requests):
-            prompt = np.arange(1, PROMPT, dtype=np.int32)
+            prompt = list(range(1, PROMPT))
             self.requests.handle(self.peer, Open(number, prompt, len(prompt), SamplingParams(0.0), self._credit))
             self._send_features(number, 0, PROMPT - 2)
         growth = self.requests.growth
@@ -371,15 +371,13 @@ class Service:
             tokens = self._told.commit(number, author.epoch, author.root)
             known, sent = author.committed_len, author.next_id - 1
             # As if verify had seen all but what came last; it resolves what it finds.
-            message = Commit(
-                number, known, np.array(tokens, np.int32), author.epoch, max(0, sent - 64), None, self._credit
-            )
+            message = Commit(number, known, list(tokens), author.epoch, max(0, sent - 64), None, self._credit)
             self._handle(self.peer, message)
             self._send_features(number, known - 1, len(tokens))
 
     def _send_features(self, number: int, start: int, count: int) -> None:
         if self._features:
-            self._handle(self.peer, Features(number, start, count, False, b"", "float32"))
+            self._handle(self.peer, Features(number, start, count, False, memoryview(b""), "float32"))
 
 
 def never() -> bool:

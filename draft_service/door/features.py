@@ -19,9 +19,7 @@ from draft_service.frames import (
     features_from_engine,
 )
 from outrider.host.process import FrameConnection
-from outrider.protocol.messages import FEATURE_ITEM_BYTES, Features, FeaturesBegin
-from outrider.protocol.part_codec import pack_features, pack_ring
-from outrider.tree.projection import ProjectionPart
+from outrider.protocol.speculation import Features, FeaturesBegin, ProjectionPart
 
 MAX_HELD_BYTES = 16 << 20
 """Features of one stream that may wait for the engine; the stream is read no further while there are more."""
@@ -106,8 +104,7 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
         """
         number = next(self._numbers)
         stream = self._streams[number] = FeatureStream(self, number)
-        row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
-        self.send(StreamUp(number, session, row_bytes, begin.dtype, begin.projected, pack_ring(begin.ring)))
+        self.send(StreamUp(number, session, begin))
         if begin.ring is not None:
             try:
                 stream.uses_ring = await stream.ready
@@ -145,7 +142,7 @@ class FeatureStream:
     async def submit(self, pieces: Sequence[Features], sequences: Sequence[int]) -> None:
         """Hand over what came in one message; numbers of all that is released with it. Returns when there is room."""
         self.inflow.hand_over(sequences)
-        self._remote.send(Pieces(self._number, pack_features(pieces)))
+        self._remote.send(Pieces(self._number, list(pieces)))
         await self._remote.writable()
 
     async def matrix_part(self, offset: int) -> tuple[ProjectionPart, bool]:
@@ -169,5 +166,5 @@ class FeatureStream:
                     self.ready.set_result(frame.uses_ring)
             case MatrixPart():
                 if self._part is not None and not self._part.done():
-                    part = ProjectionPart(frame.num_columns, frame.dtype, frame.offset, bytes(frame.data))
-                    self._part.set_result((part, frame.offset + len(frame.data) >= frame.total))
+                    part = frame.part
+                    self._part.set_result((part, part.offset + len(part.data) >= frame.total))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from draft_service.frames import DrafterProfile
 from outrider.config.draft import DraftOptions
 from outrider.drafting.registry import named_drafters
 from outrider.logs import get_logger
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello, LineOffer
+from outrider.protocol.speculation import PROTOCOL_VERSION, Hello, LineOffer
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
 

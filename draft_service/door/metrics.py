@@ -12,7 +12,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from draft_service.frames import GROWTH_SECONDS, State
-from outrider.protocol.messages import DeclineReason
+from outrider.protocol.speculation import DeclineReason
 from outrider.tree.author import Outcome
 
 _BURST_FIGURES = {

@@ -26,8 +26,7 @@ from draft_service.frames import (
 )
 from outrider.errors import OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
-from outrider.protocol.messages import DraftMessage, VerifyMessage
-from outrider.protocol.part_codec import pack_verify, unpack_drafts
+from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
 MAX_UNREAD_BATCHES = 256
 """Batches of messages that may wait for the engine before the stream is read no further."""
@@ -151,7 +150,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     def submit(self, session: VerifySession, messages: Sequence[VerifyMessage]) -> None:
         """Have a batch of an admitted session's messages applied."""
         if number := self.number_of(session):
-            self.send(FromVerify(number, pack_verify(messages)))
+            self.send(FromVerify(number, list(messages)))
 
     def detach(self, session: VerifySession) -> None:
         """Have everything of a session freed."""
@@ -207,7 +206,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         for answers in updates.messages:
             # A session that ended meanwhile is not there any more.
             if (session := self._sessions.get(answers.session)) is not None:
-                session.send(unpack_drafts(answers.messages))
+                session.send(answers.messages)
         for number, count in updates.num_handled.items():
             if (session := self._sessions.get(number)) is not None:
                 session.batches_done(count)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 import grpc
+from msgspec.structs import replace
 
 from draft_service.door.features import FeatureStream, RemoteFeatures
 from draft_service.door.handshake import Answer, Target, answer_hello, check_same_target
@@ -18,15 +18,7 @@ from outrider import __version__
 from outrider.config.draft import DraftOptions
 from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.logs import get_logger
-from outrider.protocol.codec import decode_verify, encode_draft, in_parts
-from outrider.protocol.feature_codec import (
-    decode_begin,
-    decode_pieces,
-    encode_accept,
-    encode_projection,
-    encode_released,
-)
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     Decline,
     DeclineReason,
     FeaturesAccept,
@@ -34,6 +26,14 @@ from outrider.protocol.messages import (
     FeaturesReleased,
     Hello,
     VerifyMessage,
+)
+from outrider.protocol.speculation_codec import (
+    decode_begin,
+    decode_pieces,
+    decode_verify,
+    encode_draft,
+    encode_response,
+    in_parts,
 )
 from outrider.tree.handshake import HandshakeError
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -112,7 +112,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             begin = replace(begin, ring=None)
         try:
             accept = FeaturesAccept(stream.uses_ring, projects=begin.wants_projection, takes_batches=True)
-            await context.write(encode_accept(accept))
+            await context.write(encode_response(accept))
             await _until_first(
                 self._read_features(stream, begin, context),
                 _write_features(stream, context, with_projection=begin.wants_projection),
@@ -254,10 +254,10 @@ async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, w
     offset, whole = 0, not with_projection
     while not whole:
         part, whole = await stream.matrix_part(offset)
-        await context.write(encode_projection(part))
+        await context.write(encode_response(part))
         offset += len(part.data)
     while True:
-        await context.write(encode_released(FeaturesReleased(await stream.inflow.next_release())))
+        await context.write(encode_response(FeaturesReleased(await stream.inflow.next_release())))
 
 
 async def _until_first(*work: Coroutine[Any, Any, None]) -> None:

@@ -33,8 +33,7 @@ from outrider.host.garbage import Garbage
 from outrider.host.line import Listener
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.messages import Features, VerifyMessage
-from outrider.protocol.part_codec import unpack_verify
+from outrider.protocol.speculation import Features, VerifyMessage
 
 _logger = get_logger(__name__)
 
@@ -146,9 +145,9 @@ class DraftEngine:
     def _handle(self, frame: FromDoor | FeaturesFromDoor | LineMessages) -> None:
         match frame:
             case LineMessages():
-                self._apply(frame.session, unpack_verify(frame.messages))
+                self._apply(frame.session, frame.messages)
             case FromVerify():
-                self._apply(frame.session, unpack_verify(frame.messages))
+                self._apply(frame.session, frame.messages)
                 self._reporter.handled(frame.session)
             case SessionUp():
                 parts = None if frame.parts is None else frozenset(frame.parts)

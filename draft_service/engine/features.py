@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from draft_service.frames import (
     AskMatrix,
@@ -22,8 +21,7 @@ from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring,
 from outrider.errors import raise_device_failure
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.messages import MAX_FEATURE_BYTES, Features
-from outrider.protocol.part_codec import unpack_features, unpack_ring
+from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, ProjectionPart
 
 _logger = get_logger(__name__)
 
@@ -37,17 +35,17 @@ Fail = Callable[[int, Sequence[Features]], None]
 class _Stream:
     """A features stream; its ring is None where it has none, or none any more."""
 
-    begin: StreamUp
+    up: StreamUp
     ring: RingReader | None = None
 
 
 class _Mapping:
     """A ring that is being mapped on a thread: enabling access between two devices takes a while."""
 
-    def __init__(self, begin: StreamUp, mapper: MemoryMapper) -> None:
-        self.stream = begin.stream
+    def __init__(self, up: StreamUp, mapper: MemoryMapper) -> None:
+        self.stream = up.stream
         self.ring: RingReader | None = None
-        self._begin = begin
+        self._up = up
         self._mapper = mapper
         self._thread = threading.Thread(target=self._run, name="map-ring", daemon=True)
         self._thread.start()
@@ -59,7 +57,7 @@ class _Mapping:
 
     def _run(self) -> None:
         try:
-            ring = unpack_ring(self._begin.ring)
+            ring = self._up.begin.ring
             self.ring = None if ring is None else map_ring(ring, self._mapper)
         except Exception as error:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
@@ -109,25 +107,24 @@ class FeatureInlet:
             elif mapping.ring is not None:
                 mapping.ring.close()
 
-    def _begin(self, begin: StreamUp) -> None:
-        self._streams[begin.stream] = _Stream(begin)
-        if begin.ring is None:
+    def _begin(self, up: StreamUp) -> None:
+        self._streams[up.stream] = _Stream(up)
+        if up.begin.ring is None:
             return
         if self._mapper is None:
-            self._pipe.send(StreamReady(begin.stream, False))
+            self._pipe.send(StreamReady(up.stream, False))
         else:
-            self._mappings.append(_Mapping(begin, self._mapper))
+            self._mappings.append(_Mapping(up, self._mapper))
 
     def _take(self, frame: Pieces) -> None:
         stream = self._streams[frame.stream]
-        begin, ring = stream.begin, stream.ring
-        pieces = unpack_features(frame.features, begin.dtype, projected=begin.projected)
+        ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
         try:
-            self._apply(begin.session, with_rows(pieces, begin.row_bytes, ring.read if ring is not None else None))
+            self._apply(session, with_rows(frame.features, row_bytes, ring.read if ring is not None else None))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
-            self._fail(begin.session, pieces)
+            self._fail(session, frame.features)
         self._pipe.send(Taken(frame.stream, ring is not None and ring.broken))
 
     def _send_matrix(self, frame: AskMatrix) -> None:
@@ -135,5 +132,6 @@ class FeatureInlet:
         if matrix is None:  # the door has seen to it
             return
         data = memoryview(matrix.data).cast("B")
-        part = cast(memoryview, bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES]))
-        self._pipe.send(MatrixPart(frame.stream, matrix.num_columns, matrix.dtype, frame.offset, len(data), part))
+        piece = bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES])
+        part = ProjectionPart(matrix.num_columns, matrix.dtype, frame.offset, piece)
+        self._pipe.send(MatrixPart(frame.stream, part, len(data)))

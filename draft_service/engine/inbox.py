@@ -12,7 +12,7 @@ from outrider.host.frames import Stop
 from outrider.host.line import DraftBatch, Line, LineUp, Listener, VerifyBatch
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.parts import DraftPart, VerifyPart
+from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
 _logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ class LineMessages:
     """What verify sent in one frame, in order."""
 
     session: int
-    messages: list[VerifyPart]
+    messages: list[VerifyMessage]
 
 
 class VerifyLines:
@@ -100,7 +100,7 @@ class VerifyLines:
                 self._lose(session)
         return heard
 
-    def send(self, session: int, messages: list[DraftPart]) -> bool:
+    def send(self, session: int, messages: list[DraftMessage]) -> bool:
         """Send messages if the session has a line; whether it has one."""
         line = self._lines.get(session)
         if line is None:

@@ -13,9 +13,7 @@ from draft_service.engine.requests import Requests
 from draft_service.frames import GROWTH_SECONDS, Drained, FromDoor, LineLost, State, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
 from outrider.host.pipe import Pipe
-from outrider.protocol.messages import DraftMessage
-from outrider.protocol.part_codec import pack_drafts
-from outrider.protocol.parts import DraftPart
+from outrider.protocol.speculation import DraftMessage
 
 _Key = TypeVar("_Key")
 
@@ -41,7 +39,7 @@ class DraftReporter:
         self._requests = requests
         self._lines = lines
         self._clock = clock
-        self._answers: dict[int, list[DraftPart]] = {}
+        self._answers: dict[int, list[DraftMessage]] = {}
         self._num_handled: Counter[int] = Counter()
         self._num_untold = 0
         """Sum of `_num_handled`."""
@@ -52,7 +50,7 @@ class DraftReporter:
 
     def answer(self, session: int, messages: Sequence[DraftMessage]) -> None:
         """Answers for a session."""
-        self._answers.setdefault(session, []).extend(pack_drafts(messages))
+        self._answers.setdefault(session, []).extend(messages)
 
     def handled(self, session: int) -> None:
         """A batch of a session was handled."""

@@ -6,13 +6,11 @@ import itertools
 from collections import Counter
 from typing import Protocol
 
-import numpy as np
-
 from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, Refusal, Tree
 from outrider.drafting.registry import build_grower
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     Close,
     Commit,
     Decline,
@@ -20,7 +18,6 @@ from outrider.protocol.messages import (
     DraftMessage,
     Features,
     Hello,
-    Int32s,
     Open,
     Pause,
     Resume,
@@ -192,12 +189,12 @@ class Requests:
         self._close(peer, tree)
         self._decline(peer, tree.author.request, refusal.reason, refusal.detail)
 
-    def _acceptable(self, peer: Peer, request: int, tokens: Int32s, length: int) -> bool:
+    def _acceptable(self, peer: Peer, request: int, tokens: list[int], length: int) -> bool:
         if length > self._max_positions:
             detail = f"{length} tokens, at most {self._max_positions}"
             self._decline(peer, request, DeclineReason.TOO_LONG, detail)
             return False
-        if int(tokens.view(np.uint32).max()) >= peer.vocab_size:  # negative ones are larger than any
+        if min(tokens) < 0 or max(tokens) >= peer.vocab_size:
             self.dropped["malformed"] += 1
             detail = f"a token id is outside the vocabulary of {peer.vocab_size}"
             self._decline(peer, request, DeclineReason.INVALID, detail)

@@ -23,7 +23,7 @@ from outrider.host.line import listen
 from outrider.host.pipe import Pipe
 from outrider.host.process import share_interpreter
 from outrider.host.worker import BuiltEngine, keep_to, leave, run_worker
-from outrider.protocol.parts import LineFrame
+from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
 """Makes the drafter, and what maps verify's memory where that works, if that can be. Raises ConfigError."""
@@ -50,7 +50,7 @@ def connect(
     """An engine that hears and answers the door. Raises what `build` raises."""
     drafter, mapper = build(options)
     listener = listen(options.local_line)
-    line = None if listener is None else LineFrame(listener.host, listener.path, "")
+    line = None if listener is None else LineOffer(listener.host, listener.path)
     engine = DraftEngine(drafter, options, pipe, features, mapper, listener)
 
     def run() -> bool:
@@ -62,7 +62,7 @@ def connect(
 
 
 def describe(
-    drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineFrame | None = None
+    drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineOffer | None = None
 ) -> DrafterProfile:
     """What the door is told of a drafter."""
     needs = drafter.needs

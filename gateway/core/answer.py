@@ -8,7 +8,7 @@ from gateway.core.detokenizer import StopMatcher
 from gateway.core.events import Delta, Token, Usage, VerifyChunk
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 
 
 class Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from gateway.core.gate import Gate
 from gateway.core.replica import ReplicaState
 from gateway.core.request import Job
 from gateway.core.router import Router
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 LOAD_DEADLINE = 0.5

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from gateway.core.events import Round, VerifyChunk
 from gateway.core.request import Job
-from outrider.protocol.codec import encode_sampling
-from outrider.protocol.grammar_codec import encode_grammar
-from outrider.protocol.token_codec import decode_prompt_logprobs, decode_tree
-from outrider.protocol.tokens import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import FinishReason, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation_codec import decode_prompt_logprobs, decode_tree, encode_grammar, encode_sampling
 from outrider.v1 import common_pb2, verify_pb2
 
 _ORIGINS = {int(origin): origin for origin in TokenOrigin}

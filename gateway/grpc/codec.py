@@ -12,9 +12,8 @@ from gateway.core.request import GenerateRequest
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import check_grammar
-from outrider.protocol.grammar_codec import decode_grammar
-from outrider.protocol.token_codec import encode_prompt_logprobs, encode_tree
-from outrider.protocol.tokens import TokenLogprobs
+from outrider.protocol.generation import TokenLogprobs
+from outrider.protocol.generation_codec import decode_grammar, encode_prompt_logprobs, encode_tree
 from outrider.v1 import common_pb2, gateway_pb2
 
 _SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}

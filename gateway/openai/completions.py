@@ -35,7 +35,7 @@ from gateway.openai.logprobs import (
     token_name,
 )
 from gateway.openai.trace import TraceBody
-from outrider.protocol.tokens import PromptLogprobs
+from outrider.protocol.generation import PromptLogprobs
 
 _INLINE_ECHO_TOKENS = 4096
 """Prompt tokens that the event loop spells out itself, in some milliseconds."""

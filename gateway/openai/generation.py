@@ -44,7 +44,7 @@ from gateway.openai.trace import trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
 from outrider.logs import get_logger
-from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree
+from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree
 from outrider.rpc.call import limit_time, name_user
 
 _logger = get_logger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from gateway.core.events import Token
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
-from outrider.protocol.tokens import PromptLogprobs
+from outrider.protocol.generation import PromptLogprobs
 
 _IMPOSSIBLE = -9999.0
 """JSON has no minus infinity."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from gateway.core.events import Token
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
-from outrider.protocol.tokens import RoundTree
+from outrider.protocol.generation import RoundTree
 
 
 class TracedToken(Body):

@@ -20,7 +20,7 @@ from gateway.openai.generation import CollectedAnswer, GenerationRoute, Response
 from gateway.openai.logprobs import finite, prompt_positions
 from gateway.openai.trace import TraceBody
 from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
-from outrider.protocol.tokens import FinishReason, PromptLogprobs
+from outrider.protocol.generation import FinishReason, PromptLogprobs
 
 _DEFAULT_NEW_TOKENS = 128
 _EVERY_DELTA_SIZE = 4096

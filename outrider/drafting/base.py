@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from outrider.errors import ConfigError
-from outrider.protocol.messages import DeclineReason, Features
+from outrider.protocol.speculation import DeclineReason, Features
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.projection import Projection

@@ -10,7 +10,7 @@ from time import perf_counter
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode, Grower, Ledger, Refusal, Tree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
-from outrider.protocol.messages import DeclineReason, Features
+from outrider.protocol.speculation import DeclineReason, Features
 
 _EXPAND = -1
 """In place of a token: ask the drafter for the node's children."""

@@ -17,7 +17,7 @@ from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 
 DrafterFactory = Callable[[DraftOptions], AnyDrafter]
 

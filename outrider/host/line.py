@@ -21,7 +21,7 @@ import msgspec
 from outrider.host.frames import pack
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.parts import DraftPart, VerifyPart
+from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -60,13 +60,13 @@ class LineUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class VerifyBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """verify -> draft: messages, in order."""
 
-    messages: list[VerifyPart]
+    messages: list[VerifyMessage]
 
 
 class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
     """draft -> verify: messages, in order."""
 
-    messages: list[DraftPart]
+    messages: list[DraftMessage]
 
 
 to_draft: msgspec.msgpack.Decoder[LineUp | VerifyBatch] = msgspec.msgpack.Decoder(LineUp | VerifyBatch)

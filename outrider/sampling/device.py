@@ -25,7 +25,7 @@ from kernels.sampling_state import (
 from kernels.tree import walk
 from outrider.device import put
 from outrider.errors import InternalError
-from outrider.protocol.tokens import TokenLogprobs
+from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import SamplingParams
 

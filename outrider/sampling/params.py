@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import msgspec
 
 from outrider.grammar.spec import Grammar
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling fields of one request, already validated; torch-free.
 
     Processors run in the order of design section 4: repetition, frequency and presence penalty, logit bias,
@@ -34,7 +32,7 @@ class SamplingParams:
     """Subtracted for each time that the output or the node's path holds the token."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt, output or path."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = {}
     """Token id to a number added to its logit."""
     num_logprobs: int | None = None
     """None: no log-probabilities; k: those of the committed token and of the k most likely."""

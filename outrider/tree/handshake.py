@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.protocol.messages import FEATURE_ITEM_BYTES, Hello, LineOffer
+from outrider.protocol.speculation import FEATURE_ITEM_BYTES, Hello, LineOffer
 from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 MAX_FEATURE_LAYERS = 8
@@ -28,8 +29,7 @@ class HandshakeError(OutriderError):
     code = "handshake_mismatch"
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, array_like=True):
     """What holds in a session."""
 
     vocab_size: int = 0

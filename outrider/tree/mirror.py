@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from outrider.protocol.messages import Grow, Int32s
+from outrider.protocol.speculation import Grow
 
 _MAX_ID = 2**32 - 1
 """Node ids travel as uint32."""
@@ -187,8 +185,8 @@ class TreeMirror:
             self._drop_dead()
         slots, children, faults, alive, turn = self._slots, self._children, self.dropped, self._alive, self._turn
         first = slot = len(self.ids)
-        columns = (grow.parents.tolist(), grow.token_ids.tolist(), grow.scores.tolist(), grow.sources.tolist())
-        for node_id, (parent_id, token, score, source) in enumerate(zip(*columns, strict=True), grow.first_id):
+        columns = zip(grow.parents, grow.token_ids, grow.scores, grow.sources, strict=True)
+        for node_id, (parent_id, token, score, source) in enumerate(columns, grow.first_id):
             if not 0 <= token < self._vocab_size:
                 faults["token"] += 1
             elif not -math.inf < score <= 0.0:
@@ -288,8 +286,3 @@ class TreeMirror:
                 raise RuntimeError(f"node {slot} is likelier than its parent")
         if sum(map(len, self.below)) != count - 1 or any(below != sorted(below) for below in self.below):
             raise RuntimeError("children are not in order")
-
-
-def token_array(tokens: Sequence[int]) -> Int32s:
-    """Committed tokens as a message carries them."""
-    return np.fromiter(tokens, np.int32, len(tokens))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import InvalidRequestError
-from outrider.protocol.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES
+from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, ProjectionPart
 
 PROJECTED = -1
 """Where layers are numbered: the product of some with a projection."""
@@ -29,16 +29,6 @@ class Projection:
     data: bytes | bytearray | memoryview = field(compare=False, repr=False)
     name: str
     """SHA-256 of all the rest, hexadecimal: see `name_projection`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionPart:
-    """draft -> verify: bytes of a projection from `offset` on."""
-
-    num_columns: int
-    dtype: str
-    offset: int
-    data: bytes
 
 
 def name_projection(layers: tuple[int, ...], num_columns: int, dtype: str, data: bytes | memoryview) -> str:

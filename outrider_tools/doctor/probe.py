@@ -23,7 +23,7 @@ from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
 

@@ -18,7 +18,7 @@ from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.drafting.registry import CombinedGrower
-from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
+from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
 
@@ -139,7 +139,7 @@ class Rig:
     def open(self, number: int, tokens: list[int], credit: int = 24, sampling: SamplingParams = GREEDY) -> Verify:
         request = Verify(number, list(tokens))
         self.open_requests[number] = request
-        message = Open(number, np.array(tokens, np.int32), len(tokens), sampling, credit)
+        message = Open(number, list(tokens), len(tokens), sampling, credit)
         self.requests.handle(self.peer, message)
         return request
 
@@ -149,7 +149,7 @@ class Rig:
         request.tokens += list(new_tokens)
         request.mirror.commit()
         mirror = request.mirror
-        tokens = np.array(new_tokens, np.int32)
+        tokens = list(new_tokens)
         self.requests.handle(
             self.peer,
             Commit(number, before, tokens, mirror.epoch, mirror.received_through, mirror.resolved_root, credit),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 from outrider.sampling.params import SamplingParams
 
 Guesses = list[tuple[int, float]]

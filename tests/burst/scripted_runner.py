@@ -14,7 +14,7 @@ from scripted_rows import Model, Row, check, feature_of
 from scripted_run import Run
 
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 from outrider.sampling.params import SamplingParams
 
 

@@ -11,7 +11,7 @@ from growth_rig import GOES_ON, VOCAB, Rig, continuation
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.publisher import NodePublisher
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 from outrider.tree.author import TreeAuthor
 
 
@@ -38,7 +38,7 @@ def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_on
     def note() -> None:
         for one in rig.peer.received:
             assert isinstance(one, Grow)
-            columns = [part.tolist() for part in (one.parents, one.token_ids, one.scores, one.sources)]
+            columns = (one.parents, one.token_ids, one.scores, one.sources)
             notes.said.append((one.request, one.epoch, one.base_len, one.acked_len, one.first_id, columns))
         deliver()
 

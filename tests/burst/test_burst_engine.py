@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 from draft_engine_thread import engine_thread
@@ -17,7 +16,7 @@ from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.protocol.messages import Close, Commit, DraftMessage, Grow, Open
+from outrider.protocol.speculation import Close, Commit, DraftMessage, Grow, Open
 
 
 class Heeding(VerifySession):
@@ -43,7 +42,7 @@ class Heeding(VerifySession):
 
 
 def opening(request: Verify, credit: int) -> Open:
-    return Open(1, np.array(request.tokens, np.int32), len(request.tokens), GREEDY, credit)
+    return Open(1, list(request.tokens), len(request.tokens), GREEDY, credit)
 
 
 async def test_a_session_gets_a_tree_and_figures_are_counted() -> None:
@@ -81,7 +80,7 @@ async def test_a_late_commit_message_changes_nothing() -> None:
         thread.remote.attach(session)
         thread.remote.submit(session, [opening(request, 10)])
         await session.until(lambda: len(request.held()) >= 10)
-        late = Commit(1, 1, np.array([2], np.int32), 0, 0, None, 10)
+        late = Commit(1, 1, [2], 0, 0, None, 10)
         thread.remote.submit(session, [late, Close(1), Close(1)])
         await asyncio.wait_for(thread.remote.drain(), 30)
     assert not runner.rows

@@ -8,7 +8,7 @@ import pytest
 from growth_rig import Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 from verify_service.speculation.health import PeerHealth
 
 

@@ -8,7 +8,7 @@ import pytest
 from growth_rig import GOES_ON, Rig, continuation, path_scores
 
 from outrider.config.draft import DraftOptions
-from outrider.protocol.messages import DeclineReason
+from outrider.protocol.speculation import DeclineReason
 
 
 def test_a_burst_goes_on_from_its_own_pool_while_nothing_waits_for_its_end() -> None:

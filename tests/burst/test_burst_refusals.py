@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from growth_rig import Rig, continuation
 
-from outrider.protocol.messages import DeclineReason
+from outrider.protocol.speculation import DeclineReason
 
 
 def test_requests_past_the_rows_are_declined_and_rows_are_used_again() -> None:

@@ -13,7 +13,7 @@ from test_growth_with_model import Service
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.features import PendingFeatures, with_rows
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.messages import DeclineReason, Features
+from outrider.protocol.speculation import DeclineReason, Features
 
 
 def rig_of() -> Rig:

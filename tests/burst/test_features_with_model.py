@@ -10,7 +10,7 @@ from growth_rig import GREEDY, Verify
 from test_growth_with_model import Service
 
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 from outrider.sampling.params import SamplingParams
 
 

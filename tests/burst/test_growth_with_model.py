@@ -20,9 +20,9 @@ from outrider.drafting.model.forest import DraftForest
 from outrider.drafting.model.runner import RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.messages import Commit, Open
+from outrider.protocol.speculation import Commit, Open
 from outrider.sampling.params import SamplingParams
-from outrider.tree.mirror import TreeMirror, token_array
+from outrider.tree.mirror import TreeMirror
 
 CREDIT = 24
 
@@ -47,7 +47,7 @@ class Service:
         request = Verify(number, list(tokens))
         request.mirror = TreeMirror(request.tokens, self.peer.vocab_size, 256)
         self.held[number] = request
-        self.requests.handle(self.peer, Open(number, token_array(tokens), len(tokens), sampling, CREDIT))
+        self.requests.handle(self.peer, Open(number, list(tokens), len(tokens), sampling, CREDIT))
         return request
 
     def commit(self, request: Verify, tokens: list[int]) -> None:
@@ -55,7 +55,7 @@ class Service:
         request.tokens += tokens
         mirror.commit()
         seen = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        self.requests.handle(self.peer, Commit(request.number, before, token_array(tokens), *seen, CREDIT))
+        self.requests.handle(self.peer, Commit(request.number, before, list(tokens), *seen, CREDIT))
 
     def settle(self) -> None:
         while not self.requests.growth.idle:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from burst_host import RESULT_FIELDS, Host, Node
+from msgspec.structs import replace
 
 from outrider.attention.base import TokenBatch
 from outrider.attention.torch_backend import TorchAttention
@@ -339,7 +339,7 @@ def test_calls_take_effect_in_their_order(make: Make, plain_model: DraftModel) -
 
 
 def test_projected_features(make: Make, feature_model: DraftModel) -> None:
-    from outrider.protocol.messages import Features
+    from outrider.protocol.speculation import Features
 
     host = make(feature_model)
     raw = torch.randn(3, 2 * feature_model.hidden_size)

@@ -15,8 +15,8 @@ from draft_service.door.servicer import DraftServicer
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
-from outrider.protocol.codec import decode_draft, encode_verify
-from outrider.protocol.messages import PROTOCOL_VERSION, DraftMessage, Hello, VerifyMessage
+from outrider.protocol.speculation import PROTOCOL_VERSION, DraftMessage, Hello, VerifyMessage
+from outrider.protocol.speculation_codec import decode_draft, encode_verify
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.sampling.noise import NOISE_VERSION

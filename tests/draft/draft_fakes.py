@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
-from outrider.protocol.messages import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
+from outrider.protocol.speculation import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
 
@@ -91,14 +89,14 @@ class RecordingPeer:
 
 
 def open_message(tokens: Sequence[int], request: int = 1, credit: int = 64, sampling: SamplingParams = GREEDY) -> Open:
-    return Open(request, np.array(tokens, np.int32), len(tokens), sampling, credit)
+    return Open(request, list(tokens), len(tokens), sampling, credit)
 
 
 def commit_message(
     before: int, tokens: Sequence[int], request: int = 1, mirror: TreeMirror | None = None, credit: int = 64
 ) -> Commit:
     epoch, seen, root = (mirror.epoch, mirror.received_through, mirror.resolved_root) if mirror else (0, 0, None)
-    return Commit(request, before, np.array(tokens, np.int32), epoch, seen, root, credit)
+    return Commit(request, before, list(tokens), epoch, seen, root, credit)
 
 
 class SignallingDrafter(ScriptedDrafter):

@@ -10,18 +10,16 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
+from msgspec.structs import replace
 
 from outrider.host.line import DraftBatch, Line, LineUp, VerifyBatch, dial, host_id
-from outrider.protocol.messages import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
-from outrider.protocol.part_codec import pack_verify, unpack_drafts
-from outrider.protocol.parts import ClosePart, GrowPart
+from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
 
 
@@ -74,7 +72,7 @@ def call(offer: LineOffer) -> Line[DraftBatch]:
 
 
 def say(line: Line[DraftBatch], *messages: VerifyMessage) -> None:
-    line.send(VerifyBatch(pack_verify(messages)))
+    line.send(VerifyBatch(list(messages)))
 
 
 async def hear(line: Line[DraftBatch]) -> list[DraftMessage]:
@@ -82,7 +80,7 @@ async def hear(line: Line[DraftBatch]) -> list[DraftMessage]:
     async with asyncio.timeout(20):
         while not line.closed:
             if batches := line.receive():
-                return [message for batch in batches for message in unpack_drafts(batch.messages)]
+                return [message for batch in batches for message in batch.messages]
             await asyncio.sleep(0)
     return []
 
@@ -163,7 +161,7 @@ async def test_what_makes_no_sense_ends_the_session(kind: str, tmp_path: Path) -
             case "another hello":
                 line.send(LineUp("again"))
             case _:
-                line.send(DraftBatch([GrowPart(1, 0, 5, 5, 1, b"", b"", b"", b"")]))
+                line.send(DraftBatch([Grow(1, 0, 5, 5, 1)]))
         await hear_out(line)
         assert await ends(stream) is grpc.StatusCode.UNAVAILABLE
 
@@ -174,7 +172,7 @@ async def test_who_names_no_session_is_sent_away(tmp_path: Path) -> None:
         offer = await offer_of(stream)
         assert await hear(call(replace(offer, token="0" * 32))) == []
         silent = call(replace(offer, token="1" * 32))
-        silent.send(VerifyBatch([ClosePart(1)]))
+        silent.send(VerifyBatch([Close(1)]))
         assert await hear(silent) == []
         line = call(offer)
         say(line, open_message([1, 2, 3, 1, 2]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
 
-from outrider.protocol.messages import Grow, Hello
+from outrider.protocol.speculation import Grow, Hello
 from outrider.rpc.channel import open_channel
 
 

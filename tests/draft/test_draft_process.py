@@ -19,7 +19,7 @@ from draft_service import main
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.host.process import KERNEL_CACHES
-from outrider.protocol.messages import Close, Decline, DeclineReason, Grow, Hello
+from outrider.protocol.speculation import Close, Decline, DeclineReason, Grow, Hello
 from outrider.rpc.channel import open_channel
 
 NGRAM = DraftOptions(speculative_algorithm=("NGRAM",), metrics_address="")

@@ -8,7 +8,7 @@ import pytest
 
 from draft_service.door.remote import VerifySession
 from outrider.errors import OverloadedError
-from outrider.protocol.messages import Decline, DeclineReason
+from outrider.protocol.speculation import Decline, DeclineReason
 
 
 def decline(number: int) -> Decline:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import grpc
 import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import VOCAB, SignallingDrafter, commit_message, open_message
+from msgspec.structs import replace
 
 from draft_service.door.servicer import DraftServicer
 from draft_service.engine.worker import describe
@@ -18,8 +18,8 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.errors import OutriderError, OverloadedError
-from outrider.protocol.codec import encode_verify
-from outrider.protocol.messages import Close, Decline, DeclineReason, Grow, Hello
+from outrider.protocol.speculation import Close, Decline, DeclineReason, Grow, Hello
+from outrider.protocol.speculation_codec import encode_verify
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import draft_pb2
 
@@ -121,9 +121,9 @@ async def test_guesses_come_and_commits_are_acknowledged(serve: Serve) -> None:
     await stream.hello()
     text = list(range(20, 50))
     await stream.send(open_message([*text, *text[:3]]))
-    grown = (await acknowledged(stream, 33)).token_ids.tolist()
+    grown = (await acknowledged(stream, 33)).token_ids
     while len(grown) < 5:  # a slow machine grows it in several messages
-        grown += (await acknowledged(stream, 33)).token_ids.tolist()
+        grown += (await acknowledged(stream, 33)).token_ids
     assert grown[:5] == text[3:8]
     await stream.send(commit_message(33, [99]))
     assert (await acknowledged(stream, 34)).epoch == 2

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from draft_engine_thread import engine_thread
 from draft_fakes import GREEDY, SignallingDrafter, commit_message, open_message
@@ -34,8 +33,7 @@ from draft_service.frames import (
 from outrider.config.draft import DraftOptions
 from outrider.host.frames import FrameReader, Ready, Start, Stop, pack
 from outrider.host.pipe import Pipe
-from outrider.protocol.messages import Decline, FeatureRing, Features, Grow
-from outrider.protocol.part_codec import pack_features, pack_ring, unpack_features, unpack_ring
+from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow
 
 
 def crossed(frame: FromDoor) -> FromDoor:
@@ -72,18 +70,15 @@ def test_options_and_profiles_arrive_as_they_left() -> None:
 
 
 def test_features_are_not_copied_out_of_their_frame_and_know_their_stream() -> None:
-    sent = [Features(3, 5, 2, True, bytes(range(16)), "float16", 9), Features(4, 0, 1, False, b"", "float16", 10, 64)]
-    (body,) = FrameReader().feed(bytes(pack(Pieces(1, pack_features(sent)))))
+    sent = [
+        Features(3, 5, 2, True, memoryview(bytes(range(16))), "float16", 9, projected=True),
+        Features(4, 0, 1, False, memoryview(b""), "float16", 10, 64),
+    ]
+    (body,) = FrameReader().feed(bytes(pack(Pieces(1, sent))))
     frame = features_from_door.decode(body)
     assert isinstance(frame, Pieces)
     assert isinstance(frame.features[0].data, memoryview) and frame.features[0].data.obj is body
-    got = unpack_features(frame.features, "float16", projected=True)
-    assert got == [replace(message, projected=True) for message in sent]
-
-
-def test_a_ring_arrives_as_it_left() -> None:
-    ring = FeatureRing("here", "cuda:0", bytes(64), 1 << 24, bytes(32))
-    assert unpack_ring(pack_ring(ring)) == ring and pack_ring(None) is unpack_ring(None) is None
+    assert frame.features == sent
 
 
 def test_commits_are_handled_before_features_that_came_first(wire: Wire) -> None:
@@ -230,7 +225,8 @@ def test_all_frames_of_the_door_cross() -> None:
     for frame in (Serve("hash", True), SessionDown(3), Stop()):
         assert crossed(frame) == frame
     opened = open_message([1, 2, 3])
-    assert opened.sampling == GREEDY and opened.token_ids.dtype == np.int32
-    up = StreamUp(1, 2, 64, "float16", False, pack_ring(FeatureRing("h", "d", b"x", 5)))
+    assert opened.sampling == GREEDY
+    ring = FeatureRing("here", "cuda:0", bytes(64), 1 << 24, bytes(32))
+    up = StreamUp(1, 2, FeaturesBegin("", (2, 7), 64, "float16", ring))
     (body,) = FrameReader().feed(bytes(pack(up)))
     assert features_from_door.decode(body) == up

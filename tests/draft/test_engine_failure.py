@@ -15,7 +15,7 @@ from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
 from outrider.errors import is_device_failure
-from outrider.protocol.messages import Decline, DraftMessage
+from outrider.protocol.speculation import Decline, DraftMessage
 
 ILLEGAL_ACCESS = "an illegal memory access was encountered"
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from draft_door import Door, Stream
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from shared_file import MappedFile
 from test_feature_ring_stream import Mapper, make_ring
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
 from outrider.drafting.model.features import PartOfRows, with_rows
-from outrider.protocol.feature_codec import encode_batch
-from outrider.protocol.messages import MAX_FEATURE_PIECES, Features
+from outrider.protocol.speculation import MAX_FEATURE_PIECES, Features
+from outrider.protocol.speculation_codec import encode_features
 
 Serve = Callable[..., Awaitable[Door]]
 
@@ -50,9 +50,9 @@ async def begun(serve: Serve, drafter: NotingDrafter, *requests: int) -> tuple[D
 async def test_each_request_gets_its_own_and_the_message_is_released_as_a_whole(serve: Serve) -> None:
     drafter = NotingDrafter()
     _, end, _session = await begun(serve, drafter, 5, 9)
-    await end.call.write(encode_batch([piece(5, 1, 0, 2), piece(9, 2), piece(5, 3, 2, 30)]))
+    await end.call.write(encode_features([piece(5, 1, 0, 2), piece(9, 2), piece(5, 3, 2, 30)]))
     await end.send(1, 4, request=9)
-    await end.call.write(encode_batch([piece(9, 5, 2)]))
+    await end.call.write(encode_features([piece(9, 5, 2)]))
     await end.released(5)
     seen = [(part.request, part.start, part.count, part.sequence) for _, part in drafter.features]
     assert seen == [(5, 0, 2, 1), (9, 0, 1, 2), (5, 2, 30, 3), (9, 1, 1, 4), (9, 2, 1, 5)]
@@ -67,7 +67,7 @@ async def test_a_piece_of_nonsense_is_dropped_and_the_others_are_taken(
 ) -> None:
     drafter = NotingDrafter()
     door, end, _session = await begun(serve, drafter, 1, 2, 3)
-    await end.call.write(encode_batch([piece(1, 1), replace(piece(2, 2), **changes), piece(3, 3)]))  # type: ignore[arg-type]
+    await end.call.write(encode_features([piece(1, 1), replace(piece(2, 2), **changes), piece(3, 3)]))  # type: ignore[arg-type]
     await end.released(3)
     assert [part.request for _, part in drafter.features] == [1, 3]
     assert await door.count("messages_dropped_total", reason="malformed") == 1
@@ -78,10 +78,10 @@ async def test_a_message_of_too_many_pieces_is_dropped_and_the_stream_goes_on(se
     drafter = NotingDrafter()
     door, end, _session = await begun(serve, drafter, 1)
     most = MAX_FEATURE_PIECES
-    await end.call.write(encode_batch([piece(1, 1 + place, place) for place in range(most + 1)]))
-    await end.call.write(encode_batch([]))
+    await end.call.write(encode_features([piece(1, 1 + place, place) for place in range(most + 1)]))
+    await end.call.write(encode_features([]))
     await end.released(most + 1)
-    await end.call.write(encode_batch([piece(1, 2 + most + place, place) for place in range(most)]))
+    await end.call.write(encode_features([piece(1, 2 + most + place, place) for place in range(most)]))
     await end.released(1 + 2 * most)
     assert [part.start for _, part in drafter.features] == list(range(most))
     assert await door.count("messages_dropped_total", reason="malformed") == 2
@@ -96,7 +96,7 @@ async def test_a_request_at_which_the_drafter_fails_is_given_up_alone(serve: Ser
 
     drafter = Failing()
     door, end, _session = await begun(serve, drafter, 1, 2, 3)
-    await end.call.write(encode_batch([piece(1, 1), piece(2, 2), piece(77, 3), piece(3, 4)]))
+    await end.call.write(encode_features([piece(1, 1), piece(2, 2), piece(77, 3), piece(3, 4)]))
     await end.released(4)
     assert [part.request for _, part in drafter.features] == [1, 2, 3]
     assert (await door.info()).num_requests == 2
@@ -139,7 +139,7 @@ async def test_what_lies_side_by_side_in_the_ring_is_read_at_once(serve: Serve, 
         for sequence, (request, offset, count) in enumerate(places, 1)
     ]
     # Data in between is no part of a run.
-    await end.call.write(encode_batch([*pieces, piece(2, 5), piece(3, 6)]))
+    await end.call.write(encode_features([*pieces, piece(2, 5), piece(3, 6)]))
     await end.released(6)
     assert mapped.reads == [(256, 4 * ROW), (1024, ROW)]
     assert [part.sequence for _, part in drafter.features] == [1, 2, 3, 4, 5, 6]
@@ -157,7 +157,7 @@ async def test_a_ring_that_cannot_be_read_costs_those_whose_features_were_in_it(
     mapper.mapped[0].fails = True
     places = ((1, 1), (2, 2))
     pieces = [piece(number, turn, data=b"", ring_offset=256 * turn) for number, turn in places]
-    await end.call.write(encode_batch(pieces))
+    await end.call.write(encode_features(pieces))
     await end.released(2)
     assert not drafter.features and (await door.info()).num_requests == 1
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 from draft_door import Door
+from msgspec.structs import replace
 from shared_file import MappedFile, SharedFile
 from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
 
 from outrider.drafting.model.features import map_ring
 from outrider.host.line import host_id
-from outrider.protocol.messages import MAGIC_BYTES, FeatureRing
+from outrider.protocol.speculation import MAGIC_BYTES, FeatureRing
 
 Serve = Callable[..., Awaitable[Door]]
 SIZE = 4096

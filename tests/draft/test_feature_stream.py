@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import grpc
 import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import ScriptedDrafter, SignallingDrafter, open_message
+from msgspec.structs import replace
 
 from outrider.drafting.base import Needs
 from outrider.errors import OutriderError
-from outrider.protocol.feature_codec import decode_response, encode_begin, encode_features
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     Close,
     FeatureRing,
@@ -24,9 +23,11 @@ from outrider.protocol.messages import (
     FeaturesReleased,
     Grow,
     Hello,
+    ProjectionPart,
 )
+from outrider.protocol.speculation_codec import decode_response, encode_begin, encode_features
 from outrider.rpc.status import error_from_rpc
-from outrider.tree.projection import Projection, ProjectionPart, ProjectionReader, name_projection
+from outrider.tree.projection import Projection, ProjectionReader, name_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 Serve = Callable[..., Awaitable[Door]]
@@ -64,7 +65,7 @@ class FeaturesEnd:
     async def send(self, start: int, sequence: int, count: int = 1, request: int = 1, **changes: object) -> None:
         data = bytes([sequence % 256]) * (min(count, 999) * ROW)
         message = Features(request, start, count, True, data, "float32", sequence)
-        await self.call.write(encode_features(replace(message, **changes)))  # type: ignore[arg-type]
+        await self.call.write(encode_features([replace(message, **changes)]))  # type: ignore[arg-type]
 
     async def receive(self) -> FeaturesAccept | FeaturesReleased | ProjectionPart:
         message = await self.call.read()
@@ -228,7 +229,7 @@ async def test_bytes_that_are_no_message_or_number_backwards_are_dropped(serve: 
     await call.write(b"\xff\xff\xff")
     for sequence in (4, 4, 3, 0, 5):
         message = Features(1, sequence, 1, True, bytes(ROW), "float32", sequence)
-        await call.write(encode_features(message).SerializeToString())
+        await call.write(encode_features([message]).SerializeToString())
     while (await call.read()).released.through < 5:
         pass
     assert [part.sequence for _, part in drafter.features] == [4, 5]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,13 +12,14 @@ from draft_door import HELLO, Door
 from draft_fakes import VOCAB, SignallingDrafter, open_message
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from proto_fuzz import check, fuzz, messages, wire
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Drafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.protocol.codec import encode_verify
-from outrider.protocol.messages import Features, Grow, Hello
+from outrider.protocol.speculation import Features, Grow, Hello
+from outrider.protocol.speculation_codec import encode_verify
 from outrider.v1 import draft_pb2
 
 pytestmark = pytest.mark.usefixtures("nothing_fails")

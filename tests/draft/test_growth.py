@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
-from outrider.protocol.messages import Grow, Pause, Resume
+from outrider.protocol.speculation import Grow, Pause, Resume
 from outrider.tree.mirror import TreeMirror
 
 FOREVER = math.inf
@@ -37,7 +37,7 @@ def one(drafter: ScriptedDrafter, credit: int = 64, **options: object) -> tuple[
 
 def path_chances(grow: Grow) -> list[float]:
     chances = {0: 1.0}
-    for index, parent in enumerate(grow.parents.tolist()):
+    for index, parent in enumerate(grow.parents):
         chances[grow.first_id + index] = chances[parent] * math.exp(float(grow.scores[index]))
     del chances[0]
     return list(chances.values())
@@ -158,7 +158,7 @@ def test_after_a_hit_the_survivors_stay_and_growth_goes_on_below_them() -> None:
     grown(requests)
     (grow,) = peer.grows()
     assert (grow.epoch, grow.acked_len, len(grow.token_ids)) == (1, 4, 2)
-    assert grow.token_ids.tolist() == [15, 16]
+    assert grow.token_ids == [15, 16]
     assert len(drafter.asked) <= 4  # the root once more, and the two leaves that grew
     assert drafter.known[1] >= {2}
     assert not drafter.known[1] & {0, 1}
@@ -186,7 +186,7 @@ def test_a_miss_starts_an_epoch_at_the_new_root() -> None:
     grown(requests)
     grows = peer.grows()
     assert [(grow.epoch, grow.base_len, grow.acked_len) for grow in grows] == [(2, 4, 4)]
-    assert set(grows[0].token_ids[:2].tolist()) == {52, 53}
+    assert set(grows[0].token_ids[:2]) == {52, 53}
     assert requests.growth.num_live == len(grows[0].token_ids)
 
 

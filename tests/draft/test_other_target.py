@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import grpc
 import pytest
 from draft_door import HELLO, Door, Stream
 from draft_fakes import SignallingDrafter, open_message
+from msgspec.structs import replace
 
 from draft_service.door.handshake import own_hello
 from draft_service.engine.worker import describe
@@ -17,7 +18,7 @@ from draft_service.main import _choose
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.protocol.messages import Close, Grow, Hello
+from outrider.protocol.speculation import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 
 Serve = Callable[..., Awaitable[Door]]
@@ -65,8 +66,8 @@ async def test_another_target_is_drafted_for_by_n_grams_alone_and_the_log_names_
     tokens: list[int] = []
     while len(tokens) <= 8:  # no room is left for a head that is not there
         grow = await grown(stream)
-        assert set(grow.sources.tolist()) == {1}
-        tokens += grow.token_ids.tolist()
+        assert set(grow.sources) == {1}
+        tokens += grow.token_ids
     assert tokens[:3] == [23, 24, 25]
     assert not head.open_requests
     await stream.send(Close(1))
@@ -86,7 +87,7 @@ async def test_its_own_target_gets_all_drafters_when_the_other_one_is_gone(serve
     hello = await stream.receive()
     assert isinstance(hello, Hello) and (hello.model, hello.feature_layers) == ("EAGLE3+NGRAM", (2, 5))
     await stream.send(open_message(TEXT))
-    assert {0, 1} & set((await grown(stream)).sources.tolist())
+    assert {0, 1} & set((await grown(stream)).sources)
     assert head.open_requests
 
 
@@ -106,7 +107,7 @@ def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
     named = DraftOptions(speculative_algorithm=NAMES)
     assert own_hello(describe(several, named), named).features_optional
     assert not own_hello(describe(head, named), named).features_optional
-    assert not own_hello(describe(several, named), replace(named, lockstep=True)).features_optional
+    assert not own_hello(describe(several, named), dataclasses.replace(named, lockstep=True)).features_optional
 
 
 def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:

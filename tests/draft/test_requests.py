@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import random
 
-import numpy as np
 import pytest
 from draft_fakes import GREEDY, VOCAB, RecordingPeer, ScriptedDrafter, commit_message, open_message
 
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.protocol.messages import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
+from outrider.protocol.speculation import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
 from outrider.tree.author import Outcome
 from outrider.tree.mirror import TreeMirror
 
@@ -182,7 +181,7 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
     requests, peer = Requests(drafter, DraftOptions()), RecordingPeer()
     tokens = text[:30]
     mirror = TreeMirror(tokens, VOCAB, 256)
-    requests.handle(peer, Open(1, np.array(tokens, np.int32), 10, GREEDY, 64))
+    requests.handle(peer, Open(1, list(tokens), 10, GREEDY, 64))
     accepted = 0
     while len(tokens) < len(text):
         while drafter.has_work:

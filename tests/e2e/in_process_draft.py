@@ -13,7 +13,7 @@ from outrider.drafting.base import AnyDrafter, Needs
 from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.messages import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
+from outrider.protocol.speculation import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms
 
@@ -95,7 +95,7 @@ class InProcessDraft:
             return
         author: TreeAuthor = tree.author
         node = author.root
-        for token in commit.token_ids.tolist():
+        for token in commit.token_ids:
             below = author.children(node)
             if not below:
                 return

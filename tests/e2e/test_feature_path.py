@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.base import DraftRequest, Needs
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.main import serve

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.protocol.grammar_codec import decode_grammar
+from outrider.protocol.generation_codec import decode_grammar
 from outrider.v1 import common_pb2, gateway_pb2
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -9,7 +9,7 @@ from gateway.core.admission import ServedModel, admit
 from gateway.core.events import Delta, Token
 from gateway.core.request import GenerateRequest
 from gateway.openai.chat import ChatBuilder
-from outrider.protocol.tokens import RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 
 
 @pytest.mark.parametrize("what", ["logprobs", "trees"])

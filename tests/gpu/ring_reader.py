@@ -10,7 +10,7 @@ import torch
 
 from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
-from outrider.protocol.messages import FeatureRing
+from outrider.protocol.speculation import FeatureRing
 from verify_service.features.staging import RingPool, share_device_memory
 
 _SPAWN = multiprocessing.get_context("spawn")

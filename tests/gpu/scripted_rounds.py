@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cuda_harness import VOCAB
 from harness import Answer, make_request
 
-from outrider.protocol.tokens import TokenLogprobs
+from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request

@@ -13,7 +13,7 @@ from local_draft import LocalDraft
 from tiny_grammar import VOCAB, text_of, tiny_vocabulary
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 
 pytestmark = pytest.mark.gpu
 

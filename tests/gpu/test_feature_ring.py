@@ -18,7 +18,7 @@ from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
 from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.features.staging import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
 

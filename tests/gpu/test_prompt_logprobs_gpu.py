@@ -15,7 +15,7 @@ from local_draft import LocalDraft, noise
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import PromptLogprobs
+from outrider.protocol.generation import PromptLogprobs
 from outrider.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

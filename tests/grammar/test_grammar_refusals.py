@@ -7,16 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, probe
 from outrider.grammar.spec import MAX_DEPTH, Grammar, GrammarKind, check_grammar
-from outrider.protocol.codec import decode_verify, encode_verify
-from outrider.protocol.grammar_codec import decode_grammar, encode_grammar
-from outrider.protocol.messages import Open
+from outrider.protocol.generation_codec import decode_grammar, encode_grammar
+from outrider.protocol.speculation import Open
+from outrider.protocol.speculation_codec import decode_verify, encode_verify
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, verify_pb2
 from verify_service.door import grammar_check
@@ -127,7 +126,7 @@ def test_a_message_that_says_nothing_is_no_grammar(message: common_pb2.Grammar) 
 
 def test_drafts_are_told_and_a_grammar_that_they_do_not_know_does_no_harm() -> None:
     sampling = SamplingParams(seed=3, grammar=CHOICE)
-    opened = Open(1, np.array([1, 2], np.int32), 2, sampling, 8)
+    opened = Open(1, [1, 2], 2, sampling, 8)
     batch = encode_verify([opened])
     (got,) = decode_verify(batch)
     assert isinstance(got, Open) and got.sampling == sampling

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import interpreter  # noqa: F401
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from sampling_cases import Case, Round, make_round, random_logits
 
 from kernels.reference.sampling import coins

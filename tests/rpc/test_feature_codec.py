@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from proto_fuzz import fuzz, messages
 
-from outrider.protocol.feature_codec import (
-    decode_features,
-    decode_pieces,
-    decode_response,
-    encode_accept,
-    encode_batch,
-    encode_features,
-)
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     Features,
     FeaturesAccept,
     FeaturesBegin,
+)
+from outrider.protocol.speculation_codec import (
+    decode_pieces,
+    decode_response,
+    encode_features,
+    encode_response,
 )
 from outrider.v1 import draft_pb2
 
@@ -49,12 +46,11 @@ def over_the_wire(message: Message) -> Message:
 @given(st.lists(features(), min_size=1, max_size=20), st.booleans())
 def test_what_is_sent_together_comes_as_what_is_sent_alone(pieces: list[Features], projected: bool) -> None:
     begin = replace(BEGIN, projected=projected)
-    together = decode_pieces(over_the_wire(encode_batch(pieces)), begin, RING)
-    alone = [decode_features(over_the_wire(encode_features(piece)), begin, RING) for piece in pieces]
-    assert [piece for _, piece in together] == alone == [replace(piece, projected=projected) for piece in pieces]
+    together = decode_pieces(over_the_wire(encode_features(pieces)), begin, RING)
+    assert [piece for _, piece in together] == [replace(piece, projected=projected) for piece in pieces]
     assert [number for number, _ in together] == [piece.sequence for piece in pieces]
-    for piece, found in zip(pieces, alone, strict=True):
-        assert decode_pieces(over_the_wire(encode_features(piece)), begin, RING) == [(piece.sequence, found)]
+    for piece, found in zip(pieces, together, strict=True):
+        assert decode_pieces(over_the_wire(encode_features([piece])), begin, RING) == [found]
 
 
 @given(st.lists(features(), min_size=1, max_size=8), st.data())
@@ -65,7 +61,7 @@ def test_a_piece_that_makes_no_sense_harms_no_other(pieces: list[Features], data
     )
     sent = list(pieces)
     sent[spoiled] = replace(sent[spoiled], **change)
-    found = decode_pieces(over_the_wire(encode_batch(sent)), BEGIN, RING)
+    found = decode_pieces(over_the_wire(encode_features(sent)), BEGIN, RING)
     expected = [None if place == spoiled else piece for place, piece in enumerate(pieces)]
     assert [piece for _, piece in found] == expected
     assert [number for number, _ in found] == [piece.sequence for piece in pieces]
@@ -84,7 +80,7 @@ def test_whatever_a_message_says_its_pieces_are_whole_and_bounded(message: Messa
 @pytest.mark.parametrize(("count", "fits"), [(MAX_FEATURE_PIECES, True), (MAX_FEATURE_PIECES + 1, False)])
 def test_a_message_has_so_many_pieces_at_most(count: int, fits: bool) -> None:
     pieces = [Features(1, place, 1, False, bytes(ROW), "float16", place + 1) for place in range(count)]
-    found = decode_pieces(encode_batch(pieces), BEGIN, 0)
+    found = decode_pieces(encode_features(pieces), BEGIN, 0)
     assert [piece is not None for _, piece in found] == [fits] * (count if fits else 1)
     assert found[-1][0] == count
 
@@ -96,18 +92,18 @@ def test_pieces_have_so_many_bytes_together_wherever_they_lie(more: int, fits: b
         Features(1, 0, most // 2, False, b"", "float16", 1, ring_offset=0),
         Features(2, 0, most - most // 2 + more, False, b"", "float16", 2, ring_offset=RING // 2),
     ]
-    found = decode_pieces(encode_batch(pieces), BEGIN, RING)
+    found = decode_pieces(encode_features(pieces), BEGIN, RING)
     assert (found[0][1] is not None) is fits and found[-1][0] == 2
 
 
 def test_a_message_of_no_kind_and_an_empty_batch_have_no_pieces() -> None:
-    for message in (Message(), encode_batch([]), Message(begin=draft_pb2.FeaturesBegin(width=3))):
+    for message in (Message(), encode_features([]), Message(begin=draft_pb2.FeaturesBegin(width=3))):
         assert decode_pieces(message, BEGIN, RING) == [(0, None)]
 
 
 @given(st.builds(FeaturesAccept, st.booleans(), st.integers(0, 2**64 - 1), st.booleans(), st.booleans()))
 def test_what_a_draft_accepts_arrives(accept: FeaturesAccept) -> None:
-    assert decode_response(encode_accept(accept)) == accept
+    assert decode_response(encode_response(accept)) == accept
 
 
 def test_a_draft_that_does_not_know_of_batches_takes_none() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
-from outrider.protocol.messages import Commit, Grow, Open
+from outrider.protocol.speculation import Commit, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import Outcome, TreeAuthor
-from outrider.tree.mirror import TreeMirror, token_array
+from outrider.tree.mirror import TreeMirror
 
 VOCAB = 5
 CREDIT = 12
@@ -44,7 +45,7 @@ class Pair:
         """Verify opens the request under a new number, as after a reconnect or a retryable decline."""
         self.life += 1
         self.mirror = TreeMirror(self.tokens, VOCAB, 4 * CREDIT)
-        message = Open(self.life, token_array(self.tokens), 1, SamplingParams(), CREDIT)
+        message = Open(self.life, list(self.tokens), 1, SamplingParams(), CREDIT)
         self.to_draft.append((self.life, message))
 
     def restart_draft(self) -> None:
@@ -61,7 +62,7 @@ class Pair:
         message = Commit(
             request=self.life,
             length_before=before,
-            token_ids=token_array(new_tokens),
+            token_ids=list(new_tokens),
             epoch=self.mirror.epoch,
             received_through=self.mirror.received_through,
             resolved_root=self.mirror.resolved_root,
@@ -88,7 +89,7 @@ class Pair:
 
     def flush(self, max_nodes: int = 4) -> None:
         while self.author is not None and (grow := self.author.take(max_nodes)) is not None:
-            grow = replace(grow, scores=grow.scores.astype(np.float32))
+            grow = replace(grow, scores=np.array(grow.scores, np.float32).tolist())
             self.sent.note(self.author_life, grow)
             self.to_verify.append((self.author_life, grow))
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 
 
 class Row(NamedTuple):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import HandshakeError, agree
 from outrider.tree.projection import MAX_PROJECTION_BYTES

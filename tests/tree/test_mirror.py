@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 from outrider.tree.mirror import TreeMirror
 from verify_service.speculation.budget import Forest
 
@@ -69,10 +68,10 @@ def test_the_mirror_is_the_plain_tree(trace: list) -> None:
             parents = [pick % (next_id + index) for index, (pick, _, _) in enumerate(step)]
             for index, (parent, (_, token, score)) in enumerate(zip(parents, step, strict=True)):
                 plain.add(next_id + index, parent, token, score)
-            token_ids = np.array([token for _, token, _ in step], np.int32)
-            scores = np.array([score for _, _, score in step], np.float32)
-            sources = np.zeros(len(step), np.uint8)
-            mirror.insert(Grow(1, 1, 1, 1, next_id, np.array(parents, np.uint32), token_ids, scores, sources))
+            token_ids = [token for _, token, _ in step]
+            scores = [score for _, _, score in step]
+            sources = bytes(len(step))
+            mirror.insert(Grow(1, 1, 1, 1, next_id, parents, token_ids, scores, sources))
             next_id += len(step)
         mirror.check_integrity()
         expected = plain.path_scores()
@@ -87,10 +86,10 @@ def test_every_child_of_a_committed_token_is_observed_once_also_when_it_comes_la
 
     def grow(first_id: int, *children: int) -> None:
         count = len(children)
-        scores = np.full(count, -0.5, np.float32)
+        scores = [-0.5] * count
         mirror.insert(
-            Grow(1, 1, 1, 1, first_id, np.zeros(count, np.uint32), np.array(children, np.int32), scores,
-                 np.zeros(count, np.uint8))
+            Grow(1, 1, 1, 1, first_id, [0] * count, list(children), scores,
+                 bytes(count))
         )  # fmt: skip
 
     def observed() -> list[tuple[float, bool]]:
@@ -115,10 +114,8 @@ def test_a_message_without_nodes_tells_what_was_received_while_others_are_there(
     """Else the draft would not learn that nodes were lost before a commit needs them."""
     tokens = [1, 2, 3]
     mirror = TreeMirror(tokens, vocab_size=100, max_nodes=50)
-    none = np.empty(0)
-    scores, sources = np.full(2, -0.1, np.float32), np.zeros(2, np.uint8)
-    mirror.insert(Grow(1, 1, 3, 3, 1, np.array([0, 1], np.uint32), np.array([4, 5], np.int32), scores, sources))
+    scores, sources = [-0.1, -0.1], bytes(2)
+    mirror.insert(Grow(1, 1, 3, 3, 1, [0, 1], [4, 5], scores, sources))
     assert (len(list(mirror.descend())), mirror.received_through) == (2, 2)
-    empty = (none.astype(np.uint32), none.astype(np.int32), none.astype(np.float32), none.astype(np.uint8))
-    mirror.insert(Grow(1, 1, 3, 3, 9, *empty))
+    mirror.insert(Grow(1, 1, 3, 3, 9))
     assert mirror.received_through == 8

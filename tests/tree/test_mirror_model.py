@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_mirror import PlainMirror, Row
 
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 from outrider.tree.mirror import TreeMirror
 from verify_service.speculation.budget import Forest
 
@@ -49,9 +49,9 @@ class Pair:
         parents = [near + pick % (first + index + 1 - near) for index, (pick, _, _, _) in enumerate(nodes)]
         _, token_ids, edges, sources = zip(*nodes, strict=True)
         return Grow(
-            *(1, 1, 1, 1, first, np.array(parents, np.uint32), np.array(token_ids, np.int32)),
-            np.array(edges, np.float32),
-            np.array(sources, np.uint8),
+            *(1, 1, 1, 1, first, list(parents), list(token_ids)),
+            list(edges),
+            bytes(sources),
         )
 
     def insert(self, grow: Grow) -> None:
@@ -131,7 +131,7 @@ def test_whatever_comes_the_tree_is_the_plain_one(trace: list[tuple]) -> None:
 def test_ids_at_the_end_of_their_range_take_no_more_memory_than_others() -> None:
     mirror = TreeMirror([0], VOCAB, MAX_NODES)
     first = 2**32 - 2
-    columns = (np.array([0, first], np.uint32), np.zeros(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.uint8))
+    columns = ([0, first], [0, 0], [0.0, 0.0], bytes(2))
     assert mirror.insert(Grow(1, 1, 1, 1, first, *columns)) == 2
     assert mirror.ids == [0, first, first + 1]
     assert mirror.received_through == 2**32 - 1
@@ -142,8 +142,8 @@ def test_what_is_dead_is_forgotten() -> None:
     mirror = TreeMirror(committed, VOCAB, MAX_NODES)
     for last in range(200):
         ids = 2 * last + 1
-        columns = (np.full(2, max(ids - 2, 0), np.uint32), np.array([1, 2], np.int32), np.full(2, -1.0, np.float32))
-        assert mirror.insert(Grow(1, 1, 1, 1, ids, *columns, np.zeros(2, np.uint8))) == 2
+        columns = ([max(ids - 2, 0)] * 2, [1, 2], [-1.0, -1.0])
+        assert mirror.insert(Grow(1, 1, 1, 1, ids, *columns, bytes(2))) == 2
         committed.append(1)
         mirror.commit()
         mirror.check_integrity()
@@ -152,8 +152,8 @@ def test_what_is_dead_is_forgotten() -> None:
 
 def grow_of(first: int, parents: list[int], tokens: list[int]) -> Grow:
     count = len(parents)
-    columns = (np.array(parents, np.uint32), np.array(tokens, np.int32), np.full(count, -1.0, np.float32))
-    return Grow(1, 1, 1, 1, first, *columns, np.zeros(count, np.uint8))
+    columns = (list(parents), list(tokens), [-1.0] * count)
+    return Grow(1, 1, 1, 1, first, *columns, bytes(count))
 
 
 def chain_and_leaf(length: int) -> TreeMirror:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
-from outrider.protocol.messages import MAX_FEATURE_BYTES
+from outrider.protocol.speculation import MAX_FEATURE_BYTES
 from outrider.tree.projection import (
     MAX_PROJECTION_BYTES,
     Projection,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from network import CREDIT, VOCAB, Pair
 
-from outrider.protocol.codec import decode_verify, encode_draft, encode_verify
-from outrider.protocol.messages import Commit, Grow
-from outrider.tree.mirror import token_array
+from outrider.protocol.speculation import Commit, Grow
+from outrider.protocol.speculation_codec import decode_verify, encode_draft, encode_verify
 
 tokens = st.integers(0, VOCAB - 1)
 index = st.integers(0, 1 << 16)
@@ -149,8 +147,8 @@ def test_hits_resume_within_two_exchanges_after_epochs_that_never_began(trace: l
 def epoch_out_of_thin_air(pair: Pair, epoch: int, base_len: int, chain: list[int]) -> Grow:
     count = len(chain)
     return Grow(
-        pair.life, epoch, base_len, 0, 1, np.arange(count, dtype=np.uint32), np.array(chain, np.int32),
-        np.zeros(count, np.float32), np.zeros(count, np.uint8),
+        pair.life, epoch, base_len, 0, 1, list(range(count)), list(chain),
+        [0.0] * count, bytes(count),
     )  # fmt: skip
 
 
@@ -172,7 +170,7 @@ def test_a_draft_goes_past_an_epoch_that_it_never_began_but_not_past_what_travel
         token = truth(len(pair.tokens))
         before = len(pair.author.tokens)
         pair.tokens.append(token)
-        pair.author.apply(Commit(pair.life, before, token_array([token]), epoch, 0, None, CREDIT))
+        pair.author.apply(Commit(pair.life, before, [token], epoch, 0, None, CREDIT))
         assert pair.author.epoch == then
     grow = pair.author.take(4)
     assert grow is not None and encode_draft([grow])
@@ -194,10 +192,10 @@ grows = st.builds(
         base_len=base,
         acked_len=acked,
         first_id=first,
-        parents=np.array([r[0] for r in rows], np.uint32),
-        token_ids=np.array([r[1] for r in rows], np.int32),
-        scores=np.array([r[2] for r in rows], np.float32),
-        sources=np.array([r[3] for r in rows], np.uint8),
+        parents=[r[0] for r in rows],
+        token_ids=[r[1] for r in rows],
+        scores=[r[2] for r in rows],
+        sources=bytes(r[3] for r in rows),
     ),
     st.integers(0, 2**64 - 1) | st.integers(0, 3),
     st.integers(0, 2**32 - 1) | st.integers(0, 4),
@@ -240,8 +238,8 @@ def test_ids_that_no_commit_could_carry_back_are_malformed() -> None:
     last = 2**32 - 1
     for first_id, entered in ((last, 0), (last - 1, 2)):
         grow = Grow(
-            1, 1, 1, 1, first_id, np.zeros(2, np.uint32), np.arange(2, dtype=np.int32), np.zeros(2, np.float32),
-            np.zeros(2, np.uint8),
+            1, 1, 1, 1, first_id, [0, 0], [0, 1], [0.0, 0.0],
+            bytes(2),
         )  # fmt: skip
         assert pair.mirror.insert(grow) == entered
     assert pair.mirror.dropped["malformed"] == 2
@@ -252,8 +250,6 @@ def test_ids_that_no_commit_could_carry_back_are_malformed() -> None:
 
 def test_an_array_of_the_wrong_length_is_malformed() -> None:
     pair = Pair()
-    grow = Grow(
-        1, 1, 1, 1, 1, np.zeros(2, np.uint32), np.zeros(3, np.int32), np.zeros(3, np.float32), np.zeros(3, np.uint8)
-    )
+    grow = Grow(1, 1, 1, 1, 1, [0, 0], [0, 0, 0], [0.0, 0.0, 0.0], bytes(3))
     assert pair.mirror.insert(grow) == 0
     assert pair.mirror.dropped["malformed"] == 3

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
+from msgspec.structs import replace
 
-from outrider.protocol.codec import encode_draft
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     PROTOCOL_VERSION,
     DraftMessage,
     FeaturesBegin,
     Hello,
+    ProjectionPart,
 )
+from outrider.protocol.speculation_codec import encode_draft
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
-from outrider.tree.projection import ProjectionPart
 from verify_service.door.session import DraftDialer, DraftEvents, DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")

@@ -13,7 +13,7 @@ from threaded_engine import ThreadedEngine
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import Commit, Features, FeaturesBegin, Open, VerifyMessage
+from outrider.protocol.speculation import Commit, Features, FeaturesBegin, Open, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection, name_projection
 
@@ -73,10 +73,10 @@ class FeatureDraft(LocalDraft):
     def send(self, messages: list[VerifyMessage]) -> None:
         for message in messages:
             if isinstance(message, Open):
-                self.texts[message.request] = message.token_ids.tolist()
+                self.texts[message.request] = list(message.token_ids)
             elif isinstance(message, Commit):
                 text = self.texts[message.request]
-                text[message.length_before :] = message.token_ids.tolist()
+                text[message.length_before :] = list(message.token_ids)
         super().send(messages)
 
     def send_features(self, messages: list[Features]) -> None:

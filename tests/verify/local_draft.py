@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from threaded_engine import ThreadedEngine
 
-from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, Open, VerifyMessage
+from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
 
 Guess = Callable[[TreeAuthor], None]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 from harness import Answer, make_request
 
-from outrider.protocol.messages import Grow, VerifyMessage
+from outrider.protocol.speculation import Grow, VerifyMessage
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
 from verify_service.speculation.drafts import Drafts
@@ -46,10 +45,10 @@ def request(tokens: list[int]) -> Request:
 def tree(number: int, epoch: int, base_len: int, tokens: list[int], first: int = 1, score: float = -0.05) -> Grow:
     """A chain of tokens, node `first` and what hangs below it, behind the node before."""
     count = len(tokens)
-    parents = np.arange(first - 1, first - 1 + count, dtype=np.uint32)
+    parents = list(range(first - 1, first - 1 + count))
     return Grow(
-        number, epoch, base_len, base_len, first, parents, np.array(tokens, np.int32),
-        np.full(count, score, np.float32), np.zeros(count, np.uint8),
+        number, epoch, base_len, base_len, first, parents, list(tokens),
+        [score] * count, bytes(count),
     )  # fmt: skip
 
 

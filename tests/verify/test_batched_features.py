@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from dialled_draft import BEGIN, Context, Events, dialled, greet_with_layers, stay
 
-from outrider.protocol.feature_codec import decode_pieces, encode_accept, encode_released
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     FeatureRing,
@@ -17,6 +16,7 @@ from outrider.protocol.messages import (
     FeaturesBegin,
     FeaturesReleased,
 )
+from outrider.protocol.speculation_codec import decode_pieces, encode_response
 from outrider.v1 import draft_pb2
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
@@ -37,13 +37,13 @@ async def deliver(
 
     async def features(context: Context, number: int) -> None:
         await context.read()
-        await context.write(encode_accept(accept).SerializeToString())
+        await context.write(encode_response(accept).SerializeToString())
         newest = 0
         while newest < pieces[-1].sequence:
             received.append(Received.FromString(await context.read()))
             newest = decode_pieces(received[-1], begin, 1 << 24)[-1][0]
             # As soon as a draft has something it may let go of it, and of no more.
-            await context.write(encode_released(FeaturesReleased(newest)).SerializeToString())
+            await context.write(encode_response(FeaturesReleased(newest)).SerializeToString())
         await stay(context)
 
     async with dialled(folder, behave, features) as events:

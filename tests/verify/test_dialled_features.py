@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from dialled_draft import BEGIN, THEIRS, Context, dialled, greet_with_layers, stay
+from msgspec.structs import replace
 
-from outrider.protocol.codec import encode_draft
-from outrider.protocol.feature_codec import (
-    decode_begin,
-    decode_features,
-    encode_accept,
-    encode_projection,
-    encode_released,
-)
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     FeatureRing,
     Features,
     FeaturesAccept,
     FeaturesReleased,
+    ProjectionPart,
 )
-from outrider.tree.projection import Projection, ProjectionPart, name_projection
+from outrider.protocol.speculation_codec import (
+    decode_begin,
+    decode_pieces,
+    encode_draft,
+    encode_response,
+)
+from outrider.tree.projection import Projection, name_projection
 from outrider.v1 import draft_pb2
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
@@ -40,8 +39,8 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
         for _ in range(3):
             received.append(draft_pb2.DraftServiceFeaturesRequest.FromString(await context.read()))
             if len(received) == 1:
-                await context.write(encode_accept(FeaturesAccept(window=77)).SerializeToString())
-        await context.write(encode_released(FeaturesReleased(2)).SerializeToString())
+                await context.write(encode_response(FeaturesAccept(window=77)).SerializeToString())
+        await context.write(encode_response(FeaturesReleased(2)).SerializeToString())
         await stay(context)
 
     async with dialled(tmp_path, behave, features) as events:
@@ -53,7 +52,8 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
         await events.until(lambda: events.releases == [2])
     begin = decode_begin(received[0])
     assert (begin.token, begin.layers, begin.width, begin.dtype) == ("secret", (4, 1), 16, "float32")
-    assert [decode_features(message, begin, 0).final for message in received[1:]] == [False, True]
+    pieces = [piece for message in received[1:] for _, piece in decode_pieces(message, begin, 0)]
+    assert [piece and piece.final for piece in pieces] == [False, True]
     assert events.windows == [77]
 
 
@@ -69,14 +69,14 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
         await context.read()
         if number == 1 and how == "refuses":
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such stream")
-        await context.write(encode_accept(FeaturesAccept(number == 1 and how == "wants a ring")).SerializeToString())
+        await context.write(encode_response(FeaturesAccept(number == 1 and how == "wants a ring")).SerializeToString())
         if number == 1 and how == "garbles":
             await context.write(b"\xff\xff\xff")
         if number == 1 and how == "accepts twice":
-            await context.write(encode_accept(FeaturesAccept()).SerializeToString())
+            await context.write(encode_response(FeaturesAccept()).SerializeToString())
         if number == 1 and how == "releases too much":
             await context.read()
-            await context.write(encode_released(FeaturesReleased(2)).SerializeToString())
+            await context.write(encode_response(FeaturesReleased(2)).SerializeToString())
         if number == 1 and how == "ends":
             return
         await stay(context)
@@ -113,10 +113,10 @@ async def test_a_projection_that_is_wanted_arrives_before_the_stream_is_open(tmp
 
     async def features(context: Context, number: int) -> None:
         received.append(await context.read())
-        await context.write(encode_accept(FeaturesAccept(projects=True)).SerializeToString())
+        await context.write(encode_response(FeaturesAccept(projects=True)).SerializeToString())
         for offset in range(0, len(MATRIX), 100):
             part = ProjectionPart(6, "float32", offset, MATRIX[offset : offset + 100])
-            await context.write(encode_projection(part).SerializeToString())
+            await context.write(encode_response(part).SerializeToString())
         await stay(context)
 
     async with dialled(tmp_path, greet_with_projection, features) as events:
@@ -137,10 +137,10 @@ async def test_a_projection_that_is_wanted_arrives_before_the_stream_is_open(tmp
 async def test_a_projection_that_is_not_the_one_offered_ends_the_session(tmp_path: Path, how: str) -> None:
     async def features(context: Context, number: int) -> None:
         await context.read()
-        await context.write(encode_accept(FeaturesAccept(projects=how != "keeps it")).SerializeToString())
+        await context.write(encode_response(FeaturesAccept(projects=how != "keeps it")).SerializeToString())
         data = {"another": b"\xff" + MATRIX[1:], "too long": MATRIX + b"x"}.get(how, MATRIX)
         part = ProjectionPart(6, "float32", 4 if how == "gap" else 0, data)
-        await context.write(encode_projection(part).SerializeToString())
+        await context.write(encode_response(part).SerializeToString())
         await stay(context)
 
     async with dialled(tmp_path, greet_with_projection, features) as events:
@@ -160,9 +160,9 @@ async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
 
     async def features(context: Context, number: int) -> None:
         received.append(await context.read())
-        await context.write(encode_accept(FeaturesAccept(uses_ring=True)).SerializeToString())
+        await context.write(encode_response(FeaturesAccept(uses_ring=True)).SerializeToString())
         received.append(await context.read())
-        await context.write(encode_released(FeaturesReleased(1)).SerializeToString())
+        await context.write(encode_response(FeaturesReleased(1)).SerializeToString())
         await stay(context)
 
     ring = FeatureRing("here", "gpu", bytes(64), 4096, bytes(32))
@@ -174,7 +174,9 @@ async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
     assert events.opened == [True]
     begin = decode_begin(draft_pb2.DraftServiceFeaturesRequest.FromString(received[0]))
     assert begin.ring == ring
-    sent = decode_features(draft_pb2.DraftServiceFeaturesRequest.FromString(received[1]), begin, ring.num_bytes)
+    message = draft_pb2.DraftServiceFeaturesRequest.FromString(received[1])
+    ((_, sent),) = decode_pieces(message, begin, ring.num_bytes)
+    assert sent is not None
     assert (sent.ring_offset, sent.count, sent.data) == (640, 2, b"")
 
 

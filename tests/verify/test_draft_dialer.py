@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 from dialled_draft import THEIRS, Context, dialled, greet, stay
+from msgspec.structs import replace
 
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.protocol.codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     Commit,
     Grow,
     Open,
     Pause,
 )
+from outrider.protocol.speculation_codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Terms
@@ -64,7 +63,7 @@ async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(tmp
 
     async with dialled(tmp_path, behave) as events:
         await events.until(lambda: len(events.sessions) == 1)
-        events.sessions[0].send([Commit(1, 2, np.zeros(1, np.int32), 1, 2**32, None, 8)])
+        events.sessions[0].send([Commit(1, 2, [0], 1, 2**32, None, 8)])
         await events.until(lambda: events.num_ended == 1 and len(events.sessions) == 2)
 
 
@@ -165,7 +164,7 @@ async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest
 async def test_all_requests_of_a_large_service_can_be_opened_anew() -> None:
     """With all tokens of each they are more than a message may be."""
     grammar = Grammar(GrammarKind.JSON_SCHEMA, "{}" + " " * 60000)
-    opens = [Open(i, np.full(65536, i, np.int32), 9, SamplingParams(grammar=grammar), 8) for i in range(100)]
+    opens = [Open(i, [i] * 65536, 9, SamplingParams(grammar=grammar), 8) for i in range(100)]
     written: list[draft_pb2.DraftServiceSpeculateRequest] = []
 
     class Call:

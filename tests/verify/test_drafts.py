@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.protocol.messages import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
+from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts
@@ -32,7 +32,7 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     drafts.admit(one)
     drafts.connected(port)
     (opened,) = port.take(drafts)
-    assert isinstance(opened, Open) and opened.token_ids.tolist() == [1, 2, 3] and opened.prompt_len == 3
+    assert isinstance(opened, Open) and opened.token_ids == [1, 2, 3] and opened.prompt_len == 3
     drafts.receive(port, [tree(opened.request, 1, 3, [4, 5])], 100.0)
     one.tokens += [4, 9]
     follow(drafts, one, 2)
@@ -40,7 +40,7 @@ def test_a_request_is_opened_committed_paused_and_closed(drafts: Drafts) -> None
     drafts.resume(one)
     drafts.close(one)
     commit, pause, resume, close = port.take(drafts)
-    assert isinstance(commit, Commit) and commit.length_before == 3 and commit.token_ids.tolist() == [4, 9]
+    assert isinstance(commit, Commit) and commit.length_before == 3 and commit.token_ids == [4, 9]
     assert (commit.epoch, commit.received_through, commit.resolved_root) == (1, 2, None)
     assert isinstance(pause, Pause) and isinstance(resume, Resume) and isinstance(close, Close)
 

@@ -12,7 +12,7 @@ from local_draft import LocalDraft
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import InternalError
-from outrider.protocol.messages import VerifyMessage
+from outrider.protocol.speculation import VerifyMessage
 from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.engine.memory import Memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from cuda_harness import VOCAB, jobs, texts
@@ -10,7 +12,7 @@ from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import Decline, DeclineReason, Grow, Hello
+from outrider.protocol.speculation import Decline, DeclineReason, Grow, Hello
 from outrider.tree.author import TreeAuthor
 
 
@@ -94,16 +96,16 @@ class Hostile(LocalDraft):
 
     def _grow(self, request: int) -> None:
         author = self.authors[request]
-        bad = np.array([2**31 - 1, -1, VOCAB, 3, 4], np.int32)
-        scores = np.array([-1.0, -1.0, -1.0, np.nan, 2.0], np.float32)
-        parents = np.array([0, 0, 0, 0, 99], np.uint32)
-        flood = np.zeros(4000, np.uint32)
+        bad = [2**31 - 1, -1, VOCAB, 3, 4]
+        scores = [-1.0, -1.0, -1.0, math.nan, 2.0]
+        parents = [0, 0, 0, 0, 99]
+        flood = [0] * 4000
         messages = [
-            Grow(request, author.epoch, author.base_len, 2**31, 1000, parents, bad, scores, np.zeros(5, np.uint8)),
+            Grow(request, author.epoch, author.base_len, 2**31, 1000, parents, bad, scores, bytes(5)),
             Grow(request, 1, 2**31, 0, 1),
             Grow(request + 50, 1, 1, 1, 1),
-            Grow(request, author.epoch, author.base_len, 0, 2000, flood, flood.astype(np.int32) % VOCAB,
-                 np.zeros(4000, np.float32), flood.astype(np.uint8)),
+            Grow(request, author.epoch, author.base_len, 0, 2000, flood, flood,
+                 [0.0] * 4000, bytes(4000)),
             Decline(request + 50, DeclineReason.GAP, True),
             Hello(0, 0),
         ]  # fmt: skip

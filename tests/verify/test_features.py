@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from cuda_harness import VOCAB, jobs, texts
 from feature_draft import FeatureDraft, wait_for
 from harness import Answer, make_request, run_all, tokens
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from msgspec.structs import replace
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import ConfigError

@@ -16,7 +16,7 @@ from shared_file import MappedFile, SharedFiles
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.protocol.speculation import MAGIC_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.features.staging import NUM_SLOTS, Ring, RingPool
 
 LAYERS = (0, 1, 3)

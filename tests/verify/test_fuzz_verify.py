@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from proto_fuzz import EXAMPLES, check, fuzz, messages, outcome, wire
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import FeaturesBegin
+from outrider.protocol.speculation import FeaturesBegin
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.v1 import draft_pb2, verify_pb2, verify_pb2_grpc

@@ -17,7 +17,7 @@ from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaExecutor, CudaRound
 

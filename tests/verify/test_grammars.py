@@ -17,7 +17,7 @@ from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.grammar.state import GrammarState, Mask, TokenPath
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import SamplingParams
 from verify_service.engine import grammars
 from verify_service.engine.grammars import Grammars

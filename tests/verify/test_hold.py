@@ -12,7 +12,7 @@ from local_draft import LocalDraft, chain
 from scripted_peer import Clock, Recorder, follow, request, tree
 from threaded_engine import ThreadedEngine, ThreadInbox
 
-from outrider.protocol.messages import VerifyMessage
+from outrider.protocol.speculation import VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import Action
 from verify_service.engine.memory import Memory

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, follow, request, tree
 
-from outrider.protocol.messages import Grow
+from outrider.protocol.speculation import Grow
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.round import Entry
 from verify_service.engine.scheduler import NodePlan
@@ -211,9 +211,9 @@ def test_where_trees_end(drawn: list[list[tuple[int, float]]], count: int) -> No
         for place, (parent, score) in enumerate(one):
             parents.append(parent % (place + 1))
             path.append(path[parents[-1]] + float(np.float32(score)))
-        scores = np.array([score for _, score in one], np.float32)
-        tokens = np.arange(len(one), dtype=np.int32)
-        mirror.insert(Grow(1, 1, 3, 3, 1, np.array(parents, np.uint32), tokens, scores, np.zeros(len(one), np.uint8)))
+        scores = [score for _, score in one]
+        tokens = list(range(len(one)))
+        mirror.insert(Grow(1, 1, 3, 3, 1, parents, tokens, scores, bytes(len(one))))
         mirrors.append(mirror)
         paths.append({place: path[place + 1] for place in range(len(one)) if place + 1 not in parents})
     forest = Forest(mirrors, [99] * len(mirrors))

@@ -12,7 +12,7 @@ from local_draft import Guess, LocalDraft, chain
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import InternalError
-from outrider.protocol.messages import Commit, VerifyMessage
+from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.round import Entry, Result
 from verify_service.frames.engine import RoundFigures

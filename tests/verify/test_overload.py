@@ -13,7 +13,7 @@ from harness import Answer, make_request
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import OverloadedError
-from outrider.protocol.tokens import FinishReason, TokenLogprobs
+from outrider.protocol.generation import FinishReason, TokenLogprobs
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc

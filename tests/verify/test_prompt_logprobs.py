@@ -16,7 +16,7 @@ from local_draft import LocalDraft, noise
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import FinishReason, PromptLogprobs
+from outrider.protocol.generation import FinishReason, PromptLogprobs
 from outrider.sampling.params import SamplingParams
 from verify_service.executors import prompt_logprobs
 

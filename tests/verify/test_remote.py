@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import numpy as np
 import pytest
 from engine_thread import EngineThread, engine_thread
 from feature_draft import ProjectedDraft, random_projection
@@ -14,7 +13,8 @@ from local_draft import LocalDraft, oracle
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import (
+from outrider.protocol.generation import FinishReason
+from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     Decline,
     DeclineReason,
@@ -23,13 +23,13 @@ from outrider.protocol.messages import (
     FeaturesBegin,
     Grow,
     Hello,
+    ProjectionPart,
     VerifyMessage,
 )
-from outrider.protocol.tokens import FinishReason
 from outrider.sampling.params import SamplingParams
-from outrider.tree.projection import Projection, ProjectionPart
+from outrider.tree.projection import Projection
 from verify_service.door.remote import MAX_UNREAD_WEIGHT, RemoteVerifyEngine
-from verify_service.frames.drafts import FeaturesDone, FeaturesPart, FeaturesToDraft
+from verify_service.frames.drafts import FeaturesDone, FeaturesToDraft
 from verify_service.frames.messages import FromDoor
 from verify_service.frames.submission import Submission, Update
 
@@ -96,8 +96,8 @@ class Silent:
 
 
 def flood(num_nodes: int) -> list[DraftMessage]:
-    nodes = np.zeros(num_nodes, np.uint32)
-    return [Grow(1, 1, 1, 1, 1, nodes, nodes.astype(np.int32), nodes.astype(np.float32), nodes.astype(np.uint8))]
+    nodes = [0] * num_nodes
+    return [Grow(1, 1, 1, 1, 1, nodes, nodes, [0.0] * num_nodes, bytes(num_nodes))]
 
 
 async def test_tokens_are_those_of_the_engine_alone(model: CausalLM, wanted: list[list[int]]) -> None:
@@ -236,7 +236,7 @@ async def test_an_array_too_long_for_its_message_counts_for_what_it_takes(model:
     async with engine_thread(make_engine(model)) as thread:
         draft = Silent()
         thread.remote.draft_connected(draft)
-        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=np.zeros(MAX_UNREAD_WEIGHT, np.float32))])
+        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=[0.0] * MAX_UNREAD_WEIGHT)])
         assert draft.num_resets == 1
 
 
@@ -323,8 +323,7 @@ async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
         remote, draft = thread.remote, Reader()
         remote.draft_connected(draft)
         session = remote._sessions[draft]
-        remote._dtypes[session] = "float32"
-        features = [FeaturesPart(1, place, 1, False, place + 1, b"") for place in range(4)]
+        features = [Features(1, at, 1, False, memoryview(b""), "float32", at + 1) for at in range(4)]
         remote.receive(FeaturesToDraft(session, features))
         with monkeypatch.context() as patched:
             passed: list[FromDoor] = []

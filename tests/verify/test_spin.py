@@ -12,7 +12,7 @@ from local_draft import LocalDraft, chain
 from threaded_engine import ThreadedEngine, ThreadInbox
 
 from outrider.host.garbage import Garbage
-from outrider.protocol.messages import Commit, VerifyMessage
+from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import Action
 from verify_service.engine.host_gap import LONG_GAP_SECONDS, log_long_gap

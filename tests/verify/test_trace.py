@@ -11,7 +11,7 @@ from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import RoundTree, TokenOrigin
+from outrider.protocol.generation import RoundTree, TokenOrigin
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms

@@ -16,7 +16,7 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
-from outrider.protocol.messages import Commit
+from outrider.protocol.speculation import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.request import Request
 from verify_service.speculation.calibration import TRIAL, DraftBackoff

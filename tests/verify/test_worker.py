@@ -17,7 +17,7 @@ from outrider.errors import ConfigError, InternalError
 from outrider.host.frames import FrameReader, Refused, Start, Stop, pack
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_start, run_engine
-from outrider.protocol.messages import Close
+from outrider.protocol.speculation import Close, ProjectionPart
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
@@ -198,7 +198,7 @@ def test_a_door_that_is_gone_takes_what_is_sent_with_it(wire: Wire) -> None:
 
 
 def test_a_door_that_goes_on_sending_does_not_hold_the_engine_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = bytes(pack(ProjectionFrame(1, "float32", bytes(1000))))
+    frame = bytes(pack(ProjectionFrame(1, ProjectionPart(50, "float32", 0, bytes(1000)))))
     waiting = bytearray(frame * 20_000)
 
     def recv_into(buffer: bytearray) -> int:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.protocol.messages import DraftMessage
+from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.speculation.link import DraftPort
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from scripted_peer import Clock, Recorder, request
 
-from outrider.protocol.messages import Commit, DraftMessage, Open, VerifyMessage
+from outrider.protocol.speculation import Commit, DraftMessage, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
 from verify_service.speculation.budget import Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy

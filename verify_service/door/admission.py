@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar, check_grammar
-from outrider.protocol.codec import decode_sampling
-from outrider.protocol.grammar_codec import decode_grammar
+from outrider.protocol.generation_codec import decode_grammar, decode_sampling
 from outrider.rpc.call import client
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import verify_pb2
@@ -53,8 +54,9 @@ class Admission:
         prompt = list(message.prompt_token_ids)
         if message.max_tokens < 1:
             raise InvalidRequestError("max_tokens", "is 0", "ask for at least 1 token")
-        fresh_seed = secrets.randbits(64)
-        params = decode_sampling(message.sampling, choice_index=message.choice_index, fresh_seed=fresh_seed)
+        params = decode_sampling(message.sampling, choice_index=message.choice_index)
+        if not message.sampling.HasField("seed"):
+            params = replace(params, seed=secrets.randbits(64))
         check_sampling(params, self.vocab_size)
         if message.HasField("grammar"):
             params = replace(params, grammar=self._grammar(message))

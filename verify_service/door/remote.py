@@ -11,13 +11,18 @@ from typing import Protocol
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
-from outrider.protocol.messages import Decline, DraftMessage, Features, FeaturesBegin, Grow, VerifyMessage
-from outrider.protocol.part_codec import pack_drafts, unpack_features, unpack_verify
-from outrider.protocol.parts import LineFrame
+from outrider.protocol.speculation import (
+    Decline,
+    DraftMessage,
+    Features,
+    FeaturesBegin,
+    Grow,
+    Hello,
+    ProjectionPart,
+    VerifyMessage,
+)
 from outrider.tree.handshake import Terms
-from outrider.tree.projection import ProjectionPart
 from verify_service.frames.codec import pack_submission, unpack_update
-from verify_service.frames.draft_codec import unpack_begin
 from verify_service.frames.drafts import (
     DraftDown,
     DraftReset,
@@ -147,8 +152,6 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         self._sessions: dict[Port, int] = {}
         self._ports: dict[int, Port] = {}
         self._unread: Counter[int] = Counter()
-        self._dtypes: dict[int, str] = {}
-        """Of the features of each session that takes some."""
         self._features_sent: Counter[int] = Counter()
         self._features_released: Counter[int] = Counter()
         """The last message of features, by session."""
@@ -191,26 +194,13 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         """A session with a draft service began."""
         session = self._sessions[port] = next(self._numbers)
         self._ports[session] = port
-        terms = terms or Terms()
-        offer = terms.line
-        line = None if offer is None else LineFrame(offer.host, offer.path, offer.token)
-        self.send(
-            DraftUp(
-                *(session, port.address, terms.max_positions, list(terms.feature_layers)),
-                projection_columns=terms.projection_columns,
-                projection_hash=terms.projection_hash,
-                features_optional=terms.features_optional,
-                sources=list(terms.sources),
-                line=line,
-            )
-        )
+        self.send(DraftUp(session, port.address, terms or Terms()))
 
     def draft_disconnected(self, port: Port) -> None:
         """A session with a draft service ended."""
         session = self._sessions.pop(port)
         self._ports.pop(session)
         self._unread.pop(session, None)
-        self._dtypes.pop(session, None)
         self._features_sent.pop(session, None)
         self._features_released.pop(session, None)
         self.send(DraftDown(session))
@@ -224,12 +214,14 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
             port.reset()
             return
         self._unread[session] += weight
+        # A hello in mid-stream is there for the engine to count, whatever it says.
+        messages = [Hello(0, 0) if isinstance(message, Hello) else message for message in messages]
         # They may lie unread for a whole round, which is no fault of the draft.
-        self.send(FromDraft(session, time.monotonic(), weight, pack_drafts(messages)))
+        self.send(FromDraft(session, time.monotonic(), weight, messages))
 
     async def features_projection(self, port: Port, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
-        self.send(ProjectionFrame(self._sessions[port], part.dtype, part.data))
+        self.send(ProjectionFrame(self._sessions[port], part))
         await self.writable()
 
     def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
@@ -268,15 +260,14 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
             case ToDraft():
                 # A session that ended meanwhile has no port any more.
                 if (port := self._ports.get(frame.session)) is not None:
-                    port.send(unpack_verify(frame.messages))
+                    port.send(frame.messages)
             case FeaturesOpen():
                 if (port := self._ports.get(frame.session)) is not None:
-                    self._dtypes[frame.session] = frame.dtype
-                    port.begin_features(unpack_begin(frame))
+                    port.begin_features(frame.begin)
             case FeaturesToDraft():
                 if (port := self._ports.get(frame.session)) is not None:
                     self._features_sent[frame.session] += len(frame.features)
-                    port.send_features(unpack_features(frame.features, self._dtypes[frame.session]))
+                    port.send_features(frame.features)
             case DraftReset():
                 if (port := self._ports.get(frame.session)) is not None:
                     port.reset()

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OverloadedError, UnavailableError
-from outrider.protocol.token_codec import encode_prompt_logprobs, encode_tree
+from outrider.protocol.generation_codec import encode_prompt_logprobs, encode_tree
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.grammar_check import GrammarChecker

@@ -7,20 +7,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
 
 import grpc
-import numpy as np
+from msgspec.structs import replace
 
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES
 from outrider.logs import get_logger
-from outrider.protocol.codec import decode_draft, encode_verify, in_parts
-from outrider.protocol.feature_codec import decode_response, encode_batch, encode_begin, encode_features
-from outrider.protocol.messages import (
-    FEATURE_ITEM_BYTES,
+from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     Commit,
@@ -31,11 +27,20 @@ from outrider.protocol.messages import (
     FeaturesReleased,
     Hello,
     Open,
+    ProjectionPart,
     VerifyMessage,
+)
+from outrider.protocol.speculation_codec import (
+    decode_draft,
+    decode_response,
+    encode_begin,
+    encode_features,
+    encode_verify,
+    in_parts,
 )
 from outrider.rpc.channel import open_channel
 from outrider.tree.handshake import HandshakeError, Terms, agree
-from outrider.tree.projection import ProjectionPart, ProjectionReader
+from outrider.tree.projection import ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 log = get_logger(__name__)
@@ -129,7 +134,7 @@ class FeatureUpload:
         self._released = released
         self._written = 0
         """Number of the last features that the draft may have seen."""
-        self._row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+        self._row_bytes = begin.row_bytes
         self._most_pieces = 1
         """Of a message."""
         self._queue: deque[Features] = deque()
@@ -192,7 +197,7 @@ class FeatureUpload:
             while self._queue:
                 batch = self._next_batch()
                 self._written = batch[-1].sequence
-                await call.write(encode_features(batch[0]) if len(batch) == 1 else encode_batch(batch))
+                await call.write(encode_features(batch))
 
     def _next_batch(self) -> list[Features]:
         """What goes out next: a round's features for all requests, as a rule."""
@@ -361,7 +366,7 @@ class DraftSession:
             place = self._last_commit.get(message.request)
             earlier = self._queue[place] if place is not None else None
             if place is not None and isinstance(earlier, Commit):
-                tokens = np.concatenate([earlier.token_ids, message.token_ids])
+                tokens = earlier.token_ids + message.token_ids
                 self._queue[place] = replace(message, length_before=earlier.length_before, token_ids=tokens)
                 return
             self._last_commit[message.request] = len(self._queue)
@@ -385,7 +390,7 @@ def _num_bytes(message: VerifyMessage) -> int:
     """About what a message takes, and rather more."""
     size = 128
     if isinstance(message, Open | Commit):
-        size += message.token_ids.nbytes
+        size += 4 * len(message.token_ids)
     if isinstance(message, Open):
         size += 16 * len(message.sampling.logit_bias) + MAX_SOURCE_BYTES * (message.sampling.grammar is not None)
     return size

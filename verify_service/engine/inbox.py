@@ -13,9 +13,7 @@ from outrider.host.frames import Start, Stop
 from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.messages import VerifyMessage
-from outrider.protocol.part_codec import pack_verify, unpack_drafts
-from outrider.protocol.parts import DraftPart
+from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
@@ -49,7 +47,7 @@ class LinePort(ReporterPort):
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """See ReporterPort."""
-        self.line.send(VerifyBatch(pack_verify(messages)))
+        self.line.send(VerifyBatch(messages))
 
 
 class DraftLines:
@@ -69,7 +67,7 @@ class DraftLines:
 
     def port(self, frame: DraftUp) -> ReporterPort:
         """How to speak to a draft whose session began: on a line, if it can be called."""
-        offer = frame.line
+        offer = frame.terms.line
         line = None if offer is None else dial(offer.host, offer.path, offer.token)
         if line is None:
             return ReporterPort(frame.session, frame.address, self._pipe)
@@ -113,21 +111,14 @@ class DraftLines:
         self._busy.add(session)
         # One by one, so that the engine may turn to something else in between.
         for batch in batches:
-            for part in batch.messages:
-                self._post(partial(self._receive, session, port, part, arrived_at))
+            for message in batch.messages:
+                self._post(partial(self._receive, session, port, message, arrived_at))
         self._post(lambda: self._busy.discard(session))
         return True
 
-    def _receive(self, session: int, port: LinePort, part: DraftPart, arrived_at: float) -> None:
-        if session not in self._ports:
-            return
-        try:
-            (message,) = unpack_drafts([part])
-        except ValueError as error:
-            log.warning("draft %s sent a malformed message; its session is reset: %s", port.address, error)
-            port.line.close()
-            return
-        self._drafts.receive(port, [message], arrived_at)
+    def _receive(self, session: int, port: LinePort, message: DraftMessage, arrived_at: float) -> None:
+        if session in self._ports:
+            self._drafts.receive(port, [message], arrived_at)
 
 
 class SocketInbox:
@@ -214,16 +205,8 @@ class FrameHandler:
                 self._hear(frame)
             case DraftUp():
                 port = self._ports[frame.session] = self._lines.port(frame)
-                terms = Terms(
-                    max_positions=frame.max_positions,
-                    feature_layers=tuple(frame.feature_layers),
-                    projection_columns=frame.projection_columns,
-                    projection_hash=frame.projection_hash,
-                    features_optional=frame.features_optional,
-                    sources=tuple(frame.sources),
-                )
-                self._terms[frame.session] = terms
-                self._engine.draft_connected(port, terms)
+                self._terms[frame.session] = frame.terms
+                self._engine.draft_connected(port, frame.terms)
             case DraftDown():
                 self._terms.pop(frame.session)
                 self._matrices.pop(frame.session, None)
@@ -231,8 +214,8 @@ class FrameHandler:
                 self._engine.draft_disconnected(self._ports.pop(frame.session))
             case ProjectionFrame():
                 # The door has checked that it follows, and how many there are.
-                _, matrix = self._matrices.setdefault(frame.session, (frame.dtype, bytearray()))
-                matrix += frame.data
+                _, matrix = self._matrices.setdefault(frame.session, (frame.part.dtype, bytearray()))
+                matrix += frame.part.data
             case FeaturesUp() | FeaturesDone():
                 self._hear_of_features(frame)
             case Stop():
@@ -284,12 +267,9 @@ class FrameHandler:
         if port is None:
             return
         # One by one, so that the engine may turn to something else in between.
-        for part in frame.messages:
-            self._inbox.post(partial(self._receive, port, part, frame.arrived_at))
+        for message in frame.messages:
+            self._inbox.post(partial(self._engine.drafts.receive, port, [message], frame.arrived_at))
         self._inbox.post(lambda: self._reporter.read(frame.session, frame.weight))
-
-    def _receive(self, port: ReporterPort, part: DraftPart, arrived_at: float) -> None:
-        self._engine.drafts.receive(port, unpack_drafts([part]), arrived_at)
 
 
 def make_request(submission: Submission, sink: Callable[[Update], None], vocab_size: int) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from outrider.protocol.tokens import FinishReason, RoundTree, TokenOrigin
+from outrider.protocol.generation import FinishReason, RoundTree, TokenOrigin
 from verify_service.engine.host_gap import Phases, log_long_gap
 from verify_service.engine.request import ActiveRequests
 from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree

@@ -7,13 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outrider.host.pipe import Pipe
-from outrider.protocol.messages import Features, FeaturesBegin, VerifyMessage
-from outrider.protocol.part_codec import pack_features, pack_verify
+from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry
 from verify_service.frames.codec import pack_update
-from verify_service.frames.draft_codec import pack_begin
-from verify_service.frames.drafts import DraftReset, FeaturesToDraft, ToDraft
+from verify_service.frames.drafts import DraftReset, FeaturesOpen, FeaturesToDraft, ToDraft
 from verify_service.frames.engine import EngineUpdates, PeerPart, RoundFigures, RoundReport, Snapshot
 from verify_service.frames.messages import FromDoor
 from verify_service.frames.requests import UpdatePart
@@ -101,7 +99,7 @@ class ReporterPort:
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Send messages at once, in order: a round may be held for their answer."""
-        self._pipe.send(ToDraft(self._session, pack_verify(messages)))
+        self._pipe.send(ToDraft(self._session, messages))
 
     @property
     def has_room(self) -> bool:
@@ -112,11 +110,11 @@ class ReporterPort:
 
     def begin_features(self, begin: FeaturesBegin) -> None:
         """See FeaturePort."""
-        self._pipe.send(pack_begin(self._session, begin))
+        self._pipe.send(FeaturesOpen(self._session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
         """See FeaturePort."""
-        self._pipe.send(FeaturesToDraft(self._session, pack_features(messages)))
+        self._pipe.send(FeaturesToDraft(self._session, messages))
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.errors import OverloadedError
 from outrider.grammar.state import GrammarState
-from outrider.protocol.tokens import FinishReason
+from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
 from verify_service.frames.submission import Update

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.errors import OutriderError
 from outrider.grammar.state import Mask
-from outrider.protocol.tokens import PromptLogprobs, RoundTree, TokenLogprobs
+from outrider.protocol.generation import PromptLogprobs, RoundTree, TokenLogprobs
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request
 

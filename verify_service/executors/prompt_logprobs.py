@@ -11,7 +11,7 @@ from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import PromptLogprobs
+from outrider.protocol.generation import PromptLogprobs
 from verify_service.engine.round import Entry, Result
 
 log = get_logger(__name__)

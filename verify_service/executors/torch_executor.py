@@ -15,7 +15,7 @@ from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.state import unpack
 from outrider.models.decoder import CausalLM
-from outrider.protocol.tokens import TokenLogprobs
+from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Pending, Result

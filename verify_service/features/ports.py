@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.protocol.messages import Features, FeaturesBegin
+from outrider.protocol.speculation import Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
 from verify_service.features.staging import Ring

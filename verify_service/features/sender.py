@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from outrider.cache.pages import page_slots
 from outrider.errors import OutriderError
 from outrider.logs import get_logger
-from outrider.protocol.messages import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
+from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
@@ -321,7 +322,7 @@ class FeatureSender:
         link.features_sent = end
         final = end == link.feature_end
         sequence = line.take(piece.size * line.row_bytes)
-        return Features(link.number, piece.start, piece.size, final, b"", line.dtype, sequence)
+        return Features(link.number, piece.start, piece.size, final, memoryview(b""), line.dtype, sequence)
 
     def _ship(self) -> bool:
         """Send one batch of rows, if it is here and the port has room; whether it was."""
@@ -349,9 +350,9 @@ def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[
     for message in messages:
         end = start + message.count * row_bytes
         if rows.offset is None:
-            filled.append(replace(message, data=data[start:end]))
+            filled.append(structs.replace(message, data=data[start:end]))
         else:
-            filled.append(replace(message, ring_offset=rows.offset + start))
+            filled.append(structs.replace(message, ring_offset=rows.offset + start))
         start = end
     return filled
 

@@ -17,7 +17,7 @@ from outrider.cuda_ipc import ExportedMemory
 from outrider.device import put
 from outrider.host.line import host_id
 from outrider.logs import get_logger
-from outrider.protocol.messages import MAGIC_BYTES, MAX_FEATURE_BYTES, FeatureRing
+from outrider.protocol.speculation import MAGIC_BYTES, MAX_FEATURE_BYTES, FeatureRing
 
 log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.host.frames import array_of, bytes_of
-from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from verify_service.frames.requests import ErrorPart, PromptLogprobsPart, Submit, TreePart, UpdatePart
 from verify_service.frames.submission import Submission, Update
 

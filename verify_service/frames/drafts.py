@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.protocol.parts import DraftPart, FeaturesPart, LineFrame, RingFrame, VerifyPart
+from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, ProjectionPart, VerifyMessage
+from outrider.tree.handshake import Terms
 
 
 class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -12,20 +13,7 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     session: int
     address: str
-    max_positions: int = 0
-    """Longest sequence that the draft serves; 0 for any."""
-    feature_layers: list[int] = []
-    """Layers of the target whose hidden states it takes."""
-    projection_columns: int = 0
-    """Of the matrix that it offers; 0 for none."""
-    projection_hash: str = ""
-    """Names this matrix."""
-    sources: list[str] = []
-    """Names of its drafters; a node's source is an index into them."""
-    features_optional: bool = False
-    """Whether it serves requests without their features, too."""
-    line: LineFrame | None = None
-    """Where its engine may be spoken to."""
+    terms: Terms
 
 
 class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -41,14 +29,14 @@ class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
     arrived_at: float
     weight: int
     """Comes back in `EngineUpdates.read` when the engine has taken it."""
-    messages: list[DraftPart]
+    messages: list[DraftMessage]
 
 
 class ToDraft(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """engine -> door: messages for a draft, in order."""
 
     session: int
-    messages: list[VerifyPart]
+    messages: list[VerifyMessage]
 
 
 class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -77,24 +65,19 @@ class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """door -> engine: the next bytes of the projection that a session has offered; `FeaturesUp` follows the last."""
 
     session: int
-    dtype: str
-    data: bytes
+    part: ProjectionPart
 
 
 class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
 
     session: int
-    layers: list[int]
-    width: int
-    dtype: str
-    ring: RingFrame | None = None
-    projected: bool = False
-    wants_projection: bool = False
+    begin: FeaturesBegin
+    """Without the session's token, which the door knows."""
 
 
 class FeaturesToDraft(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """engine -> door: features for a draft, in order."""
 
     session: int
-    features: list[FeaturesPart]
+    features: list[Features]

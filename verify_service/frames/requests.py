@@ -41,7 +41,7 @@ class ErrorPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobsPart(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens (outrider.protocol.tokens); arrays as the bytes of their numbers."""
+    """Log-probabilities of prompt tokens (outrider.protocol.generation); arrays as the bytes of their numbers."""
 
     start: int
     num_top: int
@@ -56,7 +56,7 @@ class PromptLogprobsPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
-    """The tree of a round, as outrider.protocol.tokens has it."""
+    """The tree of a round, as outrider.protocol.generation has it."""
 
     position: int
     num_tokens: int

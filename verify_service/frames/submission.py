@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
-from outrider.protocol.tokens import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
 from outrider.sampling.params import SamplingParams
 
 

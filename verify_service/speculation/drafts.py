@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from outrider.protocol.messages import (
+from outrider.protocol.speculation import (
     Close,
     Commit,
     Decline,
@@ -19,7 +19,7 @@ from outrider.protocol.messages import (
     Resume,
 )
 from outrider.tree.handshake import Terms
-from outrider.tree.mirror import Observation, TreeMirror, token_array
+from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
 from verify_service.speculation.answer_tracker import AnswerTracker
 from verify_service.speculation.calibration import TRIAL, Calibrator, DraftBackoff
@@ -141,7 +141,7 @@ class Drafts:
         link.credit = credit
         self._expectations.told(link, self._clock())
         link.peer.health.sent(link.number, len(tokens))
-        length_before, token_ids = len(tokens) - num_tokens, token_array(tokens[-num_tokens:])
+        length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
         link.peer.outbox.append(Commit(link.number, length_before, token_ids, *state, credit))
 
@@ -298,8 +298,7 @@ class Drafts:
         peer.links[link.number] = link
         request = link.request
         peer.health.sent(link.number, request.committed_len)
-        tokens = token_array(request.tokens)
-        opened = Open(link.number, tokens, request.prompt_len, request.sampling, link.credit, request.tenant)
+        opened = Open(link.number, request.tokens[:], request.prompt_len, request.sampling, link.credit, request.tenant)
         peer.outbox.append(opened)
         if link.paused:
             peer.outbox.append(Pause(link.number))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.protocol.messages import VerifyMessage
+from outrider.protocol.speculation import VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request

@@ -16,7 +16,7 @@ from outrider.drafting.model.forest import DraftForest, RerootResult, RerootStep
 from outrider.drafting.model.kv import ContextKVManager, DeclinedError
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
-from outrider.protocol.messages import DeclineReason, Features
+from outrider.protocol.speculation import DeclineReason, Features
 
 if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner

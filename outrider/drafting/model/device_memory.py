@@ -16,7 +16,7 @@ from outrider.device import put
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 
 Ints = NDArray[np.int32]
 

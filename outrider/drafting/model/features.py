@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from outrider.host.line import host_id
 from outrider.logs import get_logger
-from outrider.protocol.messages import MAGIC_BYTES, FeatureRing, Features
+from outrider.protocol.speculation import MAGIC_BYTES, FeatureRing, Features
 
 _logger = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from outrider.drafting.model.planner import BurstPlan, Planner
 from outrider.drafting.model.publisher import NodePublisher
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
-from outrider.protocol.messages import Features
+from outrider.protocol.speculation import Features
 
 if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner, PendingBurst

@@ -14,7 +14,7 @@ from outrider.drafting.model.burst import Extent
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.errors import InternalError
-from outrider.protocol.messages import DeclineReason
+from outrider.protocol.speculation import DeclineReason
 
 if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner

@@ -234,7 +234,7 @@ class BurstRunner(ABC):
     def project(self, features: object) -> Tensor:
         """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
 
-        `features` is a `Features` message (protocol.messages) with its values in `data`, or as a tensor of bytes
+        `features` is a `Features` message (protocol.speculation) with its values in `data`, or as a tensor of bytes
         in `rows`, or there as a part of what came together (outrider.drafting.model.features), or else a tensor
         [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
         """

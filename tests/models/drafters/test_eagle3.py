@@ -33,7 +33,7 @@ from outrider.drafting.model.drafter import find_mapper
 from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel, offered_projection
-from outrider.protocol.messages import PROTOCOL_VERSION, Hello
+from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
 from outrider.tree.projection import name_projection

@@ -1,40 +1,47 @@
-"""The messages of the speculation stream as the inside sees them; the codec in `outrider.rpc` maps them to protobuf.
+"""Messages between verify and draft services, of the speculation stream and of the features stream.
 
-Arrays are numpy, one-dimensional. All messages but `Hello` name a request by the number that verify gave it in
-this session. See docs/protocol.md for the rules that join them.
+The same structs cross gRPC (`outrider.protocol.speculation_codec` maps them to protobuf), the sockets between a door
+and its engine, and the lines between engines of one host (both msgpack, `outrider.host.frames`). Arrays are plain
+lists: mirror and author work on lists, and for messages of eight nodes lists are faster than numpy's arrays. All
+messages but `Hello` name a request by the number that verify gave it in this session. docs/protocol.md has the rules
+that join them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
 from outrider.sampling.params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
-Int32s = NDArray[np.int32]
-UInt32s = NDArray[np.uint32]
-Float32s = NDArray[np.float32]
-UInt8s = NDArray[np.uint8]
+FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Formats of features, and the bytes of a value."""
+
+MAX_FEATURE_BYTES = 1 << 18
+"""Features that one message may carry, and what a part of a projection may have."""
+
+MAX_FEATURE_PIECES = 256
+"""Features of different requests, or of different positions, that may come in one message, within those bytes."""
+
+MAGIC_BYTES = 32
+"""At either end of a ring: what a draft reads first."""
 
 
-@dataclass(frozen=True, slots=True)
-class LineOffer:
+class LineOffer(msgspec.Struct, frozen=True, array_like=True):
     """A socket of the draft's engine (outrider.host.line)."""
 
     host: str
     """Names the host and its start."""
     path: str
-    token: str
-    """Names the session there."""
+    token: str = ""
+    """Names the session there; empty before there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First message both ways. Zero or empty fields mean "as the other side has it"."""
 
     protocol_version: int
@@ -60,12 +67,11 @@ class Hello:
     """Where the draft's engine may be spoken to by an engine of its host; the draft's hello only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """verify -> draft: a request with all its committed tokens. Idempotent."""
 
     request: int
-    token_ids: Int32s
+    token_ids: list[int]
     prompt_len: int
     sampling: SamplingParams
     credit: int
@@ -73,43 +79,38 @@ class Open:
     """Whose text this is: what a draft learns from it serves requests of the same tenant alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """verify -> draft: newly committed tokens, and what verify has seen of the tree."""
 
     request: int
     length_before: int
-    token_ids: Int32s
+    token_ids: list[int]
     epoch: int
     received_through: int
     resolved_root: int | None
     credit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """verify -> draft: grow no more for now."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """verify -> draft: grow again."""
 
     request: int
     credit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """verify -> draft: the request ended."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Grow:
+class Grow(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """draft -> verify: nodes first_id, first_id + 1, ...; without nodes it acknowledges commits."""
 
     request: int
@@ -117,10 +118,11 @@ class Grow:
     base_len: int
     acked_len: int
     first_id: int
-    parents: UInt32s = field(default_factory=lambda: np.empty(0, np.uint32))
-    token_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
-    scores: Float32s = field(default_factory=lambda: np.empty(0, np.float32))
-    sources: UInt8s = field(default_factory=lambda: np.empty(0, np.uint8))
+    parents: list[int] = []
+    token_ids: list[int] = []
+    scores: list[float] = []
+    sources: bytes = b""
+    """A byte a node."""
 
 
 class DeclineReason(Enum):
@@ -135,8 +137,7 @@ class DeclineReason(Enum):
     DRAINING = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
+class Decline(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """draft -> verify: this request is not served."""
 
     request: int
@@ -145,8 +146,7 @@ class Decline:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureRing:
+class FeatureRing(msgspec.Struct, frozen=True, array_like=True):
     """Device memory of verify that a draft on the same host may map."""
 
     host: str
@@ -157,8 +157,7 @@ class FeatureRing:
     """What its first and its last bytes are; MAGIC_BYTES of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class FeaturesBegin:
+class FeaturesBegin(msgspec.Struct, frozen=True, array_like=True):
     """verify -> draft, first on the features stream: whose features these are, and how they look."""
 
     token: str
@@ -173,9 +172,13 @@ class FeaturesBegin:
     wants_projection: bool = False
     """Whether the draft shall send that matrix."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one position."""
+        return self.width * FEATURE_ITEM_BYTES[self.dtype]
 
-@dataclass(frozen=True, slots=True)
-class FeaturesAccept:
+
+class FeaturesAccept(msgspec.Struct, frozen=True, array_like=True):
     """draft -> verify, first on the features stream."""
 
     uses_ring: bool = False
@@ -187,48 +190,42 @@ class FeaturesAccept:
     """Whether features of several requests may come in one message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """verify -> draft: the target's true features of committed positions start, ..., start + count - 1.
-
-    `data` holds [count, width] values of `dtype`, row by row, or nothing when they lie in the ring.
-    """
+class Features(msgspec.Struct, frozen=True, array_like=True):
+    """verify -> draft: the target's true features of committed positions start, ..., start + count - 1."""
 
     request: int
     start: int
     count: int
     final: bool
     """Whether verify has computed no features of the request behind these."""
-    data: bytes | memoryview
+    data: memoryview
+    """Values [count, width] of `dtype`, row by row, as they lie in the frame that brought them; empty in a ring."""
     dtype: str
+    """As the stream's beginning has it; does not cross gRPC, as `projected` does not."""
     sequence: int = 0
     """Counts the messages of the stream from 1 on."""
     ring_offset: int | None = None
     projected: bool = False
     """Whether they were multiplied with the drafter's matrix."""
-    rows: object | None = None
+    rows: Any = None
     """What the draft read from the ring, bytes or a tensor of bytes, where `data` is empty; or which part these are of
-    that, or of all data of one message."""
+    that, or of all data of one message. Does not travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class FeaturesReleased:
+class FeaturesReleased(msgspec.Struct, frozen=True, array_like=True):
     """draft -> verify: message `through` of the features stream and all before it are done with."""
 
     through: int
 
 
-FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Formats of features, and the bytes of a value."""
+class ProjectionPart(msgspec.Struct, frozen=True, array_like=True):
+    """draft -> verify: bytes of a projection from `offset` on."""
 
-MAX_FEATURE_BYTES = 1 << 18
-"""Features that one message may carry, and what a part of a projection may have."""
+    num_columns: int
+    dtype: str
+    offset: int
+    data: bytes
 
-MAX_FEATURE_PIECES = 256
-"""Features of different requests, or of different positions, that may come in one message, within those bytes."""
-
-MAGIC_BYTES = 32
-"""At either end of a ring: what a draft reads first."""
 
 VerifyMessage = Hello | Open | Commit | Pause | Resume | Close
 DraftMessage = Hello | Grow | Decline

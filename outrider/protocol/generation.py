@@ -1,11 +1,11 @@
-"""What is known of tokens, on their way from verify to a client. Torch-free."""
+"""What gateways and verify services say of requests, in gRPC and in frames between door and engine. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,8 +32,7 @@ class FinishReason(IntEnum):
     """max_tokens or the context length."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities at one committed token, under the raw distribution."""
 
     logprob: float
@@ -41,8 +40,7 @@ class TokenLogprobs:
     """(token id, log-probability), likeliest first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptLogprobs:
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Natural-log probabilities of N consecutive prompt tokens, each given all before it; of the raw distribution."""
 
     start: int
@@ -68,8 +66,7 @@ class PromptLogprobs:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RoundTree:
+class RoundTree(msgspec.Struct, frozen=True, array_like=True):
     """What a round verified for one request, and what became of it. Nodes are parents first."""
 
     position: int

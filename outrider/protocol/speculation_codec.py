@@ -1,0 +1,295 @@
+"""Between the messages of the streams of verify and draft services, and protobuf: tables, and the bounds they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from outrider.errors import InvalidRequestError
+from outrider.protocol.codec import StructCodec
+from outrider.protocol.generation_codec import decode_grammar, decode_sampling, encode_grammar, encode_sampling
+from outrider.protocol.speculation import (
+    FEATURE_ITEM_BYTES,
+    MAX_FEATURE_BYTES,
+    MAX_FEATURE_PIECES,
+    Close,
+    Commit,
+    Decline,
+    DeclineReason,
+    DraftMessage,
+    FeatureRing,
+    Features,
+    FeaturesAccept,
+    FeaturesBegin,
+    FeaturesReleased,
+    Grow,
+    Hello,
+    LineOffer,
+    Open,
+    Pause,
+    ProjectionPart,
+    Resume,
+    VerifyMessage,
+)
+from outrider.tree.handshake import MAX_FEATURE_LAYERS
+from outrider.v1 import draft_pb2
+
+MAX_NODES_PER_MESSAGE = 4096
+"""A `Grow` with more nodes than this is malformed."""
+
+MAX_LINE_FIELD = 256
+"""Characters of a field of a `Line`."""
+
+MAX_EVENTS_AT_ONCE = 256
+"""Events that are decoded in one go; a message may hold millions, and other streams wait meanwhile."""
+
+_MAX_POSITIONS = 1 << 31
+
+Batch = TypeVar("Batch", draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse)
+
+
+def _decode_target_sampling(opened: draft_pb2.Open) -> Any:
+    sampling = decode_sampling(opened.sampling, choice_index=opened.choice_index)
+    if opened.HasField("grammar"):
+        # One that this version does not know only makes for worse guesses.
+        with suppress(InvalidRequestError):
+            return replace(sampling, grammar=decode_grammar(opened.grammar))
+    return sampling
+
+
+_REASONS = {reason.value: reason for reason in DeclineReason}
+
+_LINE = StructCodec(LineOffer, draft_pb2.Line)
+_HELLO = StructCodec(Hello, draft_pb2.Hello, nested={"line": _LINE})
+_OPEN = StructCodec(
+    Open,
+    draft_pb2.Open,
+    packed={"token_ids": "<i4"},
+    encoders={
+        "sampling": lambda opened: encode_sampling(opened.sampling),
+        "choice_index": lambda opened: opened.sampling.choice_index,
+        "grammar": lambda opened: encode_grammar(opened.sampling.grammar),
+    },
+    decoders={"sampling": _decode_target_sampling},
+)
+_COMMIT = StructCodec(Commit, draft_pb2.Commit, packed={"token_ids": "<i4"})
+_PAUSE = StructCodec(Pause, draft_pb2.Pause)
+_RESUME = StructCodec(Resume, draft_pb2.Resume)
+_CLOSE = StructCodec(Close, draft_pb2.Close)
+_GROW = StructCodec(Grow, draft_pb2.Grow, packed={"parents": "<u4", "token_ids": "<i4", "scores": "<f4"})
+_DECLINE = StructCodec(
+    Decline,
+    draft_pb2.Decline,
+    encoders={"reason": lambda decline: decline.reason.value},
+    decoders={"reason": lambda message: _REASONS.get(message.reason, DeclineReason.UNSPECIFIED)},
+)
+
+
+def _decode_hello(message: draft_pb2.Hello) -> Hello:
+    for field in ("host", "path", "token"):
+        if len(getattr(message.line, field)) > MAX_LINE_FIELD:
+            raise InvalidRequestError(f"hello.line.{field}", f"is longer than {MAX_LINE_FIELD} characters")
+    return _HELLO.decode(message)
+
+
+def _decode_open(message: draft_pb2.Open) -> Open:
+    opened = _OPEN.decode(message)
+    if not 1 <= opened.prompt_len <= len(opened.token_ids):
+        raise InvalidRequestError(
+            "open.prompt_len", f"{opened.prompt_len} is not within 1 to {len(opened.token_ids)} tokens"
+        )
+    return opened
+
+
+def _decode_commit(message: draft_pb2.Commit) -> Commit:
+    if not message.token_ids:
+        raise InvalidRequestError("commit.token_ids", "is empty", "commit at least one token")
+    return _COMMIT.decode(message)
+
+
+def _decode_grow(message: draft_pb2.Grow) -> Grow:
+    count = max(len(message.token_ids), len(message.parents), len(message.scores)) // 4
+    count = max(count, len(message.sources))
+    if count > MAX_NODES_PER_MESSAGE:
+        raise InvalidRequestError("grow.token_ids", f"{count} nodes, at most {MAX_NODES_PER_MESSAGE}")
+    return _GROW.decode(message)
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    Hello: ("hello", _HELLO.encode),
+    Open: ("open", _OPEN.encode),
+    Commit: ("commit", _COMMIT.encode),
+    Pause: ("pause", _PAUSE.encode),
+    Resume: ("resume", _RESUME.encode),
+    Close: ("close", _CLOSE.encode),
+    Grow: ("grow", _GROW.encode),
+    Decline: ("decline", _DECLINE.encode),
+}
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "hello": _decode_hello,
+    "open": _decode_open,
+    "commit": _decode_commit,
+    "pause": _PAUSE.decode,
+    "resume": _RESUME.decode,
+    "close": _CLOSE.decode,
+    "grow": _decode_grow,
+    "decline": _DECLINE.decode,
+}
+
+
+def encode_verify(messages: Iterable[VerifyMessage]) -> draft_pb2.DraftServiceSpeculateRequest:
+    """Messages from verify to draft, in order."""
+    events = [draft_pb2.VerifyEvent(**_encode_event(message)) for message in messages]
+    return draft_pb2.DraftServiceSpeculateRequest(events=events)
+
+
+def encode_draft(messages: Iterable[DraftMessage]) -> draft_pb2.DraftServiceSpeculateResponse:
+    """Messages from draft to verify, in order."""
+    events = [draft_pb2.DraftEvent(**_encode_event(message)) for message in messages]
+    return draft_pb2.DraftServiceSpeculateResponse(events=events)
+
+
+def decode_verify(batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
+    """Raises InvalidRequestError for an array that is no array and for an event that this version does not know."""
+    return [_decode_event(event) for event in batch.events]
+
+
+def decode_draft(batch: draft_pb2.DraftServiceSpeculateResponse) -> list[DraftMessage]:
+    """Raises InvalidRequestError for an array that is no array and for an event that this version does not know."""
+    return [_decode_event(event) for event in batch.events]
+
+
+def in_parts(batch: Batch) -> Iterator[Batch]:
+    """The batch in messages of at most `MAX_EVENTS_AT_ONCE` events; a short one, as nearly all are, as it is."""
+    if len(batch.events) <= MAX_EVENTS_AT_ONCE:
+        yield batch
+        return
+    for start in range(0, len(batch.events), MAX_EVENTS_AT_ONCE):
+        yield type(batch)(events=batch.events[start : start + MAX_EVENTS_AT_ONCE])
+
+
+def _encode_event(message: VerifyMessage | DraftMessage) -> dict[str, Any]:
+    kind, encode = _ENCODERS[type(message)]
+    return {kind: encode(message)}
+
+
+def _decode_event(event: draft_pb2.VerifyEvent | draft_pb2.DraftEvent) -> Any:
+    kind = event.WhichOneof("event")
+    if kind is None:
+        raise InvalidRequestError("event", "is empty or not known to this version")
+    return _DECODERS[kind](getattr(event, kind))
+
+
+_RING = StructCodec(FeatureRing, draft_pb2.FeatureRing)
+_BEGIN = StructCodec(FeaturesBegin, draft_pb2.FeaturesBegin, nested={"ring": _RING})
+_ACCEPT = StructCodec(FeaturesAccept, draft_pb2.FeaturesAccept)
+_RELEASED = StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased)
+_PROJECTION = StructCodec(ProjectionPart, draft_pb2.FeatureProjection)
+_FEATURES = StructCodec(
+    Features,
+    draft_pb2.Features,
+    encoders={"data": lambda features: bytes(features.data)},
+    decoders={"data": lambda message: memoryview(message.data), "dtype": lambda message: ""},
+    local=("projected", "rows"),
+)
+
+
+def encode_begin(begin: FeaturesBegin) -> draft_pb2.DraftServiceFeaturesRequest:
+    """The first message of verify."""
+    return draft_pb2.DraftServiceFeaturesRequest(begin=_BEGIN.encode(begin))
+
+
+def encode_features(batch: Sequence[Features]) -> draft_pb2.DraftServiceFeaturesRequest:
+    """Features; several, within MAX_FEATURE_PIECES and MAX_FEATURE_BYTES, for a draft that takes them so."""
+    pieces = [_FEATURES.encode(features) for features in batch]
+    if len(pieces) == 1:
+        return draft_pb2.DraftServiceFeaturesRequest(features=pieces[0])
+    return draft_pb2.DraftServiceFeaturesRequest(batch=draft_pb2.FeaturesBatch(features=pieces))
+
+
+def encode_response(
+    response: FeaturesAccept | FeaturesReleased | ProjectionPart,
+) -> draft_pb2.DraftServiceFeaturesResponse:
+    """What a draft says on the features stream."""
+    match response:
+        case FeaturesAccept():
+            return draft_pb2.DraftServiceFeaturesResponse(accept=_ACCEPT.encode(response))
+        case FeaturesReleased():
+            return draft_pb2.DraftServiceFeaturesResponse(released=_RELEASED.encode(response))
+        case ProjectionPart():
+            return draft_pb2.DraftServiceFeaturesResponse(projection=_PROJECTION.encode(response))
+
+
+def decode_response(
+    message: draft_pb2.DraftServiceFeaturesResponse,
+) -> FeaturesAccept | FeaturesReleased | ProjectionPart:
+    """What a draft says on the stream. Raises InvalidRequestError for what this version does not know."""
+    match message.WhichOneof("event"):
+        case "accept":
+            return _ACCEPT.decode(message.accept)
+        case "released":
+            return _RELEASED.decode(message.released)
+        case "projection":
+            return _PROJECTION.decode(message.projection)
+    raise InvalidRequestError("event", "is empty or not known to this version")
+
+
+def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegin:
+    """Raises InvalidRequestError for what is no beginning of a features stream."""
+    if message.WhichOneof("event") != "begin":
+        raise InvalidRequestError("event", "is no begin", "begin the stream with one")
+    begin = message.begin
+    if begin.dtype not in FEATURE_ITEM_BYTES:
+        known = ", ".join(FEATURE_ITEM_BYTES)
+        raise InvalidRequestError("begin.dtype", f"{begin.dtype[:32]!r} is not known", f"use one of {known}")
+    if not 1 <= len(begin.layers) <= MAX_FEATURE_LAYERS:
+        raise InvalidRequestError("begin.layers", f"{len(begin.layers)} layers, from 1 to {MAX_FEATURE_LAYERS}")
+    row_bytes = begin.width * FEATURE_ITEM_BYTES[begin.dtype]
+    if not 1 <= row_bytes <= MAX_FEATURE_BYTES:
+        raise InvalidRequestError("begin.width", f"{begin.width} values do not fit {MAX_FEATURE_BYTES} bytes")
+    if begin.wants_projection and not begin.projected:
+        raise InvalidRequestError("begin.wants_projection", "is set for features that are not projected")
+    return _BEGIN.decode(begin)
+
+
+def decode_pieces(
+    message: draft_pb2.DraftServiceFeaturesRequest, begin: FeaturesBegin, ring_bytes: int
+) -> list[tuple[int, Features | None]]:
+    """Numbers and features of what is in one message, alone or in a batch; None for what makes no sense.
+
+    `begin` is the stream's, `ring_bytes` 0 when it has no ring. Of a message that makes no sense as a whole only the
+    last number is told; 0 where there is none.
+    """
+    kind = message.WhichOneof("event")
+    given = [message.features] if kind == "features" else message.batch.features if kind == "batch" else []
+    if not 1 <= len(given) <= MAX_FEATURE_PIECES:
+        return [(given[-1].sequence if given else 0, None)]
+    pieces: list[tuple[int, Features | None]] = []
+    for piece in given:
+        try:
+            pieces.append((piece.sequence, _decode_features(piece, begin, ring_bytes)))
+        except InvalidRequestError:
+            pieces.append((piece.sequence, None))
+    if sum(piece.count for _, piece in pieces if piece is not None) * begin.row_bytes > MAX_FEATURE_BYTES:
+        return [(given[-1].sequence, None)]
+    return pieces
+
+
+def _decode_features(message: draft_pb2.Features, begin: FeaturesBegin, ring_bytes: int) -> Features:
+    """Features of a stream that began with `begin`. Raises InvalidRequestError where sizes do not fit each other."""
+    features = replace(_FEATURES.decode(message), dtype=begin.dtype, projected=begin.projected)
+    if not features.count or features.start + features.count > _MAX_POSITIONS:
+        raise InvalidRequestError("features.count", f"{features.count} positions from {features.start} on are absurd")
+    size, offset = features.count * begin.row_bytes, features.ring_offset
+    if size > MAX_FEATURE_BYTES:
+        raise InvalidRequestError("features.count", f"{size} bytes, at most {MAX_FEATURE_BYTES}")
+    if offset is None and len(features.data) != size:
+        raise InvalidRequestError(
+            "features.data", f"{len(features.data)} bytes are not {features.count} x {begin.width} values"
+        )
+    if offset is not None and (features.data or offset + size > ring_bytes):
+        raise InvalidRequestError("features.ring_offset", f"{offset} and {size} bytes do not lie in {ring_bytes}")
+    return features
