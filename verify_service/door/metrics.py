@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,8 +24,10 @@ _GPU_BUCKETS = (
 )
 _ANSWER_BUCKETS = (0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5)
 _NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)
-_USUAL_LEARN = 0.05
+_USUAL_NODES_LEARN = 0.05
+"""Weight of a round in the usual number of nodes."""
 _WINDOW_SECONDS = 5.0
+"""Time over which tokens per second are counted."""
 
 
 class VerifyMetrics:
@@ -80,7 +82,8 @@ class VerifyMetrics:
         self._accepted = counter("accepted_tokens", "Draft tokens committed.")
         self._accepted_at = counter("accepted_tokens_per_position", "Draft tokens committed, by depth.", "position")
         self._failed = counter("failed_requests", "Requests that a round failed.")
-        self._num_rejected = 0
+        self.num_rejected = 0
+        """Tree nodes that were verified in vain."""
         self._recent: deque[tuple[float, int]] = deque()
 
     def observe(self, report: RoundReport) -> None:
@@ -97,7 +100,7 @@ class VerifyMetrics:
         self._draft_tokens.inc(report.num_nodes)
         self._accepted.inc(accepted)
         self._committed.inc(committed)
-        self._num_rejected += report.num_nodes - accepted
+        self.num_rejected += report.num_nodes - accepted
         self._prefilled.inc(report.num_prefilled)
         self._failed.inc(report.num_failed)
         for length in report.committed:
@@ -142,12 +145,7 @@ class VerifyMetrics:
             "CUDA graphs to capture anew before a draft gets features.",
             lambda: engine.snapshot.graphs_pending,
         )
-        self.registry.register(_EngineCounts(engine, dialers, self))
-
-    @property
-    def num_rejected(self) -> int:
-        """Tree nodes that were verified in vain."""
-        return self._num_rejected
+        self.registry.register(_EngineState(engine, dialers, self))
 
     def _observe_drafts(self, report: RoundReport) -> None:
         """How far the drafts were ahead of the round."""
@@ -165,7 +163,9 @@ class VerifyMetrics:
         self._ready_nodes.observe(figures.ready)
         # Rounds without any nodes say nothing of how many would have paid.
         if report.num_nodes:
-            self._usual_nodes += (_USUAL_LEARN if self._usual_nodes else 1.0) * (report.num_nodes - self._usual_nodes)
+            self._usual_nodes += (_USUAL_NODES_LEARN if self._usual_nodes else 1.0) * (
+                report.num_nodes - self._usual_nodes
+            )
         if figures.ready and report.num_nodes and figures.ready >= report.num_nodes / 2:
             self._ready_rounds.inc()
         if figures.ready and figures.ready >= self._usual_nodes / 2:
@@ -179,8 +179,8 @@ class VerifyMetrics:
             self._recent.popleft()
 
 
-class _EngineCounts(Collector):
-    """Counts that engine and drafts keep themselves."""
+class _EngineState(Collector):
+    """What engine and drafts count themselves, read when somebody scrapes."""
 
     def __init__(self, engine: RemoteVerifyEngine, dialers: Sequence[DraftDialer], metrics: VerifyMetrics) -> None:
         self._engine = engine
@@ -193,43 +193,27 @@ class _EngineCounts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family each."""
-        snapshot = self._engine.snapshot
-        wasted = CounterMetricFamily(
-            "outrider_verify_wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", labels=["reason"]
-        )
-        wasted.add_metric(["rejected"], self._metrics.num_rejected)
-        for reason, count in snapshot.dropped.items():
-            wasted.add_metric([reason], count)
-        yield wasted
-        declines = CounterMetricFamily("outrider_verify_declines", "Requests that drafts declined.", labels=["reason"])
-        for reason, count in snapshot.declined.items():
-            declines.add_metric([reason], count)
-        yield declines
-        refused = CounterMetricFamily(
-            "outrider_verify_refused_requests", "Requests refused because too much waits already.", labels=["reason"]
-        )
-        for reason in ("requests", "tokens"):
-            refused.add_metric([reason], self._engine.backlog.refused[reason])
-        yield refused
-        slow = CounterMetricFamily("outrider_verify_slow_readers", "Answers ended because they were left unread.")
-        slow.add_metric([], self._engine.backlog.slow_readers)
-        yield slow
-        preemptions = CounterMetricFamily("outrider_verify_preemptions", "Requests that gave up their pages.")
-        preemptions.add_metric([], snapshot.num_preemptions)
-        yield preemptions
-        state = GaugeMetricFamily(
-            "outrider_verify_draft_connected", "Whether a draft is connected.", labels=["address"]
-        )
-        answer = GaugeMetricFamily(
-            "outrider_verify_draft_answer_seconds", "Typical time of a draft's answer to a commit.", labels=["address"]
-        )
-        for dialer in self._dialers:
-            state.add_metric([dialer.address], dialer.state == "connected")
-        for peer in snapshot.peers:
-            answer.add_metric([peer.address], peer.typical)
-        yield state
-        yield answer
-        cost = GaugeMetricFamily("outrider_verify_round_cost_seconds", "t(M): a round of M tokens.", labels=["tokens"])
-        for width, seconds in snapshot.cost.items():
-            cost.add_metric([str(width)], seconds)
-        yield cost
+        snapshot, backlog = self._engine.snapshot, self._engine.backlog
+        wasted = {"rejected": self._metrics.num_rejected, **snapshot.dropped}
+        yield _family("wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", "reason", wasted)
+        yield _family("declines", "Requests that drafts declined.", "reason", snapshot.declined)
+        refused = {reason: backlog.refused[reason] for reason in ("requests", "tokens")}
+        yield _family("refused_requests", "Requests refused because too much waits already.", "reason", refused)
+        yield _family("slow_readers", "Answers ended because they were left unread.", "", {"": backlog.slow_readers})
+        yield _family("preemptions", "Requests that gave up their pages.", "", {"": snapshot.num_preemptions})
+        connected = {dialer.address: dialer.state == "connected" for dialer in self._dialers}
+        yield _family("draft_connected", "Whether a draft is connected.", "address", connected, gauge=True)
+        answers = {peer.address: peer.typical for peer in snapshot.peers}
+        text = "Typical time of a draft's answer to a commit."
+        yield _family("draft_answer_seconds", text, "address", answers, gauge=True)
+        cost = {str(width): seconds for width, seconds in snapshot.cost.items()}
+        yield _family("round_cost_seconds", "t(M): a round of M tokens.", "tokens", cost, gauge=True)
+
+
+def _family(name: str, text: str, label: str, values: Mapping[str, float], *, gauge: bool = False) -> Metric:
+    """A metric with a value for each value of one label; of the single value of a metric without labels."""
+    kind = GaugeMetricFamily if gauge else CounterMetricFamily
+    family = kind(f"outrider_verify_{name}", text, labels=[label] if label else [])
+    for key, value in values.items():
+        family.add_metric([key] if label else [], value)
+    return family
