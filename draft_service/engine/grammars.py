@@ -1,33 +1,30 @@
 """Grammars as drafts see them: what the target will not commit is not worth sending.
 
 Verify owns the truth, and masks what it samples. Here a grammar keeps guesses back, and adds those that it leaves no
-choice about. Where it is not known (yet), or the library or the target's tokenizer is missing, all guesses go out, and
-verify drops the wrong ones.
+choice about. Where it is not known (yet), or the target's tokenizer is missing, all guesses go out, and verify drops
+the wrong ones.
 """
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Full, Queue
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
+from outrider.grammar.compiler import GrammarVocabulary, compile_grammar
+from outrider.grammar.state import GrammarNode, GrammarState
 from outrider.logs import get_logger
 from outrider.models.config import get_token_ids, read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
 from outrider.models.store_folder import hash_tokenizer
 from outrider.tree.author import TreeAuthor
-
-if TYPE_CHECKING:
-    from outrider.grammar.state import GrammarNode, GrammarState
 
 _logger = get_logger(__name__)
 
@@ -108,7 +105,8 @@ class DraftGrammars:
         self._tokenizer_hash = ""
         self._orders: Queue[Callable[[], None]] = Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._vocabularies: dict[tuple[str, int], Any] = {}
+        self._vocabularies: dict[tuple[str, int], GrammarVocabulary | None] = {}
+        """By tokenizer and size; None where there is none, so that it is looked for once."""
 
     def serve(self, tokenizer_hash: str) -> None:
         """The target's tokenizer is this one from now on; empty if verify does not say."""
@@ -149,36 +147,25 @@ class DraftGrammars:
         vocabulary = self._vocabulary(tokenizer_hash, vocab_size)
         if vocabulary is None or grammar is None:
             return
-        # By name, so that a service without the library drafts on.
-        compiler: Any = importlib.import_module("outrider.grammar.compiler")
-        states: Any = importlib.import_module("outrider.grammar.state")
-        compiled = compiler.compile_grammar(grammar, vocabulary)
+        compiled = compile_grammar(grammar, vocabulary)
         # Guesses are not worth compiling it anew in mid-answer, in the thread that grows all trees.
         compiled.renew = _never
-        guide.state = states.GrammarState(compiled)
+        guide.state = GrammarState(compiled)
 
-    def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> Any:
-        """The target's, if its tokenizer is at hand; looked for once."""
+    def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> GrammarVocabulary | None:
+        """The target's, if its tokenizer is at hand. Raises ConfigError for one that cannot be read, once."""
         key = (tokenizer_hash, vocab_size)
         if key not in self._vocabularies:
             self._vocabularies[key] = None
-            self._vocabularies[key] = self._load(tokenizer_hash, vocab_size)
+            folder = find_tokenizer(self._options, tokenizer_hash)
+            if folder is not None:
+                self._vocabularies[key] = GrammarVocabulary.from_folder(folder, vocab_size, _end_ids(folder))
+            else:
+                _logger.warning(
+                    "requests with a grammar are drafted without it: the target's tokenizer is not here; name its "
+                    "folder with --target-model-path"
+                )
         return self._vocabularies[key]
-
-    def _load(self, tokenizer_hash: str, vocab_size: int) -> Any:
-        folder = find_tokenizer(self._options, tokenizer_hash)
-        if folder is None:
-            _logger.warning(
-                "requests with a grammar are drafted without it: the target's tokenizer is not here; name its folder "
-                "with --target-model-path"
-            )
-            return None
-        try:
-            vocabulary: Any = importlib.import_module("outrider.grammar.compiler")
-        except ImportError as error:
-            _logger.warning("requests with a grammar are drafted without it: %s", error)
-            return None
-        return vocabulary.GrammarVocabulary.from_folder(folder, vocab_size, _end_ids(folder))
 
 
 def _never(state: GrammarState) -> None:

@@ -10,7 +10,7 @@ from time import monotonic
 from draft_service.frames import FeaturesFromDoor, FromDoor, SessionDown, SessionUp
 from outrider.host.frames import Stop
 from outrider.host.line import DraftBatch, Line, LineUp, Listener, VerifyBatch
-from outrider.host.pipe import Pipe
+from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
@@ -51,7 +51,7 @@ class VerifyLines:
     def __init__(self, listener: Listener | None, poll: select.poll) -> None:
         self.lost: list[int] = []
         """Sessions whose line is gone, to be told to the door."""
-        self._listener = listener
+        self.listener = listener
         self._poll = poll
         self._awaited: dict[str, int] = {}
         self._callers: dict[_Caller, _Call] = {}
@@ -61,10 +61,9 @@ class VerifyLines:
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 
-    def files(self) -> list[Listener | _Caller]:
-        """All that something may come from."""
-        found: list[Listener | _Caller] = [*self._callers, *self._lines.values()]
-        return found if self._listener is None else [*found, self._listener]
+    def open_lines(self) -> list[_Caller]:
+        """All that something may come from but the listener."""
+        return [*self._callers, *self._lines.values()]
 
     def expect(self, session: int, token: str) -> None:
         """A session began, whose verify engine may call."""
@@ -80,9 +79,9 @@ class VerifyLines:
 
     def answer(self) -> None:
         """Hear who calls. To be followed by `expect` for the sessions that are known by now, and then by `take`."""
-        if self._listener is None:
+        if self.listener is None:
             return
-        for caller in self._listener.accept():
+        for caller in self.listener.accept():
             self._callers[caller] = _Call(monotonic())
             self._registered[caller] = caller.fileno()
             self._poll.register(caller.fileno(), select.POLLIN)
@@ -120,8 +119,8 @@ class VerifyLines:
         """Take no more calls, and end those that there are."""
         for line in (*self._callers, *self._lines.values()):
             line.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self.listener is not None:
+            self.listener.close()
 
     def _identify(self, caller: _Caller, call: _Call, heard: list[LineMessages]) -> None:
         session, frames = None, call.frames
@@ -194,11 +193,10 @@ class DraftInbox:
         """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
         if self._arrived or self._arrived_features or self._over:
             return
-        pipes = (self._pipe, self._features)
-        select.select([*pipes, *self.lines.files()], [pipe for pipe in pipes if pipe.backlog], [], timeout)
-        for pipe in pipes:
-            pipe.flush()
-        self.lines.flush()
+        listener = self.lines.listener
+        wait_for_any(
+            [self._pipe, self._features, *self.lines.open_lines()], timeout, [] if listener is None else [listener]
+        )
 
     def _receive(self) -> None:
         # In this order: the door has told of a session before anybody can call for it.

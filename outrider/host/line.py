@@ -77,7 +77,7 @@ class Line(Pipe[FrameT]):
     """One end. It never waits for the other: what does not read loses the line."""
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
-        super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, most_reads=1)
+        super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, max_reads=1)
         self._own = sock
 
     def send(self, frame: msgspec.Struct) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -19,10 +20,17 @@ MAX_BACKLOG_BYTES = 4 << 20
 
 _BUFFER_BYTES = 1 << 18
 
-_MOST_READS = 4
+_MAX_READS = 4
 """Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
 
 FrameT = TypeVar("FrameT")
+
+
+class HasFileno(Protocol):
+    """What the kernel can wait for."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
 
 
 class Pipe(Generic[FrameT]):
@@ -38,15 +46,15 @@ class Pipe(Generic[FrameT]):
         decoder: msgspec.msgpack.Decoder[FrameT],
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        most_reads: int = _MOST_READS,
+        max_reads: int = _MAX_READS,
     ) -> None:
-        """`decoder`: of the frames that the other end sends. `most_reads`: buffers that are read in one go."""
+        """`decoder`: of the frames that the other end sends. `max_reads`: buffers that are read in one go."""
         sock.setblocking(False)
         self.closed = False
         self._socket = sock
         self._decode = decoder.decode
         self._reader = FrameReader(max_frame_bytes)
-        self._most_reads = most_reads
+        self._max_reads = max_reads
         self._buffer = bytearray(_BUFFER_BYTES)
         self._backlog = bytearray()
 
@@ -76,10 +84,10 @@ class Pipe(Generic[FrameT]):
             except OSError:
                 self.closed = True
 
-    def drain(self, timeout: float | None, most: int = 0) -> None:
-        """Wait until at most `most` bytes are left to send, at most `timeout` seconds for each step forward."""
+    def drain(self, timeout: float | None, max_left: int = 0) -> None:
+        """Wait until at most `max_left` bytes are left to send, at most `timeout` seconds for each step forward."""
         self.flush()
-        while len(self._backlog) > most and not self.closed:
+        while len(self._backlog) > max_left and not self.closed:
             _, writable, _ = select.select([], [self._socket], [], timeout)
             if not writable:
                 return
@@ -91,7 +99,7 @@ class Pipe(Generic[FrameT]):
         Raises InternalError or msgspec's errors for what is none.
         """
         frames: list[FrameT] = []
-        for _ in range(self._most_reads):
+        for _ in range(self._max_reads):
             if self.closed:
                 break
             try:
@@ -118,5 +126,14 @@ class Pipe(Generic[FrameT]):
     def wait(self, timeout: float | None) -> None:
         """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
         if not self.closed:
-            select.select([self._socket], [self._socket] if self._backlog else [], [], timeout)
-            self.flush()
+            wait_for_any([self], timeout)
+
+
+def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequence[HasFileno] = ()) -> None:
+    """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest of the pipes can go.
+
+    None of the pipes is closed. `others`: what else something may come from.
+    """
+    select.select([*pipes, *others], [pipe for pipe in pipes if pipe.backlog], [], timeout)
+    for pipe in pipes:
+        pipe.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,7 @@ from time import monotonic
 from outrider.errors import InternalError, OutriderError
 from outrider.host.frames import Start, Stop
 from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
-from outrider.host.pipe import Pipe
+from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.sampler import RequestSampler
@@ -99,9 +98,7 @@ class DraftLines:
         """Wait up to `timeout` seconds, None for ever, until something comes, of the door too."""
         if self._pipe.closed:
             return
-        reads: list[Pipe[FromDoor] | Line[DraftBatch]] = [self._pipe]
-        reads += [port.line for port in self._ports.values()]
-        select.select(reads, [end for end in reads if end.backlog], [], timeout)
+        wait_for_any([self._pipe, *(port.line for port in self._ports.values())], timeout)
 
     def _hear(self, session: int, port: LinePort) -> bool:
         batches = port.line.receive_from(f"draft {port.address}")
