@@ -1,4 +1,4 @@
-"""Puts a gateway together and runs it until it is told to stop."""
+"""The gateway's process: builds the gateway and serves both doors until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that this gateway serves, as its verify replicas tell."""
+"""The model that this gateway serves, as its verify replicas report it."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Catalogue:
     def __init__(self, tokenizer_folder: Path | None = None) -> None:
         """Without a folder, the tokenizer is read from the one that verify names. Raises ConfigError."""
         self._folder = tokenizer_folder
-        self._given = Tokenizer.load(tokenizer_folder) if tokenizer_folder is not None else None
+        self._own_tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder is not None else None
         self._info: VerifyInfo | None = None
         self._model: ServedModel | None = None
         self._lock = asyncio.Lock()
 
     @property
     def model(self) -> ServedModel:
-        """The served model. Raises UnavailableError before any verify replica has told."""
+        """The served model. Raises UnavailableError before any verify replica has reported it."""
         if self._model is None:
             raise UnavailableError("no verify service has been reached yet; try again shortly", code="model_not_ready")
         return self._model
 
-    async def accept(self, info: VerifyInfo, alone: Callable[[], bool]) -> None:
-        """Takes what a replica serves; `alone` says whether no other replica is ready. Raises ConfigError."""
+    async def accept(self, info: VerifyInfo, is_only_one: Callable[[], bool]) -> None:
+        """Takes what a replica serves; `is_only_one` says whether no other replica is ready. Raises ConfigError."""
         async with self._lock:
-            if self._info is not None and _same(info, self._info):
+            if self._info is not None and _identity(info) == _identity(self._info):
                 return
-            if self._info is not None and not alone():
+            if self._info is not None and not is_only_one():
                 raise ConfigError(
                     f"it serves {info.model}, the other replicas {self._info.model}: {_differences(info, self._info)}"
                 )
-            tokenizer = self._given
+            tokenizer = self._own_tokenizer
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, Path(info.model_path))
             _check_tokenizer(tokenizer, info)
@@ -61,10 +61,6 @@ def _identity(info: VerifyInfo) -> dict[str, object]:
         "context": info.context_length,
         "dtype": info.dtype,
     }
-
-
-def _same(one: VerifyInfo, other: VerifyInfo) -> bool:
-    return _identity(one) == _identity(other)
 
 
 def _differences(one: VerifyInfo, other: VerifyInfo) -> str:

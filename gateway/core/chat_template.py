@@ -82,7 +82,7 @@ class ChatTemplate:
         return cls(source, special_tokens(config))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text, which ends where the answer begins unless told. Raises ChatTemplateError."""
+        """The conversation as text, up to where the answer begins unless told otherwise. Raises ChatTemplateError."""
         pieces: list[str] = []
         length = 0
         try:

@@ -1,4 +1,4 @@
-"""How much work this gateway takes on at once, and how it ends."""
+"""How many answers are in the making at once, over all clients and by API key; and drain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _NO_KEY = ("", "0")
 class Shares:
     """Places that each API key holds. A quarter of all is kept for keys that hold less than an even share.
 
-    So one key's flood never shuts the door to another. Clients that no key tells apart share all places as they come.
+    So one key's flood never shuts the door to another. Clients without a key of their own share all places, first come
+    first served.
     """
 
     def __init__(self, max_places: int) -> None:
@@ -33,8 +34,8 @@ class Shares:
         num_keys = max(2, len({*self._held, key}))
         return self._held[key] + num_places <= max(1, self._max_places // num_keys)
 
-    def most(self, key: str) -> int:
-        """Places that `key` can have at best, when nobody else has any."""
+    def max_places(self, key: str) -> int:
+        """Places that `key` can have when no other key has any."""
         return self._max_places if key in _NO_KEY else self._max_places - self._max_places // 4
 
     def add(self, key: str, num_places: int) -> None:
@@ -55,7 +56,7 @@ class Ticket:
 
     def reserve(self, num_answers: int) -> None:
         """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
-        limit = self._gate.most(self.key)
+        limit = self._gate.max_places(self.key)
         if num_answers > limit:
             raise InvalidRequestError(
                 "n",
@@ -101,9 +102,9 @@ class Gate:
             raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
         self._check(1, _key())
 
-    def most(self, key: str) -> int:
+    def max_places(self, key: str) -> int:
         """Answers that one request with this key can ever have."""
-        return self._shares.most(key)
+        return self._shares.max_places(key)
 
     def take(self, num_answers: int, key: str = "") -> None:
         """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""

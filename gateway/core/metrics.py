@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names for what vLLM has, `outrider_gateway_*` for the rest.
 
-In `vllm:*` names a request is one answer. Loads of the verify replicas are asked for when somebody scrapes.
+In `vllm:*` names a request is one answer. Loads of the verify replicas are asked for at each scrape.
 """
 
 from __future__ import annotations

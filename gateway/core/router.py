@@ -1,4 +1,4 @@
-"""Which verify replica an answer goes to, and what they all serve."""
+"""Which verify replica an answer goes to."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from outrider.logs import get_logger
 
 _logger = get_logger(__name__)
 
-_SPARE_ANSWERS = 4
-_SPARE_RATIO = 1.5
+_MAX_LOAD_RATIO = 1.5
+_MAX_EXTRA_ANSWERS = 4
+"""How far the preferred replica's load may be over the least loaded one's: so many times as high, and so many more."""
 
 
 class Router:
-    """Sends equal beginnings to the same replica, whose cache holds them, unless it is much busier than another."""
+    """Sends prompts of equal prefix to one replica, whose cache holds it, unless it is much busier than another."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Router:
         return any(r.state is ReplicaState.READY for r in self.replicas)
 
     def start(self) -> None:
-        """Begins to look for the replicas."""
+        """Starts to follow the state of each replica."""
         self._tasks = [asyncio.create_task(self._follow(r), name=f"follow {r.address}") for r in self.replicas]
 
     def end_answers(self) -> None:
@@ -52,7 +53,7 @@ class Router:
             replica.end_answers()
 
     async def close(self) -> None:
-        """Ends looking and all calls."""
+        """Stops following, and ends all calls."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -71,12 +72,12 @@ class Router:
             raise UnavailableError("no verify service is ready; try again shortly", code="verify_unavailable")
         if len(ready) == 1:
             return ready[0]
-        beginning = tenant.encode() + array("q", prompt[: self._affinity_tokens]).tobytes()
-        favourite = max(ready, key=lambda r: _rendezvous(r.address, beginning))
-        idlest = min(ready, key=lambda r: r.num_answers)
-        if favourite.num_answers > idlest.num_answers * _SPARE_RATIO + _SPARE_ANSWERS:
-            return idlest
-        return favourite
+        prefix = tenant.encode() + array("q", prompt[: self._affinity_tokens]).tobytes()
+        preferred = max(ready, key=lambda r: _rendezvous(r.address, prefix))
+        least_loaded = min(ready, key=lambda r: r.num_answers)
+        if preferred.num_answers > least_loaded.num_answers * _MAX_LOAD_RATIO + _MAX_EXTRA_ANSWERS:
+            return least_loaded
+        return preferred
 
     async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
         """One answer; closing the iterator cancels the call. Raises OutriderError.
@@ -104,12 +105,12 @@ class Router:
                 yield chunk
 
     async def _follow(self, replica: Replica) -> None:
-        def alone() -> bool:
+        def is_only_one() -> bool:
             return not any(r.state is ReplicaState.READY for r in self.replicas if r is not replica)
 
-        await replica.follow(lambda info: self._accept(info, alone))
+        await replica.follow(lambda info: self._accept(info, is_only_one))
 
 
-def _rendezvous(address: str, beginning: bytes) -> bytes:
+def _rendezvous(address: str, prefix: bytes) -> bytes:
     # Highest random weight: when a replica goes, only its own prompts move.
-    return hashlib.blake2b(beginning, digest_size=8, key=address.encode()[-64:]).digest()
+    return hashlib.blake2b(prefix, digest_size=8, key=address.encode()[-64:]).digest()

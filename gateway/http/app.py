@@ -1,4 +1,4 @@
-"""The REST door as one ASGI application: routes, bearer token, request ids, and errors in OpenAI's shape."""
+"""The REST door: routes, host names, bearer token, request ids, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class RestApp:
-    """Everything that HTTP clients reach."""
+    """The REST door as one ASGI application."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
         """With `api_keys`, each with its tenant, all paths but /health, /ready and the page's need one of them."""
@@ -59,9 +59,9 @@ class RestApp:
         page = None if options.no_page else Page(needs_key=bool(api_keys))
         self._open_paths = _OPEN_PATHS | (page.paths if page else frozenset())
         self._router = Router([*self.routes, *(page.routes() if page else ())], redirect_slashes=False)
-        self._entry: ASGIApp = self._serve
+        self._app: ASGIApp = self._serve
         if options.cors_origins:
-            self._entry = CORSMiddleware(
+            self._app = CORSMiddleware(
                 self._serve,
                 allow_origins=options.cors_origins,
                 allow_methods=["GET", "POST"],
@@ -72,7 +72,7 @@ class RestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request."""
         if scope["type"] == "http":  # uvicorn is told to send nothing else
-            await self._entry(scope, receive, send)
+            await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -133,17 +133,17 @@ class RestApp:
 
 
 def _client_error(error: Exception, scope: Scope) -> OutriderError:
-    """What the client is told; the rest goes to the log."""
+    """The error that the client gets; the rest goes to the log."""
     place = f"{scope['method']} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
-        error = _unknown(error, place)
+        error = _route_error(error, place)
     if isinstance(error, OutriderError) and error.http_status != InternalError.http_status:
         _logger.info("%s refused: %s: %s", place, error.code, error.message)
         return error
     return internal_error(error, place, _logger)
 
 
-def _unknown(error: HTTPException, place: str) -> HttpError:
+def _route_error(error: HTTPException, place: str) -> HttpError:
     headers: dict[str, Any] = dict(error.headers or {})
     if error.status_code == 405:
         allowed = headers.get("Allow", "another method")
@@ -181,7 +181,7 @@ class HostRule:
         )
 
     def guard(self, app: ASGIApp) -> ASGIApp:
-        """An application before which the rule stands."""
+        """`app` behind this rule."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ _LARGE_BYTES = 1 << 16
 """Bodies over this are made values of, and checked, one at a time and not in the event loop."""
 _DISCARD_FACTOR = 8
 """A body up to this many times over the limit is read to its end, so that the client gets to read the answer."""
-_BODIES = 32
+_MAX_BODIES = 32
 """So many bodies of the greatest length may be in memory at once."""
 _FREE_BYTES = 1 << 16
 """The beginning of a body that is not counted: who fills the rest shuts nobody out who has little to say."""
@@ -40,8 +41,8 @@ class BodyReader:
         """`max_bytes` of one body; `seconds` that a client gets to send it."""
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._num_bytes = 0
-        """Of the bodies in memory, without the beginning of each."""
+        self._num_counted: Counter[Request] = Counter()
+        """Bytes of each body in memory, without the first `_FREE_BYTES`."""
         self._one_large = asyncio.Lock()
 
     async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
@@ -51,17 +52,21 @@ class BodyReader:
         all requests take too much memory.
         """
         _check_headers(request.headers)
-        held = _Held(self)
         try:
-            data = await self._receive(request, held)
-            return await self._understand(data, check)
+            data = await self._receive(request)
+            if len(data) <= _LARGE_BYTES:
+                return check(_parse_object(data))
+            # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its
+            # turn.
+            async with self._one_large:
+                return await asyncio.to_thread(lambda: check(_parse_object(data)))
         finally:
-            held.take(0)
+            self._count(request, 0)
 
-    async def _receive(self, request: Request, held: _Held) -> bytes:
+    async def _receive(self, request: Request) -> bytes:
         try:
             async with asyncio.timeout(self._seconds):
-                return await self._gather(request, held)
+                return await self._read_parts(request)
         except TimeoutError:
             headers = {"connection": "close"}
             raise HttpError(
@@ -70,52 +75,36 @@ class BodyReader:
         except ClientDisconnect:
             raise HttpError(400, "the client closed the connection", "client_closed") from None
 
-    async def _gather(self, request: Request, held: _Held) -> bytes:
+    async def _read_parts(self, request: Request) -> bytes:
         parts: list[bytes] = []
         length, limit = 0, self._max_bytes
         async for part in request.stream():
             length += len(part)
             if length <= limit:
-                held.take(length)
+                self._count(request, length)
                 parts.append(part)
             elif length > limit * _DISCARD_FACTOR:
                 break
             else:
                 parts.clear()
-                held.take(0)
+                self._count(request, 0)
         if length > limit:
             raise HttpError(413, f"the body is over the limit of {limit} bytes; send less", "request_too_large")
         return b"".join(parts)
 
-    async def _understand(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> T:
-        if len(data) <= _LARGE_BYTES:
-            return check(_object(data))
-        # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its turn.
-        async with self._one_large:
-            return await asyncio.to_thread(lambda: check(_object(data)))
-
-    def count(self, change: int) -> None:
-        """Takes bytes, or gives them back if the number is negative. Raises OverloadedError."""
-        most = self._max_bytes * _BODIES
-        if change > 0 and self._num_bytes + change > most:
+    def _count(self, request: Request, length: int) -> None:
+        """Counts what the body of a request takes now. Raises OverloadedError."""
+        num_bytes = max(0, length - _FREE_BYTES)
+        change = num_bytes - self._num_counted[request]
+        most = self._max_bytes * _MAX_BODIES
+        if change > 0 and self._num_counted.total() + change > most:
             raise OverloadedError(f"bodies of requests under way hold {most} bytes, the most allowed; try again later")
-        self._num_bytes += change
+        self._num_counted[request] = num_bytes
+        if not num_bytes:
+            del self._num_counted[request]
 
 
-class _Held:
-    """What one body has taken."""
-
-    def __init__(self, reader: BodyReader) -> None:
-        self._reader = reader
-        self._num_bytes = 0
-
-    def take(self, length: int) -> None:
-        counted = max(0, length - _FREE_BYTES)
-        self._reader.count(counted - self._num_bytes)
-        self._num_bytes = counted
-
-
-def _object(data: bytes) -> dict[str, Any]:
+def _parse_object(data: bytes) -> dict[str, Any]:
     if len(data) > _LARGE_BYTES:
         check_json_size(data)
     try:

@@ -62,7 +62,7 @@ class ModelInfo(Body):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model_path: str
-    """The served name: folders of the server are nobody's business."""
+    """The served name: clients do not learn of folders."""
     tokenizer_path: str
     is_generation: Literal[True]
     preferred_sampling_params: None

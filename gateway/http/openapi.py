@@ -51,11 +51,11 @@ class _Document:
     ) -> dict[str, Any]:
         """An operation with a body; `chunk` is an event of its streamed answer."""
         body = {"required": True, "content": self._content(request, "validation")}
-        told = self._answer(answer, "OK" if chunk is None else _STREAMED)
+        success = self._answer(answer, "OK" if chunk is None else _STREAMED)
         if chunk is not None:
-            told["content"]["text/event-stream"] = self._content(chunk)["application/json"]
+            success["content"]["text/event-stream"] = self._content(chunk)["application/json"]
         errors = {status: self._answer(ErrorBody, text) for status, text in _ERRORS.items()}
-        return {"post": {"summary": summary, "requestBody": body, "responses": {"200": told} | errors}}
+        return {"post": {"summary": summary, "requestBody": body, "responses": {"200": success} | errors}}
 
     def get(self, summary: str, answer: type[BaseModel], *statuses: str, **more: Any) -> dict[str, Any]:
         """An operation without a body; `statuses` of the errors that it may end with."""

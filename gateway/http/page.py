@@ -1,4 +1,4 @@
-"""The page at the gateway's root: files of this package, and what browsers are told about them."""
+"""The page at the gateway's root: files of this package, and the headers that they are sent with."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class HttpError(OutriderError):
 
 
 def error_json(error: OutriderError) -> bytes:
-    """What a client is told of an error, as JSON."""
+    """The body of an error, as JSON."""
     # LangChain looks for this code in the text of OpenAI's exception, which is made of the message alone.
     message = f"{error.message} ({error.code})" if isinstance(error, ContextLengthError) else error.message
     field = getattr(error, "field", "")
@@ -89,7 +89,7 @@ def error_response(error: OutriderError) -> Response:
 
 
 def internal_error(error: Exception, what: str, logger: logging.Logger) -> InternalError:
-    """What a client is told of a fault of ours: an id, under which the log has the rest."""
+    """The error that a client gets for a fault of the server: an id, under which the log has the rest."""
     error_id = secrets.token_hex(4)
     logger.error("%s failed, error id %s", what, error_id, exc_info=error)
     return InternalError(f"internal error, id {error_id}")

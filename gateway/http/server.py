@@ -36,7 +36,7 @@ _IPV6_PREFIX_BITS = 64
 
 
 class Connections:
-    """The connections of one address of ours, and their limits. Used from one event loop."""
+    """The connections of one listening address, and their limits. Used from one event loop."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self.header_seconds = options.header_seconds
@@ -46,7 +46,7 @@ class Connections:
         self.num_open = 0
         self.num_refused = 0
         self.on_refused: Callable[[OutriderError], None] | None = None
-        """Is told of each connection that is refused."""
+        """Called with the error of each connection that is refused."""
         self._max_open = options.max_connections
         self._max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
@@ -62,13 +62,13 @@ class Connections:
         Where one client has too many, it has to be one of its own.
         """
         self.num_open += 1
-        client = connection.peer
+        client = connection.client_key
         self._per_client[client] += 1
         client_is_full = bool(client) and self._max_per_client < self._per_client[client]
         if not client_is_full and self.num_open <= self._max_open:
             return True
         for idle in self._idle:
-            if not client_is_full or idle.peer == client:
+            if not client_is_full or idle.client_key == client:
                 idle.drop()
                 return True
         self.num_refused += 1
@@ -86,7 +86,7 @@ class Connections:
         return False
 
     def client_of(self, host: str) -> str:
-        """By what a client's connections are counted; empty where they are not counted by client."""
+        """The address or IPv6 prefix that a client's connections are counted by; empty where they are not."""
         try:
             address = ip_address(host.partition("%")[0])
         except ValueError:
@@ -100,18 +100,18 @@ class Connections:
         return str(address)
 
     def set_idle(self, connection: HttpConnection, idle: bool) -> None:
-        """Whether it has no request; keeps its place in the line."""
+        """Marks whether a connection has no request. One that was idle before keeps its place in line."""
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
             self._idle[connection] = None
 
-    def gone(self, connection: HttpConnection) -> None:
-        """A connection is over."""
+    def remove(self, connection: HttpConnection) -> None:
+        """Counts a connection that has ended."""
         self.num_open -= 1
-        self._per_client[connection.peer] -= 1
-        if not self._per_client[connection.peer]:
-            del self._per_client[connection.peer]
+        self._per_client[connection.client_key] -= 1
+        if not self._per_client[connection.client_key]:
+            del self._per_client[connection.client_key]
         self._idle.pop(connection, None)
 
 
@@ -128,8 +128,8 @@ class HttpConnection(H11Protocol):
         """`arguments` are uvicorn's."""
         super().__init__(**arguments)
         self._connections = connections
-        self.peer = ""
-        """As `Connections.client_of` names the client."""
+        self.client_key = ""
+        """What the connections of its client are counted by; see `Connections.client_of`."""
         self._refused = False
         self._late_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -137,13 +137,13 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See the base."""
         super().connection_made(transport)
-        self.peer = self._connections.client_of(self.client[0] if self.client else "")
+        self.client_key = self._connections.client_of(self.client[0] if self.client else "")
         self._refused = not self._connections.admit(self)
         if self._refused:
             error = HttpError(503, "too many connections; try again later", "too_many_connections")
             if self._connections.on_refused is not None:
                 self._connections.on_refused(error)
-            self._answer(error, {"retry-after": "1"})
+            self._refuse(error, {"retry-after": "1"})
             return
         # Of the base's own accord it waits for a first byte for ever.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -163,7 +163,7 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See the base."""
-        self._connections.gone(self)
+        self._connections.remove(self)
         for timer in (self._late_timer, self._unread_timer):
             if timer is not None:
                 timer.cancel()
@@ -181,11 +181,11 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so in the shape of all other errors."""
-        self._answer(HttpError(400, "this is no valid HTTP request", "invalid_http"), {})
+        """Answers what is no HTTP, in the shape of all other errors."""
+        self._refuse(HttpError(400, "this is no valid HTTP request", "invalid_http"), {})
 
-    def _answer(self, error: OutriderError, headers: dict[str, str]) -> None:
-        """An answer of the connection's own, which is its last."""
+    def _refuse(self, error: OutriderError, headers: dict[str, str]) -> None:
+        """Answers with an error of the connection's own, and closes it."""
         body = error_json(error)
         more = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         response = h11.Response(status_code=error.http_status, headers=list((headers | more).items()))

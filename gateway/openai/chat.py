@@ -136,14 +136,14 @@ class ChatCompletion(Body):
 
 
 class ChatDelta(Body):
-    """What a chunk adds."""
+    """Text that a chunk adds; the first one names the role."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Body):
-    """News of one answer."""
+    """What a chunk adds to one answer."""
 
     index: int
     delta: ChatDelta

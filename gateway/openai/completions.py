@@ -102,7 +102,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 class CompletionChoice(Body):
-    """One of the completions, or news of it."""
+    """One of the completions, or what a chunk adds to it."""
 
     index: int
     text: str
@@ -133,7 +133,7 @@ class Echo:
     pieces: Sequence[str]
     """The text of each token; half a character counts for the token that ends it."""
     num_top: int | None
-    """Likely tokens told at each position; None where no log-probabilities were asked for."""
+    """Number of likely tokens at each position; None where no log-probabilities were asked for."""
 
     @classmethod
     def of(cls, token_ids: Sequence[int], text: str | None, num_top: int | None, tokenizer: Tokenizer) -> Echo:
@@ -174,9 +174,9 @@ class CompletionBuilder(ChoicesBuilder):
         """See the base."""
         choices = []
         for index, answer in enumerate(self._answers):
-            prompt, told = self._echo(index, answer)
+            prompt, prompt_logprobs = self._echo(index, answer)
             logprobs = completion_logprobs(
-                answer.tokens, self._tokenizer, len(prompt), with_end=bool(self._echoes), prompt=told
+                answer.tokens, self._tokenizer, len(prompt), with_end=bool(self._echoes), prompt=prompt_logprobs
             )
             choices.append(
                 CompletionChoice(
@@ -196,10 +196,10 @@ class CompletionBuilder(ChoicesBuilder):
         ready = delta.tokens or delta.finish_reason is not None
         if self._echoes and ready and not answer.begun:
             answer.begun = True
-            text, told = self._echo(index, answer)
+            text, prompt_logprobs = self._echo(index, answer)
             answer.prompt_logprobs.clear()
             answer.num_characters = len(text)
-            yield CompletionChoice(index=index, text=text, logprobs=told, finish_reason=None)
+            yield CompletionChoice(index=index, text=text, logprobs=prompt_logprobs, finish_reason=None)
         logprobs = completion_logprobs(
             delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._echoes)
         )

@@ -88,7 +88,7 @@ class GenerationBody(StrictModel):
 
 
 class StreamFields(GenerationBody):
-    """How an answer is streamed, and what is told in none."""
+    """How an answer is streamed, and what no stream can have."""
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(

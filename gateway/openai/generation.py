@@ -137,7 +137,7 @@ class ResponseBuilder(ABC):
         """Of each answer."""
         self._answers = [CollectedAnswer() for _ in self._jobs]
         self.num_prompt_values = sum(_num_prompt_values(job) for job in self._jobs)
-        """Log-probabilities that are told of prompts."""
+        """Log-probabilities in the response of the prompts' tokens."""
         self._num_collected = 0
         """Log-probabilities, tree nodes and tokens of the answers that are kept."""
         self._usage = Usage()
@@ -149,7 +149,7 @@ class ResponseBuilder(ABC):
         }
 
     @property
-    def tells_values(self) -> bool:
+    def keeps_values(self) -> bool:
         """Whether more than text and tokens may be kept in memory."""
         job = self._jobs[0]  # the others ask for the same
         return job.sampling.num_logprobs is not None or job.num_prompt_logprobs is not None or job.trace
@@ -161,7 +161,7 @@ class ResponseBuilder(ABC):
 
     @property
     def kept_field(self) -> str:
-        """The field of the request that most of them are due to."""
+        """The field of the request that asked for most of them."""
         if self.num_prompt_values > self._num_collected:
             return self.prompt_field
         return "trace" if self._jobs[0].sampling.num_logprobs is None else self.top_field
@@ -172,11 +172,11 @@ class ResponseBuilder(ABC):
         return self.num_kept > _VERY_LARGE_VALUES
 
     def is_large(self, delta: Delta | None = None) -> bool:
-        """Whether so much is told, with a delta, that bodies are better built beside the event loop."""
+        """Whether a body, with a delta, holds so many values that it is better built in a thread."""
         return self.num_kept + (0 if delta is None else _num_values(delta)) > _INLINE_VALUES
 
     def _keeps_tokens(self, job: Job) -> bool:
-        """Whether a whole answer tells of its tokens, not of their text alone."""
+        """Whether a whole answer needs its tokens, not their text alone."""
         return job.sampling.num_logprobs is not None or job.trace
 
     def collect(self, delta: Delta) -> None:
@@ -203,11 +203,11 @@ class ResponseBuilder(ABC):
         """The events of a delta, the usage at the end included."""
 
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
-        """The field of a choice that tells how its tokens came about, for a request that is traced."""
+        """The field with the trace of a choice's tokens, for a request that is traced."""
         return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].trace else {}
 
     def _prompt_logprobs(self, index: int, num_top: int | None) -> dict[str, Any]:
-        """The field that tells of the prompt's tokens, where asked for."""
+        """The field with the prompt's log-probabilities, where asked for."""
         if num_top is None:
             return {}
         parts = self._answers[index].prompt_logprobs
@@ -241,7 +241,7 @@ class ChoicesBuilder(ResponseBuilder):
 
     @abstractmethod
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[Body]:
-        """A choice for each event of a delta; `answer` is what was sent before."""
+        """A choice for each event of a delta; `answer` is what earlier events have sent."""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], **more: Any) -> Body:
@@ -249,13 +249,13 @@ class ChoicesBuilder(ResponseBuilder):
 
 
 def _num_values(delta: Delta) -> int:
-    """What a delta adds to what an answer tells beside its text."""
-    told = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
-    return told + sum(len(tree.token_ids) for tree in delta.trees)
+    """Tokens, log-probabilities and tree nodes of a delta."""
+    num_scored = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
+    return num_scored + sum(len(tree.token_ids) for tree in delta.trees)
 
 
 def _num_prompt_values(job: Job) -> int:
-    """Log-probabilities that are told of a job's prompt."""
+    """Log-probabilities in the response of a job's prompt, over one answer."""
     if job.num_prompt_logprobs is None:
         return 0
     return len(job.prompt_token_ids) * (1 + job.num_prompt_logprobs)
@@ -309,8 +309,8 @@ class GenerationRoute(ABC, Generic[BodyT]):
 
     @contextmanager
     def _account(self, builder: ResponseBuilder) -> Iterator[Account | None]:
-        """Where is written down what the answer keeps in memory; None where that is text alone."""
-        if not builder.tells_values:
+        """The account of what the response keeps in memory; None where that is text alone."""
+        if not builder.keeps_values:
             yield None
             return
         with self._gateway.allowance.open() as account:

@@ -139,7 +139,7 @@ class GenerateBody(ServingFields, GenerationBody):
 
     @property
     def logprob_start(self) -> int | None:
-        """First position of the prompt whose log-probability is told; None for none of it."""
+        """First position of the prompt whose log-probability is sent; None for none of it."""
         start = self.logprob_start_len
         return start if self.return_logprob and start is not None and start >= 0 else None
 
@@ -183,7 +183,7 @@ class GenerateFinish(Body):
 
 
 class GenerateMeta(Body):
-    """What is known of an answer beside its text."""
+    """Counts, times and log-probabilities of an answer."""
 
     id: str
     finish_reason: GenerateFinish | None
@@ -204,7 +204,7 @@ class GenerateMeta(Body):
 
 
 class GenerateAnswer(Body):
-    """One answer, or what there is of it so far."""
+    """One answer, or its beginning."""
 
     text: str
     output_ids: list[int]
@@ -230,9 +230,9 @@ class _EventProgress:
 class GenerateBuilder(ResponseBuilder):
     """Builds answers to POST /generate.
 
-    Each event holds all that there is of an answer: text, ids and log-probabilities. Sent for every token, they would
-    take time and bytes by the square of the answer's length. So the longer it is, the more must be new before the
-    next event; each is whole, as SGLang's are when its stream interval is raised, and the last one always comes.
+    An event holds the whole answer so far: text, ids and log-probabilities. An event for every token would take time
+    and bytes by the square of the answer's length. So the longer the answer, the more must be new before the next
+    event, as with SGLang's stream interval; the last event always comes.
     """
 
     top_field = "top_logprobs_num"
@@ -279,7 +279,7 @@ class GenerateBuilder(ResponseBuilder):
         return True
 
     def _body(self, index: int, answer: CollectedAnswer, progress: _EventProgress | None = None) -> GenerateAnswer:
-        """An answer, as far as it goes; `progress` is what earlier events have told of it."""
+        """An answer, as far as it goes; `progress` is what earlier events have sent."""
         more: dict[str, Any] = {"index": index} if progress is not None and self._is_batch else {}
         answer.text = ["".join(answer.text)]
         return GenerateAnswer(

@@ -1,4 +1,4 @@
-"""What a request carries from service to service beside its message: who it is for and until when it is wanted.
+"""The context of a request, which travels as metadata beside its messages: client, tenant and deadline.
 
 Set once at a door; every channel passes it on with the calls that the request's tasks make.
 """
@@ -19,10 +19,10 @@ USER_KEY = "x-user"
 MAX_CLIENT_CHARACTERS = 64
 
 client: ContextVar[str] = ContextVar("outrider_client", default="")
-"""On whose behalf the current task works; empty for nobody in particular."""
+"""The client that the current task works for; empty where none is known."""
 
 tenant: ContextVar[str] = ContextVar("outrider_tenant", default="")
-"""Whose text the current task brings: a digest, empty for a door that cannot tell its clients apart."""
+"""Digest of whoever the current task's text belongs to; empty at a door that cannot tell its clients apart."""
 
 deadline: ContextVar[float | None] = ContextVar("outrider_deadline", default=None)
 """When the current task's answer is of no use any more, by time.monotonic(); None for never."""
@@ -36,13 +36,13 @@ def seconds_left() -> float | None:
     return None if end is None else max(0.0, end - time.monotonic())
 
 
-def limit_time(asked: float | None, most: float) -> None:
-    """Give the current task a deadline: the seconds that the client asked for, and `most` at most."""
-    deadline.set(time.monotonic() + (most if asked is None else max(0.0, min(asked, most))))
+def limit_time(seconds: float | None, limit: float) -> None:
+    """Give the current task a deadline: the `seconds` that the client asked for, at most `limit`."""
+    deadline.set(time.monotonic() + (limit if seconds is None else max(0.0, min(seconds, limit))))
 
 
 def name_client(token: str, user: str, tenant_name: str = "") -> None:
-    """Say for whom the current task works: the bearer token that came, and the user that the client names.
+    """Set client and tenant of the current task, from its bearer token and the user that the client names.
 
     The tenant is the one that the token's owner has configured, else the token itself. None of the three leaves this
     process: what travels is a digest of each.
@@ -52,18 +52,18 @@ def name_client(token: str, user: str, tenant_name: str = "") -> None:
 
 
 def name_user(user: str) -> None:
-    """Say which of its users the current task's client has named, once that is known."""
+    """Set the user of the current task's client, once it is known."""
     name = client.get().partition("/")[0] or _digest("")
     client.set(f"{name}/{_digest(user)}" if user or client.get() else "")
 
 
 def salted_tenant(cache_salt: str) -> str:
-    """The current task's tenant, narrowed by what its client keeps text apart with; nobody reaches another's."""
+    """The current task's tenant, narrowed by its client's `cache_salt`; no client reaches another's."""
     return _tenant_digest("salt", f"{tenant.get()}/{cache_salt}") if cache_salt else tenant.get()
 
 
 def clean_client(given: str | bytes | None) -> str:
-    """What a peer says it calls for, with harmless characters alone, of bounded length."""
+    """The client that a peer names, with harmless characters alone, of bounded length."""
     text = given.decode("ascii", "replace") if isinstance(given, bytes) else given or ""
     return _NOT_IN_CLIENT.sub("", text)[:MAX_CLIENT_CHARACTERS]
 

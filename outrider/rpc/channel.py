@@ -128,12 +128,12 @@ class _TaggedChannel(grpc.aio.Channel):
         """The caller's metadata, with what it left out."""
         pairs = tuple(metadata or ())
         given = {key for key, _ in pairs}
-        wanted = (
+        defaults = (
             (AUTHORIZATION_KEY, f"Bearer {self._auth_token}" if self._auth_token else ""),
             (REQUEST_ID_KEY, logs.request_id.get()),
             (CLIENT_KEY, client.get()),
         )
-        return pairs + tuple((key, value) for key, value in wanted if value and key not in given)
+        return pairs + tuple((key, value) for key, value in defaults if value and key not in given)
 
     def _renew(self) -> None:
         """Make another channel if the files have changed; the present one is closed when its last call ends."""

@@ -120,7 +120,7 @@ class _Call:
     authorized: bool
     message_seconds: float
     client: str | None = None
-    """As a peer has said it; None where token and user tell."""
+    """Named by a peer; None where token and user determine it."""
     token: str = ""
     tenant: str = ""
     user: str = ""
@@ -163,14 +163,14 @@ class _Call:
             raise error
         if isinstance(error, OutriderError) and error.grpc_status != InternalError.grpc_status:
             _logger.info("%s refused: %s: %s", self.method, error.code, error.message)
-            told = error
+            public_error = error
         else:
             error_id = secrets.token_hex(4)
             _logger.error("%s failed, error id %s", self.method, error_id, exc_info=error)
-            told = InternalError(f"internal error, id {error_id}")
+            public_error = InternalError(f"internal error, id {error_id}")
             if isinstance(error, OutriderError):
-                told = InternalError(f"{error.message} (id {error_id})", code=error.code)
-        code, message, metadata = status_from_error(told, self.request_id)
+                public_error = InternalError(f"{error.message} (id {error_id})", code=error.code)
+        code, message, metadata = status_from_error(public_error, self.request_id)
         await context.abort(code, message, metadata)
         raise AssertionError("unreachable: abort always raises")
 

@@ -65,18 +65,18 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> Ou
     A call that this side cancelled never gets here: grpc.aio raises asyncio.CancelledError for it.
     """
     status = _decode_status(error)
-    info = _find(status, error_details_pb2.ErrorInfo)
+    info = _detail(status, error_details_pb2.ErrorInfo)
     if status is not None and info is not None and info.domain == DOMAIN:
-        return _decode_own(error.code(), status, info)
-    return _judge(error.code(), error.details() or "", peer)
+        return _from_details(error.code(), status, info)
+    return _from_status(error.code(), error.details() or "", peer)
 
 
-def _decode_own(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:
+def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:
     word = info.reason
-    retry = _find(status, error_details_pb2.RetryInfo)
+    retry = _detail(status, error_details_pb2.RetryInfo)
     retry_after = retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else 1.0
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        bad = _find(status, error_details_pb2.BadRequest)
+        bad = _detail(status, error_details_pb2.BadRequest)
         violation = bad.field_violations[0] if bad is not None and bad.field_violations else None
         kind = ContextLengthError if word == ContextLengthError.code else InvalidRequestError
         if violation is None:
@@ -93,34 +93,34 @@ def _decode_own(code: grpc.StatusCode, status: status_pb2.Status, info: error_de
     return InternalError(status.message, code=word)
 
 
-def _judge(code: grpc.StatusCode, details: str, peer: str) -> OutriderError:
+def _from_status(code: grpc.StatusCode, details: str, peer: str) -> OutriderError:
     """The meaning of a status that no Outrider service wrote."""
     kind = grpc.StatusCode
-    said = f": {_clip(details, _MAX_TEXT_BYTES)}" if details else ""
+    suffix = f": {_clip(details, _MAX_TEXT_BYTES)}" if details else ""
     if code is kind.RESOURCE_EXHAUSTED and "message larger than max" in details:
         # The side that complains tells which message it was: the request on its way out or in, or the answer.
         if details.startswith(("SERVER: Received", "CLIENT: Sent")):
             return InvalidRequestError(
-                "", f"the request is larger than {peer} takes{said}", "send less", code="request_too_large"
+                "", f"the request is larger than {peer} takes{suffix}", "send less", code="request_too_large"
             )
-        return InternalError(f"the answer of {peer} is larger than allowed{said}")
+        return InternalError(f"the answer of {peer} is larger than allowed{suffix}")
     if code is kind.UNAVAILABLE or _is_lost_connection(code, details):
-        return UnavailableError(f"{peer} cannot be reached{said}")
+        return UnavailableError(f"{peer} cannot be reached{suffix}")
     if code is kind.DEADLINE_EXCEEDED:
         return UnavailableError(f"{peer} did not answer in time", code="peer_timeout")
     if code is kind.CANCELLED:
-        return UnavailableError(f"{peer} ended the call{said}", code="peer_cancelled")
+        return UnavailableError(f"{peer} ended the call{suffix}", code="peer_cancelled")
     if code is kind.RESOURCE_EXHAUSTED:
-        return OverloadedError(f"{peer} is overloaded{said}")
+        return OverloadedError(f"{peer} is overloaded{suffix}")
     if code in (kind.INVALID_ARGUMENT, kind.OUT_OF_RANGE):
         return InvalidRequestError("", details or f"{peer} refused the request")
     if code is kind.NOT_FOUND:
         return NotFoundError("", details or f"{peer} does not have it")
     if code in (kind.UNAUTHENTICATED, kind.PERMISSION_DENIED):
-        return InternalError(f"{peer} refused the credentials{said}", code="peer_refused_credentials")
+        return InternalError(f"{peer} refused the credentials{suffix}", code="peer_refused_credentials")
     if code is kind.UNIMPLEMENTED:
-        return InternalError(f"{peer} does not know this call; run the same release on both sides{said}")
-    return InternalError(f"{peer} failed: {code.name}{said}")
+        return InternalError(f"{peer} does not know this call; run the same release on both sides{suffix}")
+    return InternalError(f"{peer} failed: {code.name}{suffix}")
 
 
 def _is_lost_connection(code: grpc.StatusCode, details: str) -> bool:
@@ -142,7 +142,7 @@ def _decode_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
     return None
 
 
-def _find(status: status_pb2.Status | None, kind):  # type: ignore[no-untyped-def]
+def _detail(status: status_pb2.Status | None, kind):  # type: ignore[no-untyped-def]
     for detail in status.details if status is not None else ():
         if detail.Is(kind.DESCRIPTOR):
             found = kind()
