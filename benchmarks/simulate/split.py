@@ -33,10 +33,9 @@ import outrider.drafting.model.growth as growth
 import outrider.drafting.model.planner as launch
 import outrider.drafting.model.publisher as announce
 import verify_service.engine.engine as verify_engine
-import verify_service.speculation.answer_tracker as expectations
-import verify_service.speculation.draft_wait as hold
+import verify_service.speculation.draft_wait as draft_wait
 import verify_service.speculation.drafts as drafts
-import verify_service.speculation.link as link
+import verify_service.speculation.health as health
 from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.world import Actor, Costs, Notes, VerifyInbox, World
@@ -52,7 +51,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 
-_MODULES = (announce, growth, launch, options, batch_manager, hold, drafts, link, expectations)
+_MODULES = (announce, growth, launch, options, batch_manager, draft_wait, health, drafts)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67

@@ -51,7 +51,7 @@ class TreeMirror:
             log-probability, negated; `root_cost` goes off.
         token_ids, parents, depths, ids, scores, sources: of each slot; parents are slots, `root_depth` goes off
             depths, scores are edge scores as sent.
-        estranged: the two copies disagree about which epoch it is, which no honest draft's do. Nothing mends that but
+        desynced: the two copies disagree about which epoch it is, which no honest draft's do. Nothing mends that but
             to open the request anew.
     """
 
@@ -68,7 +68,7 @@ class TreeMirror:
     def forget(self) -> None:
         """Drop the tree and its epoch, as when a session ends."""
         self._opened_len = len(self.tokens)
-        self.estranged = False
+        self.desynced = False
         self._begin(epoch=0, base_len=len(self.tokens))
 
     def _begin(self, epoch: int, base_len: int) -> None:
@@ -172,11 +172,11 @@ class TreeMirror:
             # A draft begins each epoch at a longer base than the one before. One more is for a draft that goes past an
             # epoch which it never began.
             if grow.epoch > 2 + grow.base_len - self._opened_len:
-                return self._estrange("epoch", max(count, 1))
+                return self._desync("epoch", max(count, 1))
             self._observe()
             self._begin(grow.epoch, grow.base_len)
         elif grow.base_len != self.base_len:
-            return self._estrange("base_len", max(count, 1))
+            return self._desync("base_len", max(count, 1))
         return True
 
     def _enter(self, grow: Grow, count: int) -> int:
@@ -247,8 +247,8 @@ class TreeMirror:
         self._swept = self._turn
         self.root = 0
 
-    def _estrange(self, reason: str, count: int) -> bool:
-        self.estranged = True
+    def _desync(self, reason: str, count: int) -> bool:
+        self.desynced = True
         return self._drop(reason, count)
 
     def _drop(self, reason: str, count: int) -> bool:

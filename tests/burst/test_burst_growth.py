@@ -9,7 +9,7 @@ from growth_rig import Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
 from outrider.protocol.speculation import Grow
-from verify_service.speculation.health import PeerHealth
+from verify_service.speculation.health import ReplicaHealth
 
 
 def best_paths(tokens: list[int], count: int, floor: float) -> list[float]:
@@ -238,7 +238,7 @@ def test_lockstep_grows_one_tree_after_each_commit_and_sends_it_as_one() -> None
 def test_lockstep_acknowledges_commits_while_it_computes_a_long_prompt() -> None:
     options = DraftOptions(lockstep=True, speculative_algorithm=("STANDALONE",), max_positions=2000)
     rig, seconds = Rig(options, max_context=2000, num_pages=600), 0.0
-    health = PeerHealth(lambda: seconds)
+    health = ReplicaHealth(lambda: seconds)
     prompts = {1: [4] * 900, 2: [5] * 700}
     for number, prompt in prompts.items():
         rig.open(number, prompt)

@@ -105,7 +105,7 @@ class Pair:
     def insert(self, grow: Grow) -> int:
         """What verify does with a message, whoever sent it."""
         entered = self.mirror.insert(grow)
-        if self.mirror.estranged:
+        if self.mirror.desynced:
             self.open()
         return entered
 

@@ -157,7 +157,7 @@ def test_an_epoch_is_believed_only_as_far_as_commits_allow() -> None:
         pair = Pair()
         pair.commit([1, 2, 3])
         assert pair.mirror.insert(epoch_out_of_thin_air(pair, epoch, base, [4])) == entered
-        assert pair.mirror.dropped["epoch"] == 1 - entered and pair.mirror.estranged is not bool(entered)
+        assert pair.mirror.dropped["epoch"] == 1 - entered and pair.mirror.desynced is not bool(entered)
 
 
 def test_a_draft_goes_past_an_epoch_that_it_never_began_but_not_past_what_travels() -> None:

@@ -54,6 +54,6 @@ def tree(number: int, epoch: int, base_len: int, tokens: list[int], first: int =
 
 def follow(drafts: Drafts, one: Request, count: int = 1) -> None:
     """The request's last `count` tokens are committed."""
-    drafts.committed(one)
-    drafts.report(one, count, credit=16)
+    drafts.on_commit(one)
+    drafts.send_commit(one, count, credit=16)
     drafts.learn()

@@ -12,9 +12,8 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
-from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.health import PeerHealth
-from verify_service.speculation.link import SpeculativeRequest
+from verify_service.speculation.drafts import Drafts, SpeculativeRequest
+from verify_service.speculation.health import ReplicaHealth
 
 
 @pytest.fixture
@@ -62,14 +61,14 @@ def test_requests_spread_over_drafts_and_move_when_one_is_lost(drafts: Drafts) -
     requests = [request([i + 1]) for i in range(4)]
     for one in requests:
         drafts.admit(one)
-    assert [len(peer.links) for peer in drafts.peers.values()] == [2, 2]
+    assert [len(peer.requests) for peer in drafts.replicas.values()] == [2, 2]
     drafts.disconnected(ports[0])
-    assert [len(peer.links) for peer in drafts.peers.values()] == [4]
+    assert [len(peer.requests) for peer in drafts.replicas.values()] == [4]
     drafts.disconnected(ports[1])
-    assert all((link := drafts.link(one)) is not None and link.peer is None for one in requests)
+    assert all((spec := drafts.spec(one)) is not None and spec.replica is None for one in requests)
     drafts.connected(ports[0])
     ports[0].take(drafts)
-    assert [len(peer.links) for peer in drafts.peers.values()] == [4]
+    assert [len(peer.requests) for peer in drafts.replicas.values()] == [4]
 
 
 def test_a_gap_is_answered_by_opening_under_a_new_number_and_a_liar_is_left_alone(drafts: Drafts, clock: Clock) -> None:
@@ -110,15 +109,15 @@ def test_one_drafts_bad_guesses_do_not_discount_another_ones(drafts: Drafts, clo
     for port, one in zip(ports, requests, strict=True):
         drafts.connected(port)
         drafts.admit(one)
-    links = [link for one in requests if (link := drafts.link(one)) is not None]
+    specs = [spec for one in requests if (spec := drafts.spec(one)) is not None]
     for _ in range(200):
-        link, one = links[0], requests[0]
-        drafts.receive(ports[0], [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
+        spec, one = specs[0], requests[0]
+        drafts.receive(ports[0], [tree(spec.number, spec.mirror.epoch + 1, one.committed_len, [5])], clock.now)
         one.tokens.append(6)
         follow(drafts, one)
-    for port, link, one in zip(ports, links, requests, strict=True):
-        drafts.receive(port, [tree(link.number, link.mirror.epoch + 1, one.committed_len, [5])], clock.now)
-    bad, fresh = (next(Forest([link.mirror], [1]).best()) for link in links)
+    for port, spec, one in zip(ports, specs, requests, strict=True):
+        drafts.receive(port, [tree(spec.number, spec.mirror.epoch + 1, one.committed_len, [5])], clock.now)
+    bad, fresh = (next(Forest([spec.mirror], [1]).best()) for spec in specs)
     assert bad < 0.14 and fresh > 0.9
 
 
@@ -138,30 +137,30 @@ def test_a_silent_peer_is_not_waited_for_and_reset_after_two_seconds(drafts: Dra
     port, one = Recorder(), request([1, 2])
     drafts.connected(port)
     drafts.admit(one)
-    peer = drafts.peers[port]
+    peer = drafts.replicas[port]
     assert peer.health.good
     clock.now += 0.2
     assert not peer.health.good
-    drafts.attend()
+    drafts.check_replicas()
     assert port.num_resets == 0
     clock.now += 2
-    drafts.attend()
+    drafts.check_replicas()
     assert port.num_resets == 0, "its answer may lie behind a frame that is read in part"
     clock.now += 0.2
-    drafts.attend()
+    drafts.check_replicas()
     assert port.num_resets == 1
 
 
 def serve_short(drafts: Drafts, clock: Clock, seconds: float) -> SpeculativeRequest:
-    """A request that ends so long after it was opened; its link."""
+    """A request that ends so long after it was opened; its spec."""
     one = request([1, 2])
     drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
+    spec = drafts.spec(one)
+    assert spec is not None
     clock.now += seconds
     drafts.close(one)
-    drafts.attend()
-    return link
+    drafts.check_replicas()
+    return spec
 
 
 def test_a_silent_peer_is_reset_even_if_no_request_lasts_for_two_seconds(drafts: Drafts, clock: Clock) -> None:
@@ -181,83 +180,83 @@ def test_requests_that_end_before_they_are_answered_make_no_peer_silent_that_ans
     for _ in range(1000):
         serve_short(drafts, clock, 0.01)  # an answer was hardly to be expected
     for _ in range(20):
-        link = serve_short(drafts, clock, 0.3)
-        drafts.receive(port, [tree(link.number, 1, 2, [3])], clock.now)  # late, yet a sign of life
+        spec = serve_short(drafts, clock, 0.3)
+        drafts.receive(port, [tree(spec.number, 1, 2, [3])], clock.now)  # late, yet a sign of life
     clock.now += 60
     serve_short(drafts, clock, 1.5)
     clock.now += 1
-    drafts.attend()
+    drafts.check_replicas()
     assert port.num_resets == 0
 
 
-def num_nodes(link: SpeculativeRequest) -> int:
-    return len(list(link.mirror.descend()))
+def num_nodes(spec: SpeculativeRequest) -> int:
+    return len(list(spec.mirror.descend()))
 
 
-def hold_seconds(link: SpeculativeRequest, seconds: float = 0.03) -> float:
+def hold_seconds(spec: SpeculativeRequest, clock: Clock, seconds: float = 0.03) -> float:
     """How long a round of this request alone waits, if rounds of any width take `seconds`."""
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
-    choice = budget.choose(1, 1, Forest([link.mirror], [99]).best())
-    return DraftWaitPolicy(budget, max_seconds=0.02).seconds([link], 1, choice)
+    choice = budget.choose(1, 1, Forest([spec.mirror], [99]).best())
+    return DraftWaitPolicy(budget, max_seconds=0.02).wait_seconds([spec.wait], 1, choice, now=clock.now)
 
 
 def test_a_round_is_held_for_a_draft_that_promises_more_than_the_wait_costs(drafts: Drafts, clock: Clock) -> None:
     port, one = Recorder(), request([1, 2])
     drafts.connected(port)
     drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
-    link.gain = 2.0
-    held = hold_seconds(link)
+    spec = drafts.spec(one)
+    assert spec is not None
+    spec.wait.miss_gain = 2.0
+    held = hold_seconds(spec, clock)
     assert 0 < held <= 0.02
-    link.gain = 0.01
-    assert hold_seconds(link) == 0
-    link.gain = 2.0
-    assert hold_seconds(link, 0.0005) < held
+    spec.wait.miss_gain = 0.01
+    assert hold_seconds(spec, clock) == 0
+    spec.wait.miss_gain = 2.0
+    assert hold_seconds(spec, clock, 0.0005) < held
     clock.now += 0.2  # the peer has not answered for long: it is unhealthy
-    assert hold_seconds(link) == 0
+    assert hold_seconds(spec, clock) == 0
 
 
 def test_nobody_waits_when_nodes_are_at_hand_or_no_draft_is_there(drafts: Drafts, clock: Clock) -> None:
     port, one = Recorder(), request([1, 2])
     drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
-    assert hold_seconds(link) == 0
+    spec = drafts.spec(one)
+    assert spec is not None
+    assert hold_seconds(spec, clock) == 0
     drafts.connected(port)
-    drafts.receive(port, [tree(link.number, 1, 2, [3, 4, 5])], clock.now)
-    assert num_nodes(link) == 3 and not link.awaited
-    assert hold_seconds(link) == 0
+    drafts.receive(port, [tree(spec.number, 1, 2, [3, 4, 5])], clock.now)
+    assert num_nodes(spec) == 3 and not spec.wait.awaits_answer
+    assert hold_seconds(spec, clock) == 0
 
 
-def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts) -> None:
+def test_nobody_waits_for_nodes_that_no_round_may_take(drafts: Drafts, clock: Clock) -> None:
     port, one = Recorder(), request([1, 2])
     drafts.connected(port)
     drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None and link.awaited
+    spec = drafts.spec(one)
+    assert spec is not None and spec.wait.awaits_answer
     budget = Budget(CostModel([0.03] * len(WIDTHS)), max_nodes=0)
     policy = DraftWaitPolicy(budget, max_seconds=0.02)
-    assert policy.seconds([link], 1, budget.choose(1, 1, np.empty(0))) == 0
+    assert policy.wait_seconds([spec.wait], 1, budget.choose(1, 1, np.empty(0)), now=clock.now) == 0
 
 
 def test_every_commit_counts_until_it_is_answered(drafts: Drafts, clock: Clock) -> None:
     port, one = Recorder(), request([1, 2])
     drafts.connected(port)
     drafts.admit(one)
-    link = drafts.link(one)
-    assert link is not None
+    spec = drafts.spec(one)
+    assert spec is not None
     clock.now += 0.01
     one.tokens.append(3)
     follow(drafts, one)
-    drafts.receive(port, [tree(link.number, 1, 2, [4])], clock.now)  # of the opening, not of the commit
+    drafts.receive(port, [tree(spec.number, 1, 2, [4])], clock.now)  # of the opening, not of the commit
     clock.now += 0.01
-    assert link.awaited and drafts.peers[port].health.waited(link.number) == pytest.approx(0.01)
-    assert hold_seconds(link) == 0, "the commit is late already"
+    assert spec.wait.awaits_answer and drafts.replicas[port].health.waited(spec.number) == pytest.approx(0.01)
+    assert hold_seconds(spec, clock) == 0, "the commit is late already"
     clock.now += 2
-    drafts.attend()
+    drafts.check_replicas()
     clock.now += 0.2
-    drafts.attend()
+    drafts.check_replicas()
     assert port.num_resets == 1
 
 
@@ -266,12 +265,12 @@ def test_a_request_finds_a_draft_while_rounds_are_longer_than_a_healthy_answer(d
     drafts.connected(port)
     for it in (one, two):
         drafts.admit(it)
-    first, second = drafts.link(one), drafts.link(two)
+    first, second = drafts.spec(one), drafts.spec(two)
     assert first is not None and second is not None
     epoch = 1
     drafts.receive(port, [tree(first.number, epoch, 2, [4]), Decline(second.number, DeclineReason.OVERLOADED, True)], 0)
     for _ in range(30):
-        drafts.attend()
+        drafts.check_replicas()
         drafts.flush()
         answered_at = clock.now + 0.002
         length = one.committed_len
@@ -281,11 +280,11 @@ def test_a_request_finds_a_draft_while_rounds_are_longer_than_a_healthy_answer(d
             follow(drafts, it)
         epoch += 1
         drafts.receive(port, [tree(first.number, epoch, length, [4])], answered_at)
-    assert second.peer is not None
+    assert second.replica is not None
 
 
 def test_health_may_be_asked_for_from_any_thread() -> None:
-    health = PeerHealth(lambda: 1.0)
+    health = ReplicaHealth(lambda: 1.0)
     done = threading.Event()
 
     def serve() -> None:
@@ -312,18 +311,18 @@ def test_a_draft_that_speaks_of_another_epoch_is_told_of_its_request_anew_but_no
     drafts.connected(port)
     asked = request([1, 2])
     drafts.admit(asked)
-    link = drafts.link(asked)
-    assert link is not None
-    first = link.number
+    spec = drafts.spec(asked)
+    assert spec is not None
+    first = spec.number
     clock.now += 2.0
     drafts.receive(port, [tree(first, 40, 2, [3])], clock.now)
-    assert link.number > first and drafts.dropped["epoch"] == 1
+    assert spec.number > first and drafts.dropped["epoch"] == 1
     assert [type(message) for message in port.take(drafts)] == [Open, Close, Open]
-    drafts.receive(port, [tree(link.number, 40, 2, [3])], clock.now)
-    assert link.peer is None and isinstance(port.take(drafts)[-1], Close)
+    drafts.receive(port, [tree(spec.number, 40, 2, [3])], clock.now)
+    assert spec.replica is None and isinstance(port.take(drafts)[-1], Close)
     drafts.receive(port, [tree(first, 1, 2, [3]), tree(first + 1, 1, 2, [3])], clock.now)
-    assert not link.mirror.has_nodes, "what was said of an earlier life is not believed"
+    assert not spec.mirror.has_nodes, "what was said of an earlier life is not believed"
     clock.now += 2.0
-    drafts.attend()
-    drafts.receive(port, [tree(link.number, 1, 2, [3, 4])], clock.now)
-    assert num_nodes(link) == 2
+    drafts.check_replicas()
+    drafts.receive(port, [tree(spec.number, 1, 2, [3, 4])], clock.now)
+    assert num_nodes(spec) == 2

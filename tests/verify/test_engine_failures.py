@@ -156,7 +156,7 @@ def test_a_draft_that_answers_during_a_long_round_is_not_lost() -> None:
 def test_a_round_is_not_held_for_a_request_that_can_accept_nothing_more() -> None:
     engine = scripted_engine(Scripted(), max_hold_seconds=30.0)
     asked = threading.Event()
-    engine._draft_wait.seconds = lambda *arguments: float(asked.set() or 0.0)  # type: ignore[method-assign, func-returns-value]
+    engine._draft_wait.wait_seconds = lambda *arguments, **named: float(asked.set() or 0.0)  # type: ignore[method-assign, func-returns-value]
     engine.draft_connected(Silent())
     answer = submit(engine, max_tokens=1)
     engine.start()

@@ -256,8 +256,8 @@ def test_a_look_ahead_takes_one_request_s_tree_and_all_have_their_turn(
             before = len(forests)
             idle = 0 if engine.grammars.work(entries) else idle + 1
             assert len(forests) <= before + 1
-        links = [engine.drafts.link(entry.request) for entry in entries]
-        if len(entries) == 3 and all(link is not None and link.mirror.has_nodes for link in links):
+        specs = [engine.drafts.spec(entry.request) for entry in entries]
+        if len(entries) == 3 and all(spec is not None and spec.mirror.has_nodes for spec in specs):
             together.append(sum(bool(entry.request.grammar.root.children) for entry in entries))
         return pending
 

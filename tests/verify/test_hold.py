@@ -20,8 +20,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
-from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.link import SpeculativeRequest
+from verify_service.speculation.drafts import Drafts, SpeculativeRequest
 
 ROUND = 0.0045
 """Seconds of a round of an 8B model on a large GPU."""
@@ -41,34 +40,34 @@ class Peer:
         self.answer([3])
 
     @property
-    def link(self) -> SpeculativeRequest:
-        link = self.drafts.link(self.request)
-        assert link is not None
-        return link
+    def spec(self) -> SpeculativeRequest:
+        spec = self.drafts.spec(self.request)
+        assert spec is not None
+        return spec
 
     def miss(self) -> None:
         """A round accepts the whole chain that there is, and then nothing of the tree is left."""
-        mirror = self.link.mirror
+        mirror = self.spec.mirror
         chain = [mirror.token_ids[slot] for slot in mirror.descend()] if mirror.has_nodes else []
         self.request.tokens += [*chain, 40]
         follow(self.drafts, self.request, len(chain) + 1)
 
     def answer(self, tokens: list[int]) -> None:
         self.epoch += 1
-        grow = tree(self.link.number, self.epoch, self.request.committed_len, tokens)
+        grow = tree(self.spec.number, self.epoch, self.request.committed_len, tokens)
         self.drafts.receive(self.port, [grow], self.clock.now)
 
     def follow_up(self, first: int, tokens: list[int]) -> None:
         """More nodes, each below the one before."""
-        grow = tree(self.link.number, self.epoch, self.request.committed_len, tokens, first)
+        grow = tree(self.spec.number, self.epoch, self.request.committed_len, tokens, first)
         self.drafts.receive(self.port, [grow], self.clock.now)
 
     def wait(self, lockstep: bool = False, others: int = 0) -> float:
         """How long a round of this request, and of `others` that have no draft, would wait."""
         budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
-        choice = budget.choose(1 + others, 1 + others, Forest([self.link.mirror], [99]).best())
-        awaited = [self.link] if self.link.expects else []
-        return DraftWaitPolicy(budget, 0.02, lockstep).seconds(awaited, 1 + others, choice)
+        choice = budget.choose(1 + others, 1 + others, Forest([self.spec.mirror], [99]).best())
+        awaited = [self.spec.wait] if self.spec.wait.expects else []
+        return DraftWaitPolicy(budget, 0.02, lockstep).wait_seconds(awaited, 1 + others, choice, now=self.clock.now)
 
 
 @pytest.fixture
@@ -122,34 +121,39 @@ def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_ho
     drafts.connected(port)
     asked = request([1, 2])
     drafts.admit(asked)
-    link = drafts.link(asked)
-    assert link is not None and link.peer is not None
-    answers = link.peer.health.misses
+    spec = drafts.spec(asked)
+    assert spec is not None and spec.replica is not None
+    answers = spec.replica.health.misses
     answers.more_gain = 0.2
-    gain, typical = link.gain, answers.answer.typical
-    drafts.launched(clock.now)
+    gain, typical = spec.wait.miss_gain, answers.answer.typical
+    drafts.on_launch(clock.now)
     for epoch in (1, 2):
         clock.now += 0.03
-        drafts.receive(port, [tree(link.number, epoch, asked.committed_len, [3])], clock.now)
-    assert not link.expects and link.gain == gain, "a round had the cores"
+        drafts.receive(port, [tree(spec.number, epoch, asked.committed_len, [3])], clock.now)
+    assert not spec.wait.expects and spec.wait.miss_gain == gain, "a round had the cores"
     asked.tokens += [3]
     follow(drafts, asked, 1)
     assert answers.more_gain > 0.2 and answers.answer.typical < typical
-    assert link.expects, "the answer to every commit may be worth a wait"
+    assert spec.wait.expects, "the answer to every commit may be worth a wait"
     clock.now += 0.001
-    drafts.receive(port, [tree(link.number, 3, asked.committed_len, [4, 5])], clock.now)
-    assert link.gain != gain and link.answered_at == clock.now
+    drafts.receive(port, [tree(spec.number, 3, asked.committed_len, [4, 5])], clock.now)
+    assert spec.wait.miss_gain != gain and spec.wait.answered_at == clock.now
 
 
 def test_where_drafts_take_turns_a_wait_lasts_as_long_as_it_pays() -> None:
     clock = Clock()
     peer = Peer(clock)
     peer.miss()
-    link = peer.link
+    spec = peer.spec
     budget = Budget(CostModel([10 * ROUND] * len(WIDTHS)), 63)
     choice = budget.choose(1, 1, np.empty(0))
-    short = DraftWaitPolicy(budget, 0.02).seconds([link], 1, choice)
-    assert 0 < short < DraftWaitPolicy(budget, 0.02, turns=True).seconds([link], 1, choice) <= 0.02
+    short = DraftWaitPolicy(budget, 0.02).wait_seconds([spec.wait], 1, choice, now=clock.now)
+    assert (
+        0
+        < short
+        < DraftWaitPolicy(budget, 0.02, turns=True).wait_seconds([spec.wait], 1, choice, now=clock.now)
+        <= 0.02
+    )
 
 
 def test_a_round_does_not_wait_again_for_a_draft_that_says_all_at_once(peer: Peer) -> None:
@@ -262,8 +266,8 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     drafts.connected(port)
     asked = request([1, 2])
     drafts.admit(asked)
-    link = drafts.link(asked)
-    assert link is not None
+    spec = drafts.spec(asked)
+    assert spec is not None
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
     policy = DraftWaitPolicy(budget, longest, turns=True)
     due, held = [(clock.now + delay, asked.committed_len)], 0.0
@@ -271,15 +275,16 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     def advance(until: float) -> None:
         while due and due[0][0] <= until:
             clock.now, length = due.pop(0)
-            drafts.receive(port, [tree(link.number, length - 1, length, [])], clock.now)
+            drafts.receive(port, [tree(spec.number, length - 1, length, [])], clock.now)
         clock.now = until
 
     for _ in range(200):
-        if link.expects and policy.seconds([link], 1, budget.choose(1, 1, Forest([link.mirror], [99]).best())):
+        choice = budget.choose(1, 1, Forest([spec.mirror], [99]).best())
+        if spec.wait.expects and policy.wait_seconds([spec.wait], 1, choice, now=clock.now):
             held += longest
-            drafts.waits_for([link])
+            spec.wait.on_wait()
             advance(clock.now + longest)
-        drafts.launched(clock.now)
+        drafts.on_launch(clock.now)
         advance(clock.now + seconds)
         asked.tokens.append(40)
         follow(drafts, asked)
@@ -289,11 +294,11 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     due.clear()
     for _ in range(20):
         advance(clock.now + 0.002)
-        drafts.launched(clock.now)
+        drafts.on_launch(clock.now)
         asked.tokens.append(40)
         follow(drafts, asked)
         due.append((clock.now + delay, asked.committed_len))
-    assert link.expects, "one that is quick again is waited for again"
+    assert spec.wait.expects, "one that is quick again is waited for again"
 
 
 def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> None:
@@ -302,15 +307,15 @@ def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> No
     drafts.connected(Recorder())
     asked = request([1, 2])
     drafts.admit(asked)
-    link = drafts.link(asked)
-    assert link is not None and link.peer is not None and link.expects
-    typical = link.peer.health.misses.answer.typical
+    spec = drafts.spec(asked)
+    assert spec is not None and spec.replica is not None and spec.wait.expects
+    typical = spec.replica.health.misses.answer.typical
     drafts.pause(asked)
     clock.now += 60.0
-    drafts.launched(clock.now)
-    assert not link.expects and link.peer.health.misses.answer.typical == typical
+    drafts.on_launch(clock.now)
+    assert not spec.wait.expects and spec.replica.health.misses.answer.typical == typical
     drafts.resume(asked)
-    assert link.expects
+    assert spec.wait.expects
 
 
 class Chatty(ThreadInbox):

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from scripted_peer import Clock, Recorder, request
 
 from verify_service.speculation.budget import WIDTHS, Budget, Choice, CostModel
-from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.health import MOST_PARTS
-from verify_service.speculation.link import SpeculativeRequest
+from verify_service.speculation.health import MAX_PARTS
 
 gains = st.floats(-0.2, 4.0)
 seconds = st.floats(0.0, 0.01)
@@ -26,29 +25,30 @@ speeds = st.tuples(seconds, seconds, st.floats(-0.1, 1.0), st.floats(0.0, 1.0), 
 part deepens a tree."""
 
 
-def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[SpeculativeRequest]:
+def states_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[DraftWaitState]:
     service = Drafts(vocab_size=50, max_nodes=64, clock=clock)
     for index in range(2):
         service.connected(Recorder(str(index)))
-    peers = list(service.peers.values())
-    for peer, (answer, more, more_gain, found, deepens) in zip(peers, drafts, strict=True):
-        peer.health.opens.typical = 3 * answer
-        for answers in (peer.health.misses, peer.health.hits):
+    health = [replica.health for replica in service.replicas.values()]
+    for one, (answer, more, more_gain, found, deepens) in zip(health, drafts, strict=True):
+        one.opens.typical = 3 * answer
+        for answers in (one.misses, one.hits):
             answers.answer.typical = answers.answer.late = answer
             answers.more.typical = answers.more.late = more
             answers.later.typical = answers.later.late = 0.3 * more
-            answers.more_gain, answers.found, answers.deepens = more_gain, found, [deepens] * MOST_PARTS
-    links = []
-    for gain, hit_gain, awaited, after_hit, asked, ago, peer, caught_up, (num_parts, ends) in drawn:
+            answers.more_gain, answers.found, answers.part_gains = more_gain, found, [deepens] * MAX_PARTS
+    states = []
+    for gain, hit_gain, awaited, after_hit, asked, ago, replica, has_answered, (num_parts, end_chance) in drawn:
         service.admit(one := request([1, 2]))
-        link = service.link(one)
-        assert link is not None
-        link.peer, link.gain, link.hit_gain, link.after_hit = peers[peer], gain, hit_gain, after_hit
-        link.awaited, link.caught_up = awaited, caught_up
-        link.num_parts, link.ends = 0 if awaited else num_parts, ends
-        link.asked_at, link.answered_at = clock.now - ago if asked else None, None if awaited else clock.now - ago
-        links.append(link)
-    return links
+        spec = service.spec(one)
+        assert spec is not None
+        state = spec.wait
+        state.health, state.miss_gain, state.hit_gain, state.after_hit = health[replica], gain, hit_gain, after_hit
+        state.awaits_answer, state.has_answered = awaited, has_answered
+        state.num_parts, state.end_chance = 0 if awaited else num_parts, end_chance
+        state.sent_at, state.answered_at = clock.now - ago if asked else None, None if awaited else clock.now - ago
+        states.append(state)
+    return states
 
 
 @given(
@@ -58,10 +58,11 @@ def links_of(drawn: list[tuple], drafts: list[tuple], clock: Clock) -> list[Spec
     st.floats(1, 60),
 )
 def test_a_glance_decides_nothing_else(drawn: list[tuple], drafts: list[tuple], nodes: int, expected: float) -> None:
-    links = links_of(drawn, drafts, Clock())
+    clock = Clock()
+    states = states_of(drawn, drafts, clock)
     policy = DraftWaitPolicy(Budget(CostModel([0.005] * len(WIDTHS)), 64), 0.02)
     choice = Choice(nodes, expected, 0.005, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "_is_hopeless", lambda awaited, choice: False)
-        looked_at = policy.seconds(links, 4, choice)
-    assert policy.seconds(links, 4, choice) == looked_at
+        patch.setattr(policy, "_is_hopeless", lambda awaited, choice, now: False)
+        looked_at = policy.wait_seconds(states, 4, choice, now=clock.now)
+    assert policy.wait_seconds(states, 4, choice, now=clock.now) == looked_at

@@ -16,8 +16,7 @@ from verify_service.engine.round import Entry
 from verify_service.engine.scheduler import NodePlan
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
-from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.link import SpeculativeRequest
+from verify_service.speculation.drafts import Drafts, SpeculativeRequest
 
 ROUND, PART = 0.0045, 0.0005
 """Seconds of a round of an 8B model on a large GPU, and of a step of its draft."""
@@ -31,9 +30,9 @@ class Grown:
         self._epoch = 0
         self.request = request([1, 2])
         drafts.admit(self.request)
-        link = drafts.link(self.request)
-        assert link is not None
-        self.link: SpeculativeRequest = link
+        spec = drafts.spec(self.request)
+        assert spec is not None
+        self.spec: SpeculativeRequest = spec
         self.answer()
 
     def answer(self) -> None:
@@ -50,12 +49,12 @@ class Grown:
         self._say([], 3)
 
     def _say(self, tokens: list[int], first: int, score: float = -0.05) -> None:
-        grow = tree(self.link.number, self._epoch, self.request.committed_len, tokens, first, score)
+        grow = tree(self.spec.number, self._epoch, self.request.committed_len, tokens, first, score)
         self._drafts.receive(self._port, [grow], self._clock.now)
 
     def miss(self) -> None:
         """A round commits all of the tree and something else, and the draft answers."""
-        mirror = self.link.mirror
+        mirror = self.spec.mirror
         chain = [mirror.token_ids[slot] for slot in mirror.descend()]
         self.request.tokens += [*chain, 40]
         follow(self._drafts, self.request, len(chain) + 1)
@@ -69,21 +68,23 @@ class Scene:
         self.drafts = Drafts(vocab_size=50, max_nodes=64, clock=self.clock)
         port = Recorder()
         self.drafts.connected(port)
+        self.replica = self.drafts.replicas[port]
         self.all = [Grown(self.drafts, port, self.clock) for _ in range(requests)]
         self.first = self.all[0]
         self._budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
 
-    def offer(self) -> NodePlan:
-        forest = Forest([one.link.mirror for one in self.all], [99] * len(self.all))
+    def plan(self) -> NodePlan:
+        forest = Forest([one.spec.mirror for one in self.all], [99] * len(self.all))
         choice = self._budget.choose(len(self.all), len(self.all), forest.best())
-        awaited = [one.link for one in self.all if one.link.expects]
+        awaited = [one.spec.wait for one in self.all if one.spec.wait.expects]
         return NodePlan([Entry(one.request, 1) for one in self.all], forest, choice, awaited, len(self.all), 0.0)
 
     def wait(self) -> float:
         """How long the next round would be held."""
-        offer = self.offer()
-        offer.look_for_ends(63)
-        return DraftWaitPolicy(self._budget, 0.02).seconds(offer.awaited, offer.num_tokens, offer.choice, offer.beside)
+        plan = self.plan()
+        plan.note_end_chances(63)
+        policy = DraftWaitPolicy(self._budget, 0.02)
+        return policy.wait_seconds(plan.awaited, plan.num_tokens, plan.choice, now=self.clock.now)
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_commit_ends_the_wait_for_parts(scene: Scene) -> None:
     scene.first.part(1)
     scene.first.request.tokens += [5, 6]
     follow(scene.drafts, scene.first.request, 2)
-    assert scene.first.link.awaited and scene.first.link.num_parts == 0
+    assert scene.first.spec.wait.awaits_answer and scene.first.spec.wait.num_parts == 0
 
 
 @pytest.mark.parametrize(("requests", "parts"), [(4, 2), (5, 1)])
@@ -146,7 +147,7 @@ def test_a_draft_of_many_requests_is_looked_at_for_one_part(requests: int, parts
         one.miss()
         one.part(1)
         one.part(2)
-    assert [one.link.num_parts for one in scene.all] == [parts] * requests
+    assert [one.spec.wait.num_parts for one in scene.all] == [parts] * requests
 
 
 def test_times_of_the_first_part_and_of_later_ones_are_told_apart() -> None:
@@ -158,7 +159,7 @@ def test_times_of_the_first_part_and_of_later_ones_are_told_apart() -> None:
         for node in range(1, 5):
             scene.first.part(node)
         scene.clock.now += ROUND
-    answers = scene.first.link.answers(next(iter(scene.drafts.peers.values())))
+    answers = scene.replica.health.misses
     assert answers.more.typical == pytest.approx(5 * PART, rel=0.05)
     assert answers.later.typical == pytest.approx(PART, rel=0.05)
 
@@ -169,11 +170,11 @@ def test_a_round_is_not_held_for_nodes_that_it_cannot_take(scene: Scene, depth: 
     scene.first.part(1)
     assert scene.wait() >= PART
     scene.first.part(2)
-    forest = Forest([scene.first.link.mirror], [depth])
+    forest = Forest([scene.first.spec.mirror], [depth])
     choice = Budget(CostModel([ROUND] * len(WIDTHS)), most).choose(1, 1, forest.best())
-    offer = NodePlan([Entry(scene.first.request, 1)], forest, choice, [scene.first.link], 1, 0.0)
-    offer.look_for_ends(most)
-    assert scene.first.link.ends == 0
+    plan = NodePlan([Entry(scene.first.request, 1)], forest, choice, [scene.first.spec.wait], 1, 0.0)
+    plan.note_end_chances(most)
+    assert scene.first.spec.wait.end_chance == 0
 
 
 def test_a_pause_is_no_time_of_a_part(scene: Scene) -> None:
@@ -182,21 +183,21 @@ def test_a_pause_is_no_time_of_a_part(scene: Scene) -> None:
     scene.clock.now += 5.0
     scene.drafts.resume(scene.first.request)
     scene.first.part(2)
-    assert scene.first.link.answers(next(iter(scene.drafts.peers.values()))).later.typical < 2 * PART
+    assert scene.replica.health.misses.later.typical < 2 * PART
 
 
 def test_a_message_without_nodes_is_no_part(scene: Scene) -> None:
     scene.first.part(1)
     scene.first.say_nothing()
-    assert scene.first.link.num_parts == 1
+    assert scene.first.spec.wait.num_parts == 1
 
 
 def test_choices_are_not_learned_from(scene: Scene) -> None:
     """Choices are also made in dry runs while a round runs, with whatever is there."""
     scene.first.part(1)
-    ends = scene.first.link.reach_ends
-    scene.offer().look_for_ends(1)
-    assert scene.first.link.ends == 0 and scene.first.link.reach_ends == ends > 0.8
+    ends = scene.first.spec.wait.deep_end_chance
+    scene.plan().note_end_chances(1)
+    assert scene.first.spec.wait.end_chance == 0 and scene.first.spec.wait.deep_end_chance == ends > 0.8
 
 
 nodes = st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-3.0, -0.01)), min_size=1, max_size=40)

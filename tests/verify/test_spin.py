@@ -226,14 +226,14 @@ def test_a_dry_run_leaves_no_trace() -> None:
     def dry_run() -> None:
         request = answer.request
         assert request is not None
-        link = engine.drafts.link(request)
-        assert link is not None
+        spec = engine.drafts.spec(request)
+        assert spec is not None
         for _ in range(3):
             engine._warmer._due_at = 0.0
             engine._warmer.run(engine.scheduler.plan())
-            states.append((len(request.tokens), request.cached_len, link.mirror.root_len, link.num_answers))
+            states.append((len(request.tokens), request.cached_len, spec.mirror.root_len, spec.wait.num_messages))
         assert len(set(states[-3:])) == 1
-        assert len(engine.drafts._links) == len(engine.scheduler.running) == 1
+        assert len(engine.drafts._requests) == len(engine.scheduler.running) == 1
 
     device.during = dry_run
     engine.start()

@@ -19,9 +19,8 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.request import Request
-from verify_service.speculation.calibration import TRIAL, DraftBackoff
-from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
-from verify_service.speculation.link import SpeculativeRequest
+from verify_service.speculation.calibration import MAX_WRONG_LOOKS, DraftBackoff
+from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts, SpeculativeRequest
 
 RIGHT, WRONG = 7, 5
 
@@ -33,17 +32,17 @@ class Session:
         self.drafts = drafts
         self.port = Recorder()
         drafts.connected(self.port)
-        self.one, self.link = self.admit()
+        self.one, self.spec = self.admit()
         self.told: list[int] = []
         """Tokens of each commit that was told."""
 
     def admit(self) -> tuple[Request, SpeculativeRequest]:
         one = request([1, 2])
         self.drafts.admit(one)
-        link = self.drafts.link(one)
-        assert link is not None
+        spec = self.drafts.spec(one)
+        assert spec is not None
         self.port.take(self.drafts)
-        return one, link
+        return one, spec
 
     def commit(self, guess: int, rounds: int = 1) -> int:
         """Commit `rounds` tokens, with a guess at the next whenever the draft was told; how often it was."""
@@ -59,7 +58,7 @@ class Session:
         return len(self.told) - before
 
     def guess(self, token: int) -> None:
-        grow = tree(self.link.number, self.link.mirror.epoch + 1, self.one.committed_len, [token])
+        grow = tree(self.spec.number, self.spec.mirror.epoch + 1, self.one.committed_len, [token])
         self.drafts.receive(self.port, [grow], 100.0)
 
 
@@ -69,22 +68,22 @@ def session() -> Session:
 
 
 def test_a_draft_that_is_never_right_is_told_of_few_commits_and_of_every_token(session: Session) -> None:
-    assert session.commit(WRONG, TRIAL) == TRIAL
+    assert session.commit(WRONG, MAX_WRONG_LOOKS) == MAX_WRONG_LOOKS
     session.commit(WRONG)
-    assert session.link.merit.in_doubt
+    assert session.spec.backoff.in_doubt
     assert session.commit(WRONG, 320) <= 320 // 20
-    assert sum(session.told) == TRIAL + 1 + 320 - session.link.num_untold
+    assert sum(session.told) == MAX_WRONG_LOOKS + 1 + 320 - session.spec.num_unsent_tokens
     # Its trees may be no larger than those of a request among many.
     assert session.drafts.credit(session.one, 63, 0) < CREDIT_ROUNDS * 63
 
 
 def test_one_right_guess_ends_the_doubt(session: Session) -> None:
-    session.commit(WRONG, 2 * TRIAL)
-    assert session.link.merit.in_doubt
+    session.commit(WRONG, 2 * MAX_WRONG_LOOKS)
+    assert session.spec.backoff.in_doubt
     while not session.commit(RIGHT):
         pass
     session.commit(RIGHT)
-    assert not session.link.merit.in_doubt
+    assert not session.spec.backoff.in_doubt
     assert session.commit(RIGHT, 10) == 10
     assert session.told[-9:] == [1] * 9, "behind one with what it had not been told"
     assert session.drafts.credit(session.one, 63, 0) == min(CREDIT_ROUNDS * 63, 256)
@@ -93,49 +92,49 @@ def test_one_right_guess_ends_the_doubt(session: Session) -> None:
 def test_a_draft_that_is_seldom_right_is_not_in_doubt(session: Session) -> None:
     for _ in range(8):
         assert session.commit(RIGHT) == 1
-        assert session.commit(WRONG, TRIAL - 1) == TRIAL - 1
+        assert session.commit(WRONG, MAX_WRONG_LOOKS - 1) == MAX_WRONG_LOOKS - 1
 
 
 def test_a_draft_that_guesses_nothing_is_told_of_every_commit(session: Session) -> None:
-    for _ in range(3 * TRIAL):
+    for _ in range(3 * MAX_WRONG_LOOKS):
         session.one.tokens.append(RIGHT)
         follow(session.drafts, session.one)
         session.drafts.receive(
-            session.port, [tree(session.link.number, session.link.mirror.epoch + 1, session.one.committed_len, [])], 1.0
+            session.port, [tree(session.spec.number, session.spec.mirror.epoch + 1, session.one.committed_len, [])], 1.0
         )
-    assert len(session.port.take(session.drafts)) == 3 * TRIAL
+    assert len(session.port.take(session.drafts)) == 3 * MAX_WRONG_LOOKS
 
 
 def test_nobody_waits_for_a_draft_in_doubt(session: Session) -> None:
     session.one.tokens.append(RIGHT)
-    session.drafts.committed(session.one)
-    assert session.link.expects
-    session.link.merit.num_wrong = TRIAL
-    assert not session.link.expects
+    session.drafts.on_commit(session.one)
+    assert session.spec.wait.expects
+    session.spec.backoff.num_wrong = MAX_WRONG_LOOKS
+    assert not session.spec.wait.expects
 
 
 def test_a_new_request_begins_with_what_is_known_of_its_draft(session: Session) -> None:
-    session.commit(WRONG, TRIAL + 1)
+    session.commit(WRONG, MAX_WRONG_LOOKS + 1)
     _, late = session.admit()
-    assert late.merit.in_doubt
+    assert late.backoff.in_doubt
     session.drafts.disconnected(session.port)
     session.drafts.connected(Recorder())
-    assert not late.merit.in_doubt, "another session may be another draft"
-    assert late.num_untold == 0, "it was opened with all that is committed"
+    assert not late.backoff.in_doubt, "another session may be another draft"
+    assert late.num_unsent_tokens == 0, "it was opened with all that is committed"
 
 
 def test_in_lockstep_every_commit_is_told() -> None:
     session = Session(Drafts(vocab_size=50, max_nodes=256, clock=Clock(), lockstep=True))
-    assert session.commit(WRONG, 3 * TRIAL) == 3 * TRIAL
+    assert session.commit(WRONG, 3 * MAX_WRONG_LOOKS) == 3 * MAX_WRONG_LOOKS
 
 
 def test_looks_grow_rarer_but_never_stop() -> None:
-    merit = DraftBackoff(TRIAL)
+    backoff = DraftBackoff(MAX_WRONG_LOOKS)
     passes = []
     for look in range(8):
-        merit.num_wrong = TRIAL + look
+        backoff.num_wrong = MAX_WRONG_LOOKS + look
         count = 0
-        while merit.passes():
+        while backoff.skips():
             count += 1
         passes.append(count)
     assert passes == sorted(passes) and 0 < passes[0] < passes[-1] == passes[-2] <= 32
@@ -144,7 +143,7 @@ def test_looks_grow_rarer_but_never_stop() -> None:
 def test_features_leave_for_a_draft_in_doubt_as_rarely_as_commits(
     model: CausalLM, truth: list[Answer], start: Callable[..., ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.speculation.calibration.TRIAL", 8)
+    monkeypatch.setattr("verify_service.speculation.calibration.MAX_WRONG_LOOKS", 8)
     engine = start("paged")
     draft = FeatureDraft(engine, VOCAB, wrong(texts(truth), VOCAB), layers=(0, 1, 3))
     draft.connect()

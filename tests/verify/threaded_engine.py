@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.engine import Action, VerifyEngine
-from verify_service.speculation.link import DraftPort
+from verify_service.speculation.drafts import DraftPort
 
 
 class ThreadInbox:

@@ -74,50 +74,52 @@ class TurnTaking:
             self._round()
 
     def _round(self) -> None:
-        link = self._drafts.link(self.request)
-        assert link is not None
+        spec = self._drafts.spec(self.request)
+        assert spec is not None
         start = self.clock.now
         while (left := self._longest - (self.clock.now - start)) > 1e-9 and (seconds := self._seconds()):
-            self._drafts.waits_for([link])
+            spec.wait.on_wait()
             self._tell()
             self._advance(min(seconds, left), 1.0, until_said=True)
         self.held += self.clock.now - start
         self.num_held += self.clock.now > start
         choice = self._choice()
-        self._drafts.launched(self.clock.now)
+        self._drafts.on_launch(self.clock.now)
         self._tell()
         self._budget.took(choice)
         taken = set(self._forest.take(choice.num_nodes)[0].slots)
-        tokens, slot = [], link.mirror.root
+        tokens, slot = [], spec.mirror.root
         while True:
             tokens.append(self._truth(self.request.committed_len + len(tokens)))
-            below = link.mirror.child(slot, tokens[-1])
+            below = spec.mirror.child(slot, tokens[-1])
             if below is None or below not in taken:
                 break
             slot = below
         self._advance(choice.seconds, SLOW, until_said=False)
         self.request.tokens.extend(tokens)
-        self._drafts.committed(self.request)
+        self._drafts.on_commit(self.request)
         self._untold += len(tokens)
         self.num_rounds += 1
 
     def _choice(self):
-        link = self._drafts.link(self.request)
-        assert link is not None
-        self._forest = Forest([link.mirror], [99])
+        spec = self._drafts.spec(self.request)
+        assert spec is not None
+        self._forest = Forest([spec.mirror], [99])
         return self._budget.choose(1, 1, self._forest.best())
 
     def _seconds(self) -> float:
-        link = self._drafts.link(self.request)
-        assert link is not None
+        spec = self._drafts.spec(self.request)
+        assert spec is not None
         if self._wait == "rule":
-            return self._policy.seconds([link] if link.expects else [], 1, self._choice())
+            return self._policy.wait_seconds(
+                [spec.wait] if spec.wait.expects else [], 1, self._choice(), now=self.clock.now
+            )
         return self._longest if self._wait == "always" and (self._steps or self._told or self._untold) else 0.0
 
     def _tell(self) -> None:
         """What `RoundPostprocessor.settle` and the session do: the draft hears of the last commit."""
         if self._untold:
-            self._drafts.report(self.request, self._untold, credit=60)
+            self._drafts.send_commit(self.request, self._untold, credit=60)
             self._untold = 0
             self._drafts.learn()
         self._told += self._port.take(self._drafts)

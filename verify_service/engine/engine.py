@@ -23,9 +23,8 @@ from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames.submission import Update
 from verify_service.speculation.budget import Budget, CostModel
-from verify_service.speculation.draft_wait import DraftWaitPolicy
-from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
-from verify_service.speculation.link import DraftPort, SpeculativeRequest
+from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
+from verify_service.speculation.drafts import CREDIT_ROUNDS, DraftPort, Drafts
 
 log = get_logger(__name__)
 
@@ -169,7 +168,7 @@ class VerifyEngine:
             return self._idle()
         start = time.monotonic()
         pending = self._executor.launch(batch.entries)
-        self.drafts.launched(start)
+        self.drafts.on_launch(start)
         phases = self._gaps.end()
         self._postprocessor.process()
         num_tokens = sum(entry.num_tokens for entry in batch.entries)
@@ -210,8 +209,14 @@ class VerifyEngine:
         """
         start = time.monotonic()
         waited, longest = 0.0, self.limits.max_hold_seconds
-        while waited < longest and not self._stopping and (seconds := self._wait_seconds(plan)):
-            self.drafts.waits_for(plan.awaited)
+        while waited < longest and not self._stopping:
+            seconds = self._draft_wait.wait_seconds(
+                plan.awaited, plan.num_tokens, plan.choice, plan.beside, now=start + waited
+            )
+            if not seconds:
+                break
+            for state in plan.awaited:
+                state.on_wait()
             # A draft cannot answer what it has not been told.
             self._postprocessor.process()
             self._receive_for(min(seconds, longest - waited), entries, plan.awaited)
@@ -223,10 +228,7 @@ class VerifyEngine:
             self._postprocessor.send_commits_early()
         return entries, plan, waited
 
-    def _wait_seconds(self, plan: NodePlan) -> float:
-        return self._draft_wait.seconds(plan.awaited, plan.num_tokens, plan.choice, plan.beside)
-
-    def _receive_for(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[SpeculativeRequest]) -> None:
+    def _receive_for(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[DraftWaitState]) -> None:
         """Wait for messages, at most so long, and do what they ask, or enough of it that no draft is awaited."""
         if not self.limits.spin:
             self._process_messages(seconds)
@@ -241,7 +243,7 @@ class VerifyEngine:
                 self.features.work()
             self._warmer.run(entries)
             now = time.monotonic()
-        while self._actions and any(spec.expects for spec in awaited):
+        while self._actions and any(state.expects for state in awaited):
             self._actions.popleft()()
 
     def _receive_beside(self, pending: Pending, entries: Sequence[Entry], launched_at: float) -> None:
@@ -320,7 +322,7 @@ class VerifyEngine:
             request.cached_len += entry.num_extend + len(tokens) - 1
             request.tokens.extend(tokens)
             request.finished = finish is not None
-            self.drafts.committed(request)
+            self.drafts.on_commit(request)
         if request.finished:
             self.scheduler.end(request)
         return Commit(entry, result, tokens, finish)
@@ -340,7 +342,7 @@ class VerifyEngine:
     def _maintain(self) -> None:
         """Look after grammars, drafts and the queue, once all messages that came in were processed."""
         self.grammars.poll()
-        self.drafts.attend()
+        self.drafts.check_replicas()
         self.scheduler.admit()
         self.drafts.flush()
 

@@ -177,10 +177,10 @@ class Grammars:
             return False
         self._num_looks += 1
         request = bound[self._num_looks % len(bound)]
-        state, link = request.grammar, self._drafts.link(request)
-        if state is None or link is None or not link.mirror.has_nodes or request.finished:
+        state, spec = request.grammar, self._drafts.spec(request)
+        if state is None or spec is None or not spec.mirror.has_nodes or request.finished:
             return False
-        forest = Forest([link.mirror], [_AHEAD_NODES])
+        forest = Forest([spec.mirror], [_AHEAD_NODES])
         count = sum(1 for _ in islice(forest.best(), _AHEAD_NODES))
         follow(state, request)
         return self._prepare_one(state, forest.take(count)[0])

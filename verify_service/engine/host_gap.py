@@ -110,7 +110,7 @@ class HotPathWarmer:
     def _commit_nothing(self) -> None:
         request = self._request
         self._commit(Entry(request, 1), self._result)
-        self._drafts.committed(request)
+        self._drafts.on_commit(request)
         del request.tokens[1:]
         request.cached_len = 0
 

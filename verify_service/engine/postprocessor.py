@@ -80,7 +80,7 @@ class RoundPostprocessor:
             gap=done.gap,
             gpu=done.pending.gpu_seconds,
             ready=done.batch.num_ready_nodes if drafted else None,
-            answers=self._drafts.take_answers(),
+            answers=self._drafts.take_answer_seconds(),
         )
         self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()
@@ -97,7 +97,7 @@ class RoundPostprocessor:
             if commit is None or not commit.tokens or (request := commit.entry.request).finished:
                 continue
             credit = self._drafts.credit(request, share, len(commit.entry.nodes.token_ids))
-            self._drafts.report(request, len(commit.tokens), credit)
+            self._drafts.send_commit(request, len(commit.tokens), credit)
         self._drafts.flush()
 
     def _send_update(self, commit: Commit | None) -> Update:

@@ -132,7 +132,10 @@ def take_snapshot(engine: VerifyEngine) -> Snapshot:
         num_preemptions=engine.scheduler.num_preemptions,
         dropped=dict(drafts.dropped),
         declined=dict(drafts.declined),
-        peers=[PeerPart(peer.port.address, peer.health.good, peer.health.typical) for peer in drafts.peers.values()],
+        peers=[
+            PeerPart(replica.port.address, replica.health.good, replica.health.typical)
+            for replica in drafts.replicas.values()
+        ],
         cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
         graphs_pending=engine.features.num_pending,
         drafts_waiting=engine.features.num_waiting,

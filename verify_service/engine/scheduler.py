@@ -13,8 +13,8 @@ from verify_service.engine.queue import FairQueue
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes, mark
 from verify_service.speculation.budget import Budget, Choice, Forest
+from verify_service.speculation.draft_wait import DraftWaitState
 from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.link import SpeculativeRequest
 
 _UNLIMITED = 1 << 30
 
@@ -68,24 +68,24 @@ class NodePlan(NamedTuple):
     """Those that have a tree, in the forest's order."""
     forest: Forest
     choice: Choice
-    awaited: Sequence[SpeculativeRequest]
-    """Trees that a draft's answer, or more of one, may bring nodes for."""
+    awaited: Sequence[DraftWaitState]
+    """Of requests whose draft may soon bring nodes."""
     num_tokens: int
     """Tokens computed anyway, beside nodes."""
     beside: float
     """Seconds for prefill that is computed apart."""
 
-    def look_for_ends(self, most_nodes: int) -> None:
-        """See where the nodes end that the round takes of trees which grow on.
+    def note_end_chances(self, max_nodes: int) -> None:
+        """Tell awaited requests how likely what is committed runs past the nodes that the round takes of their trees.
 
-        A round of `most_nodes` nodes has no room for deeper ones, less likely as they are.
+        A round of `max_nodes` nodes has no room for deeper ones, less likely as they are.
         """
-        if any(link.num_parts for link in self.awaited):
-            roomy = self.choice.num_nodes < most_nodes
-            trees = {entry.request: tree for tree, entry in enumerate(self.entries)} if roomy else {}
-            for link in self.awaited:
-                tree = trees.get(link.request)
-                link.ends = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
+        if any(state.num_parts for state in self.awaited):
+            has_room = self.choice.num_nodes < max_nodes
+            trees = {mirror: tree for tree, mirror in enumerate(self.forest.mirrors)} if has_room else {}
+            for state in self.awaited:
+                tree = trees.get(state.mirror)
+                state.end_chance = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
 
 
 class Scheduler:
@@ -157,7 +157,7 @@ class Scheduler:
                 request.num_cached_prompt_tokens = request.cached_len
             self.running.append(request)
             self.running.sort(key=_rank)
-            if self._drafts.link(request) is None:
+            if self._drafts.spec(request) is None:
                 self._drafts.admit(request)
             else:
                 self._drafts.resume(request)
@@ -205,9 +205,9 @@ class Scheduler:
         growing: list[Entry] = []
         mirrors: list[TreeMirror] = []
         depths: list[int] = []
-        awaited: list[SpeculativeRequest] = []
+        awaited: list[DraftWaitState] = []
         num_tokens = num_roots = num_apart = 0
-        link_of, max_depth = self._drafts.link, self._limits.max_depth
+        spec_of, max_depth = self._drafts.spec, self._limits.max_depth
         for entry in entries:
             if not entry.samples:
                 if self.is_apart(entry):
@@ -217,12 +217,12 @@ class Scheduler:
                 continue
             num_tokens += entry.num_extend
             num_roots += 1
-            link = link_of(entry.request)
-            if link is None or (room := entry.request.draft_room) <= 0:
+            spec = spec_of(entry.request)
+            if spec is None or (room := entry.request.draft_room) <= 0:
                 continue
-            if link.expects:
-                awaited.append(link)
-            if (mirror := link.mirror).has_nodes:
+            if (state := spec.wait).expects:
+                awaited.append(state)
+            if (mirror := spec.mirror).has_nodes:
                 growing.append(entry)
                 mirrors.append(mirror)
                 depths.append(room if room < max_depth else max_depth)
@@ -232,7 +232,7 @@ class Scheduler:
         choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
         plan = NodePlan(growing, forest, choice, awaited, num_tokens, beside)
         if awaited:
-            plan.look_for_ends(min(most, self._budget.max_nodes))
+            plan.note_end_chances(min(most, self._budget.max_nodes))
         return plan
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
@@ -260,10 +260,10 @@ class Scheduler:
 
     def _mark(self, entry: Entry) -> None:
         """Note where the nodes of a traced request come from, before its tree is re-rooted."""
-        link = self._drafts.link(entry.request)
-        if link is not None:
-            sources = link.peer.terms.sources if link.peer is not None else ()
-            entry.marks = mark(link.mirror, entry.nodes.slots, sources)
+        spec = self._drafts.spec(entry.request)
+        if spec is not None:
+            sources = spec.replica.terms.sources if spec.replica is not None else ()
+            entry.marks = mark(spec.mirror, entry.nodes.slots, sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
         """Tokens of a request with more than its root to compute that the next round takes."""

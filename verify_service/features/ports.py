@@ -13,7 +13,7 @@ from outrider.protocol.speculation import Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
 from verify_service.features.staging import Ring
-from verify_service.speculation.link import DraftPort
+from verify_service.speculation.drafts import DraftPort
 
 
 @dataclass(frozen=True, slots=True)

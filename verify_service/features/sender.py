@@ -21,8 +21,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
 from verify_service.features.ports import FeatureExecutor, FeatureLine, FeaturePlan, FeaturePort, Staged
 from verify_service.features.staging import STAGE_BYTES
-from verify_service.speculation.drafts import Drafts
-from verify_service.speculation.link import DraftPort, DraftReplica, SpeculativeRequest
+from verify_service.speculation.drafts import DraftPort, DraftReplica, Drafts, SpeculativeRequest
 
 log = get_logger(__name__)
 
@@ -39,20 +38,20 @@ _REST = 4
 class _Piece(NamedTuple):
     """Consecutive positions of a request."""
 
-    link: SpeculativeRequest
+    spec: SpeculativeRequest
     start: int
     size: int
 
     def slots(self, page_size: int) -> NDArray[np.int32]:
         """KV slots of its positions, int32 [size]."""
-        return page_slots(self.link.request.pages, page_size, self.start, self.start + self.size)
+        return page_slots(self.spec.request.pages, page_size, self.start, self.start + self.size)
 
 
 @dataclass(slots=True)
 class _Sending:
     """Pieces for one draft whose rows are on their way from the store."""
 
-    peer: DraftReplica
+    replica: DraftReplica
     rows: Staged
     messages: list[Features] = field(default_factory=list)
     """Without their bytes, which lie in `rows` one after the other."""
@@ -100,52 +99,59 @@ class FeatureSender:
     @property
     def num_waiting(self) -> int:
         """Connected drafts that will get features and cannot yet."""
-        peers = self._drafts.peers.values()
-        return sum(bool(peer.takes) and (peer.line is None or not peer.line.open) for peer in peers)
+        replicas = self._drafts.replicas.values()
+        return sum(
+            bool(replica.feature_parts) and (replica.line is None or not replica.line.open) for replica in replicas
+        )
 
     def connected(self, port: DraftPort) -> None:
         """A session began that `Drafts.connected` knows of."""
-        peer = self._drafts.peers.get(port)
-        layers = peer.terms.feature_layers if peer is not None else ()
-        if peer is None or not layers:
+        replica = self._drafts.replicas.get(port)
+        layers = replica.terms.feature_layers if replica is not None else ()
+        if replica is None or not layers:
             return
         if self._executor is None or not isinstance(port, FeaturePort):
             log.warning(
-                "draft %s takes features, which nothing here can store or send; %s", port.address, _without(peer)
+                "draft %s takes features, which nothing here can store or send; %s", port.address, _without(replica)
             )
             return
-        projected = self._may_project(peer)
+        projected = self._may_project(replica)
         takes = (PROJECTED,) if projected else layers
-        is_wanted = self._wanted.holds(takes, peer.terms.projection_hash)
+        is_wanted = self._wanted.holds(takes, replica.terms.projection_hash)
         # What is stored begins anew for more, so that what nobody takes any more can go.
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
             wanted = wanted.with_layers(layers)
         hidden_size, dtype = self._executor.feature_format
-        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        width = replica.terms.projection_columns if projected else len(layers) * hidden_size
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
         if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
             log.error(
                 "draft %s takes layers %s, %d bytes a token, which with those of other drafts is more than %d layers, "
                 "or more than %d bytes; %s",
-                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(peer)),
+                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(replica)),
             )
             return
-        peer.takes = takes
+        replica.feature_parts = takes
         if projected and not is_wanted:
             # The draft gives its projection first.
-            self._dial(peer, wants_projection=True)
+            self._dial(replica, wants_projection=True)
             return
         self._wanted = wanted
         if not self.preparing:
-            self._begin(peer)
+            self._begin(replica)
 
     def disconnected(self, port: DraftPort) -> None:
         """A session ended that `Drafts` still knows of."""
-        peer = self._drafts.peers.get(port)
-        if peer is not None and peer.line is not None and peer.line.ring is not None and self._executor is not None:
-            self._executor.take_back_ring(peer.line.ring)
-            peer.line.ring = None
+        replica = self._drafts.replicas.get(port)
+        if (
+            replica is not None
+            and replica.line is not None
+            and replica.line.ring is not None
+            and self._executor is not None
+        ):
+            self._executor.take_back_ring(replica.line.ring)
+            replica.line.ring = None
 
     def opened(
         self, port: DraftPort, window: int, uses_ring: bool = False, projection: Projection | None = None
@@ -154,10 +160,10 @@ class FeatureSender:
 
         `projection` is the draft's, where it was wanted.
         """
-        peer = self._drafts.peers.get(port)
-        if peer is None or peer.line is None:
+        replica = self._drafts.replicas.get(port)
+        if replica is None or replica.line is None:
             return
-        line = peer.line
+        line = replica.line
         line.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
         line.accepted = True
         if line.ring is not None and not uses_ring and self._executor is not None:
@@ -166,13 +172,13 @@ class FeatureSender:
         if projection is not None:
             self._wanted = replace(self._needed(), projection=projection)
         if not self.preparing:
-            self._begin(peer)
+            self._begin(replica)
 
     def released(self, port: DraftPort, through: int) -> None:
         """A draft is done with message `through` and all before it."""
-        peer = self._drafts.peers.get(port)
-        if peer is not None and peer.line is not None:
-            peer.line.release(through)
+        replica = self._drafts.replicas.get(port)
+        if replica is not None and replica.line is not None:
+            replica.line.release(through)
             self._has_room = True
 
     def advance(self) -> None:
@@ -214,8 +220,8 @@ class FeatureSender:
         except OutriderError as error:
             log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
             self._give_up(self._begun or self._plan)
-            for peer in self._drafts.peers.values():
-                self._begin(peer)
+            for replica in self._drafts.replicas.values():
+                self._begin(replica)
             return False
         self._begun = self._wanted
         self._began_at = self._next_at = time.monotonic()
@@ -235,62 +241,66 @@ class FeatureSender:
         self._drafts.suspend_features()
         self._memory.new_feature_epoch()
         self._drafts.feature_epoch = self._memory.feature_epoch
-        for peer in self._drafts.peers.values():
-            self._begin(peer)
+        for replica in self._drafts.replicas.values():
+            self._begin(replica)
 
     def _needed(self) -> FeaturePlan:
         """What of all that is wanted the connected drafts take."""
-        parts = {part for peer in self._drafts.peers.values() for part in peer.takes}
+        parts = {part for replica in self._drafts.replicas.values() for part in replica.feature_parts}
         projection = self._wanted.projection if PROJECTED in parts else None
         return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
 
     def _give_up(self, kept: FeaturePlan) -> None:
         """What is stored, or prepared, stays as it is; drafts that it does not serve get nothing, and claim nothing."""
         self._wanted = kept
-        for peer in self._drafts.peers.values():
+        for replica in self._drafts.replicas.values():
             # One that has yet to give its projection had no part in it.
-            is_asked = peer.line is not None and not peer.line.accepted
-            if not is_asked and not kept.holds(peer.takes, peer.terms.projection_hash):
-                peer.takes = ()
+            is_asked = replica.line is not None and not replica.line.accepted
+            if not is_asked and not kept.holds(replica.feature_parts, replica.terms.projection_hash):
+                replica.feature_parts = ()
 
-    def _may_project(self, peer: DraftReplica) -> bool:
+    def _may_project(self, replica: DraftReplica) -> bool:
         """Whether a draft gets products. There is one projection at a time; drafts with others get raw features."""
-        users = [other for other in self._drafts.peers.values() if PROJECTED in other.takes and other is not peer]
-        name = peer.terms.projection_hash
+        users = [
+            other
+            for other in self._drafts.replicas.values()
+            if PROJECTED in other.feature_parts and other is not replica
+        ]
+        name = replica.terms.projection_hash
         return bool(name) and all(other.terms.projection_hash == name for other in users)
 
-    def _begin(self, peer: DraftReplica) -> None:
+    def _begin(self, replica: DraftReplica) -> None:
         """Ask for a draft's stream, or use it if it is there, once what the draft takes is stored."""
-        if not peer.takes or not self._plan.holds(peer.takes, peer.terms.projection_hash):
+        if not replica.feature_parts or not self._plan.holds(replica.feature_parts, replica.terms.projection_hash):
             return
-        if peer.line is None:
-            self._dial(peer, wants_projection=False)
-        elif peer.line.accepted:
-            peer.line.open = True
+        if replica.line is None:
+            self._dial(replica, wants_projection=False)
+        elif replica.line.accepted:
+            replica.line.open = True
 
-    def _dial(self, peer: DraftReplica, wants_projection: bool) -> None:
-        if peer.line is not None or self._executor is None or not isinstance(peer.port, FeaturePort):
+    def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
+        if replica.line is not None or self._executor is None or not isinstance(replica.port, FeaturePort):
             return
         hidden_size, dtype = self._executor.feature_format
-        layers, projected = peer.terms.feature_layers, PROJECTED in peer.takes
-        width = peer.terms.projection_columns if projected else len(layers) * hidden_size
+        layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
+        width = replica.terms.projection_columns if projected else len(layers) * hidden_size
         ring = self._executor.lend_ring()
-        peer.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
+        replica.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
         told = ring.told if ring is not None else None
-        peer.port.begin_features(FeaturesBegin("", layers, width, dtype, told, projected, wants_projection))
+        replica.port.begin_features(FeaturesBegin("", layers, width, dtype, told, projected, wants_projection))
 
     def _collect(self) -> None:
         if self._executor is None:
             return
-        for peer in self._drafts.peers.values():
-            while peer.line is not None and peer.line.open and (pieces := self._pieces(peer, peer.line)):
+        for replica in self._drafts.replicas.values():
+            while replica.line is not None and replica.line.open and (pieces := self._pieces(replica, replica.line)):
                 slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
-                rows = self._executor.read_features(slots, peer.takes, self._after, peer.line.ring)
+                rows = self._executor.read_features(slots, replica.feature_parts, self._after, replica.line.ring)
                 if rows is None:
                     break
-                self._sending.append(_Sending(peer, rows, [self._message(peer.line, piece) for piece in pieces]))
+                self._sending.append(_Sending(replica, rows, [self._message(replica.line, piece) for piece in pieces]))
 
-    def _pieces(self, peer: DraftReplica, line: FeatureLine) -> list[_Piece]:
+    def _pieces(self, replica: DraftReplica, line: FeatureLine) -> list[_Piece]:
         """What to copy next for a draft: those that miss least come first, so that no prompt holds up a decoder.
 
         A draft that has answered nothing yet may not have read of the request: its opening takes another way.
@@ -299,38 +309,38 @@ class FeatureSender:
         if room <= 0:
             return []
         behind = [
-            (link.feature_end - link.features_sent, number, link)
-            for number, link in peer.links.items()
-            if link.feature_end > link.features_sent
-            and not link.request.finished
-            and link.mirror.epoch
-            and self._drafts.has_features(link.request)
+            (spec.feature_end - spec.num_features_sent, number, spec)
+            for number, spec in replica.requests.items()
+            if spec.feature_end > spec.num_features_sent
+            and not spec.request.finished
+            and spec.mirror.epoch
+            and self._drafts.has_features(spec.request)
         ]
         pieces: list[_Piece] = []
-        for missing, _, link in sorted(behind, key=lambda one: one[:2]):
-            start, end = link.features_sent, link.features_sent + min(missing, room)
+        for missing, _, spec in sorted(behind, key=lambda one: one[:2]):
+            start, end = spec.num_features_sent, spec.num_features_sent + min(missing, room)
             room -= end - start
             most = max(MAX_FEATURE_BYTES // line.row_bytes, 1)
-            pieces += [_Piece(link, at, min(most, end - at)) for at in range(start, end, most)]
+            pieces += [_Piece(spec, at, min(most, end - at)) for at in range(start, end, most)]
             if not room:
                 break
         return pieces
 
     def _message(self, line: FeatureLine, piece: _Piece) -> Features:
         """Number a piece and count it as sent."""
-        link, end = piece.link, piece.start + piece.size
-        link.features_sent = end
-        final = end == link.feature_end
+        spec, end = piece.spec, piece.start + piece.size
+        spec.num_features_sent = end
+        final = end == spec.feature_end
         sequence = line.take(piece.size * line.row_bytes)
-        return Features(link.number, piece.start, piece.size, final, memoryview(b""), line.dtype, sequence)
+        return Features(spec.number, piece.start, piece.size, final, memoryview(b""), line.dtype, sequence)
 
     def _ship(self) -> bool:
         """Send one batch of rows, if it is here and the port has room; whether it was."""
         sending = self._sending[0]
-        port, line = sending.peer.port, sending.peer.line
+        port, line = sending.replica.port, sending.replica.line
         if not sending.rows.done() or not isinstance(port, FeaturePort) or line is None:
             return False
-        alive = self._drafts.peers.get(port) is sending.peer
+        alive = self._drafts.replicas.get(port) is sending.replica
         if alive and not port.has_room:
             return False
         self._sending.popleft()
@@ -357,6 +367,6 @@ def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[
     return filled
 
 
-def _without(peer: DraftReplica) -> str:
+def _without(replica: DraftReplica) -> str:
     """What becomes of a draft that gets no features."""
-    return "it drafts with what needs none" if peer.terms.features_optional else "it is not used"
+    return "it drafts with what needs none" if replica.terms.features_optional else "it is not used"

@@ -200,7 +200,7 @@ class Budget:
         self._last_width = choice.width
 
 
-_NONE = Nodes()
+_NO_NODES = Nodes()
 
 
 class Forest:
@@ -211,7 +211,7 @@ class Forest:
 
     def __init__(self, mirrors: Sequence[TreeMirror], depth_limits: Sequence[int]) -> None:
         """`depth_limits[i]`: how deep below its root nodes of mirror i may be taken."""
-        self._mirrors = mirrors
+        self.mirrors = mirrors
         self._deepest = [mirror.root_depth + limit for mirror, limit in zip(mirrors, depth_limits, strict=True)]
         self._found: list[tuple[int, int]] = []
 
@@ -220,7 +220,7 @@ class Forest:
         self._found = found = []
         of_trees: list[tuple[list[list[tuple[float, int]]], float, list[int], int]] = []
         heap: list[tuple[float, int, int, list[tuple[float, int]], int]] = []
-        for tree, mirror in enumerate(self._mirrors):
+        for tree, mirror in enumerate(self.mirrors):
             below, root_cost, deepest = mirror.below, mirror.root_cost, self._deepest[tree]
             of_trees.append((below, root_cost, mirror.depths, deepest))
             if mirror.has_nodes and mirror.root_depth < deepest:
@@ -245,11 +245,11 @@ class Forest:
 
     def take(self, count: int) -> list[Nodes]:
         """The first `count` nodes that `best` found, tree by tree."""
-        slots_of: list[list[int]] = [[] for _ in self._mirrors]
+        slots_of: list[list[int]] = [[] for _ in self.mirrors]
         for tree, slot in self._found[:count]:
             slots_of[tree].append(slot)
         return [
-            _nodes(mirror, slots) if slots else _NONE for mirror, slots in zip(self._mirrors, slots_of, strict=True)
+            _nodes(mirror, slots) if slots else _NO_NODES for mirror, slots in zip(self.mirrors, slots_of, strict=True)
         ]
 
     def ends(self, tree: int, count: int) -> float:
@@ -257,7 +257,7 @@ class Forest:
 
         There a round ends for no other reason than that the tree does: nodes that are as deep as may be do not count.
         """
-        mirror, deepest = self._mirrors[tree], self._deepest[tree]
+        mirror, deepest = self.mirrors[tree], self._deepest[tree]
         slots = [slot for of, slot in self._found[:count] if of == tree and not mirror.below[slot]]
         # A draft that overrates its nodes has more than all chances.
         return min(sum(mirror.chance(slot) for slot in slots if mirror.depths[slot] < deepest), 1.0)

@@ -1,83 +1,424 @@
-"""Whether a round should wait for a draft's answer (rule 2 of the design: never blindly)."""
+"""The decision to wait for a draft's answer before a round: what is due, what it may bring, and whether that pays.
+
+Rule 2 of the design: verify never waits blindly. After a commit that left no nodes (in lockstep, and where drafts take
+turns with rounds, after every commit) a draft answers with what it has at once, and a model's burst deepens the tree
+part by part a little later. Times and gains of both are measured for each draft replica (`ReplicaHealth`); no wait is
+needed for that, since answers come during rounds, too.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verify_service.speculation.budget import Budget, Choice
-from verify_service.speculation.health import PROMISE_NODES, Wait
-from verify_service.speculation.link import SpeculativeRequest
+from outrider.tree.mirror import TreeMirror
+from verify_service.speculation.budget import Budget, Choice, Forest
+from verify_service.speculation.calibration import DraftBackoff
+from verify_service.speculation.health import MAX_PARTS, PROMISE_NODES, AnswerStats, AnswerTimes, ReplicaHealth
 
-MIN_GAIN = 1.02
-"""Holding must promise this much more tokens per second of a draft that shares its cores with rounds: what it takes
-then is known no better than that. One with a device of its own is waited for where that costs nothing: as many tokens
-per second take fewer rounds."""
+_MIN_SPEEDUP_SHARED_CORES = 1.02
+"""Tokens per second that a wait must promise over those without it, where the draft shares its cores with rounds: its
+times are known no better than that. A draft with a device of its own is waited for where that costs nothing: as many
+tokens per second take fewer rounds."""
 
-_COUNTS = np.arange(1, PROMISE_NODES + 1)
+_MIN_PART_GAIN = 0.05
+"""Accepted tokens; a draft whose next part brings less has said all there is to say."""
+
+_OVERDUE_FACTOR = 1.5
+"""Times as long as a later part usually takes, after which it is not waited for any more: the draft has other work."""
+
+_MIN_LEFT_SHARE = 0.3
+"""Of the time that a later part usually takes: so much is counted for one that is due now, or every round would wait a
+little for one."""
+
+_MAX_VAIN_WAITS = 3
+"""Waits in a row without an answer, after which commits pass without a wait."""
+
+_MAX_SKIPPED_COMMITS = 32
+"""Commits at most that pass without a wait between two further ones; 1 at first, and twice as many each time."""
+
+_MAX_PART_NODES = 24
+"""Nodes of a tree that are looked at for what a part behind the answer adds to it."""
+
+_MAX_PART_REQUESTS = 4
+"""Requests of a replica at most for which more than one part behind an answer is looked at: among more, depth is worth
+no wait, and looking at all parts takes the engine's time."""
+
+_LEARN_RATE = 0.2
+"""Weight of the newest answer in what answers bring."""
+
+_NODE_COUNTS = np.arange(1, PROMISE_NODES + 1)
+
+
+class Wait(NamedTuple):
+    """A wait for something that a draft is expected to send."""
+
+    gain: float
+    """Accepted tokens that it is likely to bring."""
+    typical: float
+    """Seconds until it should be here, from now; 0 when it is overdue."""
+    late: float
+    """The same for 19 of 20 such waits."""
+    shares: NDArray[np.float64]
+    """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
+    found: float = 0.0
+    """How often the round after finds nodes if this one does not wait."""
+
+
+@dataclass(slots=True)
+class DraftWaitMode:
+    """How an engine waits for drafts; one object for all of its requests."""
+
+    lockstep: bool = False
+    """Every answer is waited for, whatever it brings."""
+    turns: bool = False
+    """Drafts share cores with rounds and grow between them: the answer to every commit may be worth a wait."""
+    launched_at: float = math.inf
+    """When the round was launched that runs now; what drafts do from then on is slow where they take turns."""
+
+    @property
+    def every_answer(self) -> bool:
+        """Whether the answer to every commit is awaited, also to one that left nodes."""
+        return self.lockstep or self.turns
+
+
+@dataclass(eq=False, slots=True)
+class DraftWaitState:
+    """What one request's draft owes, and what its answers brought lately. Times in seconds, gains in accepted tokens.
+
+    Drafts and scheduler report what happens through the `on_` methods, in this order for each round: `on_commit`,
+    `on_sent`, `on_wait` and `on_launch`; `on_answer` for each message that follows the newest commit.
+    """
+
+    mirror: TreeMirror
+    mode: DraftWaitMode
+    backoff: DraftBackoff
+    """Of the draft's guesses for the request: one in doubt is not waited for."""
+    health: ReplicaHealth | None = None
+    """Of the replica that grows the tree; None while there is none."""
+    paused: bool = False
+    """Whether the request is preempted."""
+    opened_at: float = -math.inf
+    """When the replica was told of the request."""
+    sent_at: float | None = None
+    """When the draft was told of what it should answer; None while it has not been."""
+    awaits_answer: bool = False
+    """Whether the answer to the last commit is worth waiting for and has not come."""
+    after_hit: bool = False
+    """Whether the last commit left nodes."""
+    is_miss: bool = False
+    """Whether the last commit left no nodes, and answers to others are not awaited."""
+    has_answered: bool = False
+    """Whether the draft has ever followed the newest commit: before, it computes the prompt."""
+    round_waited: bool = False
+    """Whether the next round waited for the draft."""
+    num_messages: int = 0
+    """Messages that followed the last commit."""
+    num_late: int = 0
+    """Of these, those that came after the round was launched, on cores that the round had taken."""
+    num_vain_waits: int = 0
+    """Waits in a row that brought no answer; counted where drafts take turns with rounds."""
+    num_skipped: int = 0
+    """Commits since the last of them that passed without a wait because of that."""
+    answered_at: float | None = None
+    """When the answer came, or the last part behind it; None where no further part is awaited."""
+    num_parts: int = 0
+    """Parts that have come behind the answer."""
+    miss_gain: float = 1.0
+    """What a tree grown after a miss promised lately."""
+    hit_gain: float = 0.0
+    """What the first answer after a hit promised lately, beyond what was left of the tree."""
+    promised: float = 0.0
+    """What answer and parts promise, with PROMISE_NODES nodes."""
+    deep_promised: float = 0.0
+    """The same with as many nodes as a round of one request may well take."""
+    deep_end_chance: float = 0.0
+    """The chance that what is committed next runs past one of those nodes which has no children yet."""
+    end_chance: float = 0.0
+    """The same of the nodes that the next round would take, as far as it could take deeper ones."""
+
+    @property
+    def expects(self) -> bool:
+        """Whether the draft may bring nodes soon that a round would want."""
+        if not self.awaits_answer and self.answered_at is None:
+            return False
+        return not (self.paused or self.skips_wait or self.backoff.in_doubt)
+
+    @property
+    def skips_wait(self) -> bool:
+        """Whether the draft has answered too late so often that it is not waited for now."""
+        excess = self.num_vain_waits - _MAX_VAIN_WAITS
+        return excess >= 0 and self.num_skipped < min(1 << min(excess, 30), _MAX_SKIPPED_COMMITS)
+
+    def on_open(self, health: ReplicaHealth, at: float) -> None:
+        """A replica with this health was told of the request."""
+        self.health = health
+        self.opened_at = self.sent_at = at
+        self.awaits_answer = True
+        self.after_hit = self.round_waited = False
+        # Where every answer is waited for, the first one is none of another kind.
+        self.has_answered = self.mode.every_answer
+        self.num_messages = self.num_late = self.num_vain_waits = self.num_skipped = 0
+        self.promised = 0.0
+        self._forget_answer()
+
+    def on_close(self) -> None:
+        """No replica grows the tree any more."""
+        self.health = self.answered_at = None
+        self.awaits_answer = self.is_miss = False
+
+    def on_pause(self) -> None:
+        """The request was preempted; what comes until it runs again says nothing of how long parts take."""
+        self.paused, self.answered_at = True, None
+
+    def on_commit(self) -> None:
+        """The mirror was re-rooted: what followed the commit before is over, and the draft is not told yet."""
+        mode, health, has_nodes = self.mode, self.health, self.mirror.has_nodes
+        mode.launched_at = math.inf
+        self.num_skipped += self.skips_wait
+        if health is not None:
+            if self.is_miss:
+                health.misses.note_found(self.round_waited, has_nodes)
+            if mode.turns and not self.backoff.in_doubt and (self.num_late or not self.num_messages):
+                self._stats(health).note_unmeasured()
+            elif self.answered_at is not None:
+                # The round was over before a further part came.
+                if not self.num_parts:
+                    self._stats(health).note_more_gain(0.0)
+                self._stats(health).note_part_gain(self.num_parts, 0.0, self.deep_end_chance)
+        self.round_waited = False
+        self.num_messages = self.num_late = 0
+        self.sent_at = None
+        self._forget_answer()
+        self.awaits_answer = health is not None and (mode.every_answer or not has_nodes)
+        self.is_miss = self.awaits_answer and self.has_answered and not mode.every_answer
+        self.after_hit = mode.turns and has_nodes
+        self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0
+
+    def on_sent(self, at: float) -> None:
+        """The draft was told of the commit."""
+        self.sent_at = at if self.has_answered else self.opened_at
+
+    def on_wait(self) -> None:
+        """The next round waits for this draft."""
+        self.round_waited = True
+
+    def on_launch(self, at: float) -> None:
+        """A round was launched, where drafts take turns with rounds: a wait before it is over."""
+        if self.health is None or not self.round_waited or not self.expects or self.sent_at is None:
+            return
+        stats = self._stats(self.health)
+        if self.answered_at is not None:
+            stats.more.note_timeout(at - self.answered_at)
+        else:
+            stats.answer.note_timeout(at - self.sent_at)
+            self.num_vain_waits, self.num_skipped = self.num_vain_waits + 1, 0
+
+    def on_answer(self, at: float, num_nodes: int, num_requests: int) -> None:
+        """A message that follows the newest commit arrived, with `num_nodes` new nodes.
+
+        `num_requests`: that the replica serves.
+        """
+        health = self.health
+        if health is None:
+            return
+        # A draft that takes turns with rounds has said all with its answer.
+        by_parts = num_requests <= _MAX_PART_REQUESTS and not self.mode.every_answer
+        self.num_messages += 1
+        if at > self.mode.launched_at:
+            # What no round could wait for says nothing of what a wait would bring.
+            self.num_late += 1
+            self.awaits_answer, self.answered_at = False, None
+        elif self.awaits_answer:
+            self._on_first_message(health, at, by_parts)
+        elif self.answered_at is not None and (num_nodes or not self.num_parts):
+            if at > self.answered_at:
+                self._on_part(health, at, at - self.answered_at, by_parts)
+            else:
+                # One answer in several messages, or one part.
+                gain = self._update_promise(health, by_parts)
+                if not self.num_parts:
+                    self._learn_gain(gain)
+        self.has_answered = True
+
+    def _on_first_message(self, health: ReplicaHealth, at: float, by_parts: bool) -> None:
+        self.awaits_answer = False
+        self.num_vain_waits = self.num_skipped = 0
+        gain = self._update_promise(health, by_parts)
+        self._learn_gain(max(gain, 0.0) - self._first_gain)
+        if self.sent_at is not None:
+            self._first_times(health).note(max(at - self.sent_at, 0.0))
+        # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
+        self.answered_at = None if self.mode.lockstep else at
+
+    def _on_part(self, health: ReplicaHealth, at: float, seconds: float, by_parts: bool) -> None:
+        stats, part = self._stats(health), self.num_parts
+        deep_promised, end_chance = self.deep_promised, self.deep_end_chance
+        gain = self._update_promise(health, by_parts)
+        if not part:
+            stats.note_more_gain(max(gain, 0.0))
+        stats.note_part_gain(part, max(self.deep_promised - deep_promised, 0.0), end_chance)
+        stats.part_times(part).note(seconds)
+        self.num_parts += 1
+        self.answered_at = at if self.num_parts < MAX_PARTS and by_parts else None
+
+    def _update_promise(self, health: ReplicaHealth, by_parts: bool) -> float:
+        """What the best nodes promise more than before the message; how they share it is learned."""
+        chances, self.deep_end_chance = self._best_chances(_MAX_PART_NODES if by_parts else PROMISE_NODES)
+        promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
+        self._stats(health).note_shares(promise)
+        before, self.promised, self.deep_promised = self.promised, float(promise[-1]), sum(chances)
+        return self.promised - before
+
+    def _best_chances(self, count: int) -> tuple[list[float], float]:
+        """How likely the best `count` nodes are committed, and how likely what is committed ends behind them."""
+        forest = Forest([self.mirror], [count])
+        chances = list(islice(forest.best(), count))
+        return chances, forest.ends(0, len(chances))
+
+    def _learn_gain(self, excess: float) -> None:
+        """An answer promised so much more than it was expected to."""
+        if self.after_hit:
+            self.hit_gain += _LEARN_RATE * excess
+        else:
+            self.miss_gain += _LEARN_RATE * excess
+
+    def _forget_answer(self) -> None:
+        self.answered_at, self.num_parts = None, 0
+        self.deep_promised = self.deep_end_chance = self.end_chance = 0.0
+
+    @property
+    def _first_gain(self) -> float:
+        """Gain that the next answer to a commit like the last one is likely to bring."""
+        return self.hit_gain if self.after_hit else self.miss_gain
+
+    def _stats(self, health: ReplicaHealth) -> AnswerStats:
+        """What the draft sent lately after commits like the last one."""
+        return health.hits if self.after_hit else health.misses
+
+    def _first_times(self, health: ReplicaHealth) -> AnswerTimes:
+        """How long the answer takes that is awaited first."""
+        return self._stats(health).answer if self.has_answered else health.opens
+
+    def _more_gain(self, health: ReplicaHealth) -> float:
+        """Gain that the next part behind the answer is likely to bring.
+
+        Of the first part it is what such parts brought lately. Later ones bring little to most trees, and much where
+        all that is there is likely to be accepted.
+        """
+        stats = self._stats(health)
+        if self.awaits_answer or not self.num_parts:
+            return stats.more_gain
+        return stats.part_gains[self.num_parts] * self.end_chance
+
+    @property
+    def max_gain(self) -> float:
+        """Gain that no wait for the draft is likely to exceed."""
+        if self.health is None:
+            return 0.0
+        first = self._first_gain if self.awaits_answer else 0.0
+        return max(first, 0.0) + max(self._more_gain(self.health), 0.0)
+
+    def min_seconds(self, now: float) -> float:
+        """What is left of the shortest wait for the draft that is likely to bring anything."""
+        if self.health is None:
+            return 0.0
+        times, since = self._first_times(self.health), self.sent_at
+        if not self.awaits_answer:
+            times, since = self._stats(self.health).part_times(self.num_parts), self.answered_at
+        return times.left(0.0 if since is None else now - since)[0]
+
+    def first_wait(self, now: float) -> Wait | None:
+        """The wait for the answer to the last commit; None if none is due."""
+        if not self.awaits_answer or self.health is None:
+            return None
+        stats = self._stats(self.health)
+        waited = 0.0 if self.sent_at is None else now - self.sent_at
+        return Wait(self._first_gain, *self._first_times(self.health).left(waited), stats.shares, stats.found)
+
+    def whole_wait(self, now: float) -> Wait | None:
+        """The wait for the next part, and for the answer if it has not come; None if little is likely to follow."""
+        if self.health is None or (more_gain := self._more_gain(self.health)) < _MIN_PART_GAIN:
+            return None
+        stats = self._stats(self.health)
+        if self.answered_at is not None:
+            waited, times = now - self.answered_at, stats.part_times(self.num_parts)
+            typical, late = times.left(waited)
+            if self.num_parts:
+                typical = max(typical, _MIN_LEFT_SHARE * times.typical)
+                late = min(late, _OVERDUE_FACTOR * times.typical - waited)
+                if late <= 0:
+                    return None
+            return Wait(more_gain, typical, late, stats.shares)
+        first = self.first_wait(now)
+        if first is None:
+            return None
+        more = stats.more
+        gain, typical, late = first.gain + more_gain, first.typical + more.typical, first.late + more.late
+        return Wait(gain, typical, late, stats.shares, stats.found)
 
 
 class DraftWaitPolicy:
-    """Compares tokens per second of a round now with those of a round after the awaited answers.
+    """Compares tokens per second of a round now with those of a round after the awaited answers."""
 
-    After a miss a draft answers with what it has at once, and a model's burst may follow a little later. So there are
-    two ends of a wait: the first answers, and what follows them. Times and gains of both are measured, per peer; no
-    hold is needed for that, since answers come during rounds, too.
-    """
+    def __init__(self, budget: Budget, max_seconds: float, lockstep: bool = False, turns: bool = False) -> None:
+        """`max_seconds`: of a wait. `lockstep`, `turns`: see DraftWaitMode.
 
-    def __init__(
-        self,
-        budget: Budget,
-        max_seconds: float,
-        lockstep: bool = False,
-        turns: bool = False,
-    ) -> None:
-        """`lockstep`: wait for every answer that a healthy peer owes, whatever it brings.
-
-        `turns`: a draft that is not waited for has no cores to answer on, so that a wait, once begun, lasts as long as
-        it pays.
+        Where drafts take turns with rounds, one that is not waited for has no cores to answer on, so that a wait, once
+        begun, lasts as long as it pays.
         """
         self._budget = budget
         self._max_seconds = max_seconds
         self._lockstep = lockstep
         self._turns = turns
-        self._min_gain = MIN_GAIN if turns else 1.0
+        self._min_speedup = _MIN_SPEEDUP_SHARED_CORES if turns else 1.0
 
-    def seconds(
-        self, awaited: Sequence[SpeculativeRequest], num_tokens: int, choice: Choice, beside: float = 0.0
+    def wait_seconds(
+        self,
+        awaited: Sequence[DraftWaitState],
+        num_tokens: int,
+        choice: Choice,
+        beside: float = 0.0,
+        *,
+        now: float,
     ) -> float:
-        """How long to wait at most, from now; 0 means not at all.
+        """How long to wait at most, from `now`; 0 means not at all.
 
-        `awaited` are links of the round that await an answer, or more of it. The round computes `num_tokens` tokens
+        `awaited`: the round's requests that expect an answer, or more of one. The round computes `num_tokens` tokens
         before any nodes, and as it stands would be `choice`, with `beside` seconds for other things.
         """
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
-        good = {peer for peer in {link.peer for link in awaited} if peer is not None and peer.health.good}
-        awaited = [link for link in awaited if link.peer in good]
+        good = {health for health in {state.health for state in awaited} if health is not None and health.good}
+        awaited = [state for state in awaited if state.health in good]
         if self._lockstep:
-            return self._max_seconds if any(link.awaited for link in awaited) else 0.0
-        if not awaited or self._is_hopeless(awaited, choice):
+            return self._max_seconds if any(state.awaits_answer for state in awaited) else 0.0
+        if not awaited or self._is_hopeless(awaited, choice, now):
             return 0.0
         # A draft that computes a request's prompt must not keep the others from being waited for.
-        caught_up = [link for link in awaited if link.caught_up]
-        groups = [awaited] if len(caught_up) == len(awaited) else [awaited, caught_up]
-        waits = [[link.first_wait() for link in group] for group in groups]
-        waits += [[link.whole_wait() for link in group] for group in groups]
-        return max(self._pays(group, num_tokens, choice, beside) for group in waits)
+        answering = [state for state in awaited if state.has_answered]
+        groups = [awaited] if len(answering) == len(awaited) else [awaited, answering]
+        waits = [[state.first_wait(now) for state in group] for group in groups]
+        waits += [[state.whole_wait(now) for state in group] for group in groups]
+        return max(self._worth(group, num_tokens, choice, beside) for group in waits)
 
-    def _is_hopeless(self, awaited: Sequence[SpeculativeRequest], choice: Choice) -> bool:
+    def _is_hopeless(self, awaited: Sequence[DraftWaitState], choice: Choice, now: float) -> bool:
         """Whether no wait can pay, told at a glance: if all that is awaited came with the first of it, at no cost.
 
         In rounds of many requests some nearly always await something, and the device has nothing to do meanwhile.
         """
-        rate = self._min_gain * self._rate(choice, 0.0)
-        most = (choice.expected + sum(link.most_gain for link in awaited)) / rate - choice.seconds
-        return all(most <= link.least_seconds for link in awaited)
+        rate = self._min_speedup * self._rate(choice, 0.0)
+        longest = (choice.expected + sum(state.max_gain for state in awaited)) / rate - choice.seconds
+        return all(longest <= state.min_seconds(now) for state in awaited)
 
-    def _pays(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
-        """How long to wait for all of these, if that pays.
+    def _worth(self, waits: Sequence[Wait | None], num_tokens: int, choice: Choice, beside: float) -> float:
+        """Seconds to wait for all of these, 0 if that does not pay.
 
         As the round now has the number of nodes that suits it best, so has the one after the wait.
         """
@@ -85,12 +426,12 @@ class DraftWaitPolicy:
         if not real:
             return 0.0
         gains = np.sum([wait.gain * wait.shares for wait in real], axis=0)
-        promised = np.minimum(choice.num_nodes + len(real) * _COUNTS, self._budget.max_nodes)
-        seconds, _ = self._budget.cost.after(num_tokens, int(promised[-1]) + 1)
-        then = np.array(seconds)[promised] + beside
+        num_nodes = np.minimum(choice.num_nodes + len(real) * _NODE_COUNTS, self._budget.max_nodes)
+        seconds, _ = self._budget.cost.after(num_tokens, int(num_nodes[-1]) + 1)
+        then = np.array(seconds)[num_nodes] + beside
         typical = max(wait.typical for wait in real)
         # A wait of w pays while (expected + gain) / (then + w) beats the rate without it.
-        rate = self._min_gain * self._rate(choice, sum(wait.found * wait.gain for wait in real))
+        rate = self._min_speedup * self._rate(choice, sum(wait.found * wait.gain for wait in real))
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0

@@ -1,4 +1,4 @@
-"""Verify's copies of the trees, and the draft services that grow them."""
+"""Draft replicas, the speculative requests that they serve, and what goes to and comes from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.protocol.speculation import (
     Close,
@@ -17,20 +19,23 @@ from outrider.protocol.speculation import (
     Open,
     Pause,
     Resume,
+    VerifyMessage,
 )
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
-from verify_service.speculation.answer_tracker import AnswerTracker
-from verify_service.speculation.calibration import TRIAL, Calibrator, DraftBackoff
-from verify_service.speculation.health import PeerHealth
-from verify_service.speculation.link import DraftPort, DraftReplica, SpeculativeRequest
+from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
+from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
+from verify_service.speculation.health import ReplicaHealth
+
+if TYPE_CHECKING:
+    from verify_service.features.ports import FeatureLine
 
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
 
 CONFIRM_SECONDS = 0.1
-"""A peer is lost if it is found so for this long: once is no proof, its answer may lie behind a frame read in part."""
+"""A replica is lost if it is found so for this long: once is no proof, its answer may lie in a frame read in part."""
 
 CREDIT_ROUNDS = 16
 """Rounds' worth of nodes that a draft may hold for a request, half of that where more than two share the rounds.
@@ -42,14 +47,79 @@ takes hangs below one of many such tokens. Simulated, half as many cost 2 to 3 %
 bring nothing.
 """
 
-_LEAST_SHARE = 4
+_MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
 
-class Drafts:
-    """All trees of a verify service. The engine thread alone uses it.
+class DraftPort(Protocol):
+    """A session with one draft service. Methods must not block; `send` is called on the engine's thread alone."""
 
-    Losing a peer forgets its trees and nothing else: their requests go on with plain decoding until a peer is there.
+    address: str
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
+@dataclass(eq=False, slots=True)
+class SpeculativeRequest:
+    """One request's tree, and the replica that grows it, if any does."""
+
+    request: Request
+    mirror: TreeMirror
+    wait: DraftWaitState
+    backoff: DraftBackoff
+    credit: int
+    """Live nodes that the draft may hold."""
+    number: int = 0
+    """By which the replica knows the request; another one each time it is opened."""
+    replica: DraftReplica | None = None
+    retry_at: float = 0.0
+    refused_by: set[DraftPort] = field(default_factory=set)
+    """Sessions whose draft will not take the request, however often it is asked."""
+    num_features_sent: int = 0
+    """Positions whose features the draft was sent, or that are on their way."""
+    num_unsent_tokens: int = 0
+    """Committed tokens that the draft was not told of because it is in doubt."""
+    num_used_nodes: float = 0.0
+    """Nodes that its rounds took lately."""
+
+    @property
+    def feature_end(self) -> int:
+        """Positions whose features the draft should have: all that are stored, of tokens that it was told of."""
+        return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_unsent_tokens)
+
+
+@dataclass(eq=False, slots=True)
+class DraftReplica:
+    """A draft service that is connected."""
+
+    port: DraftPort
+    health: ReplicaHealth
+    calibrator: Calibrator
+    """Of this draft's sources; what another draft's scores are worth says nothing about it."""
+    terms: Terms = field(default_factory=Terms)
+    feature_parts: tuple[int, ...] = ()
+    """Parts of a stored row that its features are; empty if it gets none."""
+    line: FeatureLine | None = None
+    """Where its features go, if it takes any and its stream is asked for."""
+    requests: dict[int, SpeculativeRequest] = field(default_factory=dict)
+    """Those that it serves, by number."""
+    outbox: list[VerifyMessage] = field(default_factory=list)
+    draining: bool = False
+    """It goes away: what it has it keeps, and nothing new is opened with it."""
+    lost_since: float | None = None
+    """When it was first found lost; None while it is not."""
+    backoff: DraftBackoff = field(default_factory=DraftBackoff)
+    """Of its guesses for all of its requests; what new ones begin with."""
+
+
+class Drafts:
+    """All draft replicas and speculative requests of a verify engine, whose thread alone uses it.
+
+    Losing a replica forgets its trees and nothing else: their requests go on with plain decoding until one is there.
     """
 
     def __init__(
@@ -62,51 +132,49 @@ class Drafts:
     ) -> None:
         """`max_nodes`: that a draft may hold for a request.
 
-        In `lockstep` the answer to every commit is awaited, whatever nodes are left. So it is with `turns`, where
-        drafts share cores with rounds: they grow between rounds, and one that is not waited for grows slowly.
+        `lockstep`, `turns`: see DraftWaitMode.
         """
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
-        self.peers: dict[DraftPort, DraftReplica] = {}
+        self.replicas: dict[DraftPort, DraftReplica] = {}
         self.feature_epoch = 0
         """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
-        self._links: dict[Request, SpeculativeRequest] = {}
+        self._requests: dict[Request, SpeculativeRequest] = {}
         self._calibrators: dict[str, Calibrator] = {}
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._clock = clock
-        self._turns = turns
-        self._lockstep = lockstep
-        self._expectations = AnswerTracker(lockstep=lockstep, turns=turns)
+        self._wait_mode = DraftWaitMode(lockstep, turns)
         self._next_number = 1
 
-    def link(self, request: Request) -> SpeculativeRequest | None:
-        """The request's tree, if it speculates."""
-        return self._links.get(request)
+    def spec(self, request: Request) -> SpeculativeRequest | None:
+        """The speculative request; None if the request does not speculate."""
+        return self._requests.get(request)
 
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
         if request.speculate:
             # Half of them may be dead until they are in the way.
             mirror = TreeMirror(request.tokens, self._vocab_size, 2 * self._max_nodes)
-            credit = self._max_nodes // CREDIT_ROUNDS
-            self._links[request] = SpeculativeRequest(request, mirror, credit=credit, clock=self._clock)
-            self._assign(self._links[request])
+            backoff = DraftBackoff()
+            wait = DraftWaitState(mirror, self._wait_mode, backoff)
+            spec = SpeculativeRequest(request, mirror, wait, backoff, self._max_nodes // CREDIT_ROUNDS)
+            self._requests[request] = spec
+            self._assign(spec)
 
-    def committed(self, request: Request) -> None:
-        """Tokens were committed: re-root the tree. All else that follows from it can wait for `report`."""
-        link = self._links.get(request)
-        if link is not None:
-            link.mirror.commit()
-            self._expectations.committed(link)
+    def on_commit(self, request: Request) -> None:
+        """Tokens were committed: re-root the tree. All else that follows from it can wait for `send_commit`."""
+        spec = self._requests.get(request)
+        if spec is not None:
+            spec.mirror.commit()
+            spec.wait.on_commit()
 
-    def waits_for(self, links: Iterable[SpeculativeRequest]) -> None:
-        """The next round is held for what these may bring."""
-        self._expectations.waits_for(links)
-
-    def launched(self, at: float) -> None:
+    def on_launch(self, at: float) -> None:
         """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
-        self._expectations.launched(self._links.values(), at)
+        if self._wait_mode.turns:
+            self._wait_mode.launched_at = at
+            for spec in self._requests.values():
+                spec.wait.on_launch(at)
 
     def credit(self, request: Request, share: int, num_nodes: int) -> int:
         """Live nodes that the request's draft may hold from now on, after a round that took `num_nodes` of them.
@@ -114,161 +182,161 @@ class Drafts:
         `share`: nodes of a round that the request would have if all had as many. What it uses may be more: its text is
         easier than the others'. In all this is bounded, since rounds are; and no more than its tree has room for.
         """
-        link = self._links.get(request)
-        if link is None:
+        spec = self._requests.get(request)
+        if spec is None:
             return 0
-        link.used = max(num_nodes, link.used + 0.2 * (num_nodes - link.used))
-        if link.merit.in_doubt:
+        spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
+        if spec.backoff.in_doubt:
             rounds, share = CREDIT_ROUNDS // 4, 0
         else:
             is_roomy = 2 * share >= self._max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
             rounds = CREDIT_ROUNDS if is_roomy else CREDIT_ROUNDS // 2
-        return min(rounds * max(share, math.ceil(link.used), _LEAST_SHARE), self._max_nodes)
+        return min(rounds * max(share, math.ceil(spec.num_used_nodes), _MIN_GRANTED_NODES), self._max_nodes)
 
-    def report(self, request: Request, num_tokens: int, credit: int) -> None:
-        """Tell the draft of the request's last `num_tokens` tokens, which `committed` has followed."""
-        link = self._links.get(request)
-        if link is None:
+    def send_commit(self, request: Request, num_tokens: int, credit: int) -> None:
+        """Tell the draft of the request's last `num_tokens` tokens, which `on_commit` has followed."""
+        spec = self._requests.get(request)
+        if spec is None:
             return
-        if link.peer is None:
-            self._assign(link)
+        if spec.replica is None:
+            self._assign(spec)
             return
-        if link.merit.passes():
-            link.num_untold += num_tokens
+        if spec.backoff.skips():
+            spec.num_unsent_tokens += num_tokens
             return
-        num_tokens, link.num_untold = num_tokens + link.num_untold, 0
-        mirror, tokens = link.mirror, request.tokens
-        link.credit = credit
-        self._expectations.told(link, self._clock())
-        link.peer.health.sent(link.number, len(tokens))
+        num_tokens, spec.num_unsent_tokens = num_tokens + spec.num_unsent_tokens, 0
+        mirror, tokens = spec.mirror, request.tokens
+        spec.credit = credit
+        spec.wait.on_sent(self._clock())
+        spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        link.peer.outbox.append(Commit(link.number, length_before, token_ids, *state, credit))
+        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
-        link = self._links.get(request)
-        if link is None or link.paused:
+        spec = self._requests.get(request)
+        if spec is None or spec.wait.paused:
             return
-        link.paused = True
-        link.answered_at = None
-        if link.peer is not None:
-            link.peer.outbox.append(Pause(link.number))
+        spec.wait.on_pause()
+        if spec.replica is not None:
+            spec.replica.outbox.append(Pause(spec.number))
 
     def resume(self, request: Request) -> None:
         """The request runs again."""
-        link = self._links.get(request)
-        if link is None or not link.paused:
+        spec = self._requests.get(request)
+        if spec is None or not spec.wait.paused:
             return
-        link.paused = False
-        if link.peer is not None:
-            link.peer.outbox.append(Resume(link.number, link.credit))
+        spec.wait.paused = False
+        if spec.replica is not None:
+            spec.replica.outbox.append(Resume(spec.number, spec.credit))
 
     def close(self, request: Request) -> None:
         """The request ended."""
-        link = self._links.pop(request, None)
-        if link is not None:
-            self._detach(link, tell=True)
+        spec = self._requests.pop(request, None)
+        if spec is not None:
+            self._detach(spec, tell=True)
 
     def connected(self, port: DraftPort, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
         calibrator = self._calibrators.setdefault(port.address, Calibrator())
-        self.peers[port] = DraftReplica(port, PeerHealth(self._clock, self._turns), calibrator, terms or Terms())
+        health = ReplicaHealth(self._clock, self._wait_mode.turns)
+        self.replicas[port] = DraftReplica(port, health, calibrator, terms or Terms())
         self._assign_all()
 
     def disconnected(self, port: DraftPort) -> None:
         """A session ended, and with it the epochs of its trees."""
-        peer = self.peers.pop(port, None)
-        for link in self._links.values():
-            link.refused_by.discard(port)
-        for link in list(peer.links.values()) if peer else []:
-            self._detach(link, tell=False)
-            self._assign(link)
+        replica = self.replicas.pop(port, None)
+        for spec in self._requests.values():
+            spec.refused_by.discard(port)
+        for spec in list(replica.requests.values()) if replica else []:
+            self._detach(spec, tell=False)
+            self._assign(spec)
 
     def receive(self, port: DraftPort, messages: Iterable[DraftMessage], arrived_at: float) -> None:
         """Take what a draft sent, and when it arrived. Whatever is wrong with it is dropped and counted."""
-        peer = self.peers.get(port)
-        if peer is None:
+        replica = self.replicas.get(port)
+        if replica is None:
             return
-        peer.health.heard()
+        replica.health.heard()
         for message in messages:
             match message:
                 case Grow():
-                    self._grow(peer, message, arrived_at)
+                    self._grow(replica, message, arrived_at)
                 case Decline():
-                    self._decline(peer, message)
+                    self._decline(replica, message)
                 case _:
                     self.dropped["unexpected"] += 1
 
     def flush(self) -> None:
         """Hand all queued messages to their sessions."""
-        for peer in list(self.peers.values()):
-            if peer.outbox:
-                peer.port.send(peer.outbox)
-                peer.outbox = []
+        for replica in list(self.replicas.values()):
+            if replica.outbox:
+                replica.port.send(replica.outbox)
+                replica.outbox = []
 
     def learn(self) -> None:
         """Learn from what was committed and received; it may wait until there is time."""
-        for peer in self.peers.values():
-            self._learn(peer, peer.links.values())
+        for replica in self.replicas.values():
+            self._learn(replica, replica.requests.values())
 
     def serves(self, request: Request) -> bool:
         """Whether a draft grows the request's tree."""
-        link = self._links.get(request)
-        return link is not None and link.peer is not None
+        spec = self._requests.get(request)
+        return spec is not None and spec.replica is not None
 
-    def take_answers(self) -> list[float]:
+    def take_answer_seconds(self) -> list[float]:
         """Seconds of the answers to commits since this was asked last."""
         taken: list[float] = []
-        for peer in self.peers.values():
-            if peer.health.answers:
-                taken += peer.health.answers
-                peer.health.answers = []
+        for replica in self.replicas.values():
+            if replica.health.unreported:
+                taken += replica.health.unreported
+                replica.health.unreported = []
         return taken
 
-    def attend(self) -> None:
+    def check_replicas(self) -> None:
         """Reset sessions that answer nothing any more, and find drafts for requests that have none.
 
-        Call it when all that arrived was taken: during a round answers lie unread, and peers seem slow or lost.
+        Call it when all that arrived was taken: during a round answers lie unread, and replicas seem slow or lost.
         """
         now = self._clock()
-        for peer in list(self.peers.values()):
-            if not peer.health.lost:
-                peer.missed_at = None
-            elif peer.missed_at is None:
-                peer.missed_at = now
-            elif now - peer.missed_at > CONFIRM_SECONDS:
-                peer.missed_at = None
-                peer.health.restart()
-                peer.port.reset()
+        for replica in list(self.replicas.values()):
+            if not replica.health.lost:
+                replica.lost_since = None
+            elif replica.lost_since is None:
+                replica.lost_since = now
+            elif now - replica.lost_since > CONFIRM_SECONDS:
+                replica.lost_since = None
+                replica.health.restart()
+                replica.port.reset()
         self._assign_all()
 
     def _assign_all(self) -> None:
-        for link in self._links.values():
-            if link.peer is None:
-                self._assign(link)
+        for spec in self._requests.values():
+            if spec.replica is None:
+                self._assign(spec)
 
-    def _assign(self, link: SpeculativeRequest) -> None:
-        """Open the request with the healthy peer that has the fewest."""
-        if self._clock() >= link.retry_at:
+    def _assign(self, spec: SpeculativeRequest) -> None:
+        """Open the request with the healthy replica that has the fewest."""
+        if self._clock() >= spec.retry_at:
             fit = [
-                peer
-                for port, peer in self.peers.items()
-                if peer.health.good and port not in link.refused_by and self._may_serve(peer, link.request)
+                replica
+                for port, replica in self.replicas.items()
+                if replica.health.good and port not in spec.refused_by and self._may_serve(replica, spec.request)
             ]
             if fit:
-                self._open(link, min(fit, key=lambda peer: len(peer.links)))
+                self._open(spec, min(fit, key=lambda replica: len(replica.requests)))
 
-    def _may_serve(self, peer: DraftReplica, request: Request) -> bool:
+    def _may_serve(self, replica: DraftReplica, request: Request) -> bool:
         """Whether a draft can take the request as it stands: its length, and the features that the draft needs."""
-        terms = peer.terms
-        if peer.draining:
+        terms = replica.terms
+        if replica.draining:
             return False
         if terms.max_positions and request.committed_len > terms.max_positions:
             return False
         if not terms.feature_layers or terms.features_optional:
             return True
-        return self.has_features(request) and peer.line is not None and peer.line.open
+        return self.has_features(request) and replica.line is not None and replica.line.open
 
     def has_features(self, request: Request) -> bool:
         """Whether the features of all of the request's positions are stored."""
@@ -280,87 +348,86 @@ class Drafts:
         Those that can do without are told of their requests anew, and so get the new ones from the first position on.
         """
         self.feature_epoch = 0
-        for peer in self.peers.values():
-            for link in list(peer.links.values()) if peer.terms.feature_layers else []:
-                self._detach(link, tell=True)
-                self._assign(link)
+        for replica in self.replicas.values():
+            for spec in list(replica.requests.values()) if replica.terms.feature_layers else []:
+                self._detach(spec, tell=True)
+                self._assign(spec)
 
-    def _open(self, link: SpeculativeRequest, peer: DraftReplica) -> None:
+    def _open(self, spec: SpeculativeRequest, replica: DraftReplica) -> None:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
-        link.number, self._next_number = self._next_number, self._next_number + 1
-        link.peer = peer
-        link.opened_at = self._clock()
-        self._expectations.opened(link, link.opened_at)
-        link.mirror.forget()
-        link.mirror.calibrate = peer.calibrator
-        link.features_sent = link.num_untold = 0
-        link.merit = DraftBackoff(min(peer.merit.num_wrong, TRIAL))
-        peer.links[link.number] = link
-        request = link.request
-        peer.health.sent(link.number, request.committed_len)
-        opened = Open(link.number, request.tokens[:], request.prompt_len, request.sampling, link.credit, request.tenant)
-        peer.outbox.append(opened)
-        if link.paused:
-            peer.outbox.append(Pause(link.number))
+        spec.number, self._next_number = self._next_number, self._next_number + 1
+        spec.replica = replica
+        spec.wait.on_open(replica.health, self._clock())
+        spec.mirror.forget()
+        spec.mirror.calibrate = replica.calibrator
+        spec.num_features_sent = spec.num_unsent_tokens = 0
+        spec.backoff.restart(min(replica.backoff.num_wrong, MAX_WRONG_LOOKS))
+        replica.requests[spec.number] = spec
+        request = spec.request
+        replica.health.sent(spec.number, request.committed_len)
+        opened = Open(spec.number, request.tokens[:], request.prompt_len, request.sampling, spec.credit, request.tenant)
+        replica.outbox.append(opened)
+        if spec.wait.paused:
+            replica.outbox.append(Pause(spec.number))
 
-    def _detach(self, link: SpeculativeRequest, tell: bool) -> None:
-        if link.peer is not None:
-            self._learn(link.peer, [link])
-            link.peer.links.pop(link.number, None)
-            link.peer.health.forget(link.number)
+    def _detach(self, spec: SpeculativeRequest, tell: bool) -> None:
+        if spec.replica is not None:
+            self._learn(spec.replica, [spec])
+            spec.replica.requests.pop(spec.number, None)
+            spec.replica.health.forget(spec.number)
             if tell:
-                link.peer.outbox.append(Close(link.number))
-            link.peer = None
-        self._expectations.given_up(link)
-        link.mirror.forget()
+                spec.replica.outbox.append(Close(spec.number))
+            spec.replica = None
+        spec.wait.on_close()
+        spec.mirror.forget()
 
-    def _grow(self, peer: DraftReplica, grow: Grow, arrived_at: float) -> None:
-        link = peer.links.get(grow.request)
-        if link is None:
+    def _grow(self, replica: DraftReplica, grow: Grow, arrived_at: float) -> None:
+        spec = replica.requests.get(grow.request)
+        if spec is None:
             self.dropped["closed"] += len(grow.token_ids)
             return
-        num_nodes = link.mirror.insert(grow)
-        if link.mirror.estranged:
-            self._open_again(link)
+        num_nodes = spec.mirror.insert(grow)
+        if spec.mirror.desynced:
+            self._open_again(spec)
             return
-        peer.health.answered(link.number, link.mirror.acked_len, arrived_at)
-        if link.mirror.acked_len == link.request.committed_len:
-            self._expectations.answered(link, peer, arrived_at, num_nodes)
+        replica.health.answered(spec.number, spec.mirror.acked_len, arrived_at)
+        if spec.mirror.acked_len == spec.request.committed_len:
+            spec.wait.on_answer(arrived_at, num_nodes, len(replica.requests))
 
-    def _open_again(self, link: SpeculativeRequest) -> None:
+    def _open_again(self, spec: SpeculativeRequest) -> None:
         """Open a request anew, with whoever may serve it; not again and again."""
-        again = self._clock() - link.opened_at < REOPEN_SECONDS
-        link.retry_at = self._clock() + REOPEN_SECONDS if again else link.retry_at
-        self._detach(link, tell=True)
-        self._assign(link)
+        again = self._clock() - spec.wait.opened_at < REOPEN_SECONDS
+        spec.retry_at = self._clock() + REOPEN_SECONDS if again else spec.retry_at
+        self._detach(spec, tell=True)
+        self._assign(spec)
 
-    def _decline(self, peer: DraftReplica, decline: Decline) -> None:
-        link = peer.links.get(decline.request)
+    def _decline(self, replica: DraftReplica, decline: Decline) -> None:
+        spec = replica.requests.get(decline.request)
         self.declined[decline.reason.name.lower()] += 1
-        if link is None:
+        if spec is None:
             return
         # Told in any case: what a broken message has declined is open with the draft still.
-        self._detach(link, tell=True)
+        self._detach(spec, tell=True)
         if decline.reason is DeclineReason.DRAINING:
-            peer.draining = True
+            replica.draining = True
         elif not decline.retryable:
-            link.refused_by.add(peer.port)
+            spec.refused_by.add(replica.port)
         else:
             told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
-            if not told_anew or self._clock() - link.opened_at < REOPEN_SECONDS:
-                link.retry_at = self._clock() + REOPEN_SECONDS
-        self._assign(link)
+            if not told_anew or self._clock() - spec.wait.opened_at < REOPEN_SECONDS:
+                spec.retry_at = self._clock() + REOPEN_SECONDS
+        self._assign(spec)
 
-    def _learn(self, peer: DraftReplica, links: Iterable[SpeculativeRequest]) -> None:
+    def _learn(self, replica: DraftReplica, specs: Iterable[SpeculativeRequest]) -> None:
         seen: list[Observation] = []
-        for link in links:
-            news = link.mirror.take_observations()
+        for spec in specs:
+            news = spec.mirror.take_observations()
             seen += news
             # In lockstep every answer is waited for.
-            if not self._lockstep:
-                link.merit.judge(news)
-                peer.merit.judge(news)
-            if link.mirror.dropped:
-                self.dropped.update(link.mirror.dropped)
-                link.mirror.dropped.clear()
-        peer.calibrator.observe(seen)
+            if not self._wait_mode.lockstep:
+                spec.backoff.judge(news)
+                replica.backoff.judge(news)
+            if spec.mirror.dropped:
+                self.dropped.update(spec.mirror.dropped)
+                spec.mirror.dropped.clear()
+        replica.calibrator.observe(seen)

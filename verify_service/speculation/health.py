@@ -1,52 +1,38 @@
-"""Whether a draft service answers, and how fast."""
+"""Whether a draft replica answers, how fast, and what its answers bring."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 PROMISE_NODES = 8
-"""Best nodes of a request's tree that a hold counts on: what they bring, and what a round of them costs."""
+"""Best nodes of a request's tree that a wait counts on: what they bring, and what a round of them costs."""
 
-MOST_PARTS = 6
+MAX_PARTS = 6
 """Parts behind an answer that are looked at: with what came before them, a level of the tree for each that is likely to
 be followed at all."""
 
-_LEAST_ENDS = 0.5
-"""Chances that a tree ends too soon, below which what a part adds says little."""
-_LEARN = 0.1
-_HOPE = 0.02
-"""Part by which times look shorter with each commit that nobody waited for long enough."""
-_GAIN_HOPE = 0.003
-"""The same of what a wait may bring: seldom tried again, because what was waited for to its end is known well."""
+_MIN_END_CHANCE = 0.5
+"""Chance that a tree ends too soon, below which what a part adds says little."""
+_LEARN_RATE = 0.1
+"""Weight of the newest measurement."""
+_TIME_OPTIMISM = 0.02
+"""Part by which times look shorter with each commit whose answer no round waited for long enough."""
+_GAIN_OPTIMISM = 0.003
+"""The same of gains: seldom tried again, because what was waited for to its end is known well."""
 _SLOW_FACTOR = 10.0
-_SLOW_FLOOR = 0.05
+_SLOW_MIN_SECONDS = 0.05
+"""A replica is slow with an answer that takes both so long, and so many times as long as usual."""
 _LOST_SECONDS = 2.0
-_IN_VAIN = 1.5
-"""Of the wait: what was waited for in vain takes longer than that."""
+_TIMEOUT_FACTOR = 1.5
+"""Of a wait that was in vain: as long is the time that it is counted as."""
 
-_FOUND = 0.7
-"""Of answers that nobody waited for, those that leave nodes for the round after, before any was seen."""
-_FOUND_HOPE = 0.01
-"""What is held for is not tried without a hold; so much of the hope comes back with each."""
-
-
-class Wait(NamedTuple):
-    """A wait for something that a draft is expected to send."""
-
-    gain: float
-    """Accepted tokens that it is likely to bring."""
-    typical: float
-    """Seconds until it should be here, from now; 0 when it is overdue."""
-    late: float
-    """The same for 19 of 20 such waits."""
-    shares: NDArray[np.float64]
-    """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
-    found: float = 0.0
-    """How often the round after finds nodes if this one does not wait."""
+_PRIOR_FOUND = 0.7
+"""Of answers that no round waited for, those that leave nodes for the round after, before any was seen."""
+_FOUND_OPTIMISM = 0.01
+"""Part of the way back to the prior with each answer that a round waited for: it says nothing of the others."""
 
 
 class AnswerTimes:
@@ -58,32 +44,32 @@ class AnswerTimes:
 
     def note(self, seconds: float) -> None:
         """It took so long."""
-        self.typical += _LEARN * (seconds - self.typical)
+        self.typical += _LEARN_RATE * (seconds - self.typical)
         # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
-        step = _LEARN * max(self.typical, 1e-4)
+        step = _LEARN_RATE * max(self.typical, 1e-4)
         self.late = max(self.late + (step if seconds > self.late else -step / 19), self.typical)
 
-    def forget(self) -> None:
+    def shorten(self) -> None:
         """Take it for a little faster than it was."""
-        self.typical *= 1 - _HOPE
-        self.late = max(self.late * (1 - _HOPE), self.typical)
+        self.typical *= 1 - _TIME_OPTIMISM
+        self.late = max(self.late * (1 - _TIME_OPTIMISM), self.typical)
 
-    def not_within(self, seconds: float) -> None:
-        """It did not come in so long a wait. A short one says nothing of what usually takes longer."""
-        if _IN_VAIN * seconds > self.typical:
-            self.note(_IN_VAIN * seconds)
+    def note_timeout(self, seconds: float) -> None:
+        """It did not come within a wait. A short one says nothing of what usually takes longer."""
+        if _TIMEOUT_FACTOR * seconds > self.typical:
+            self.note(_TIMEOUT_FACTOR * seconds)
 
     def left(self, waited: float) -> tuple[float, float]:
         """What is left of `typical` and `late` after waiting for `waited` seconds."""
         return max(self.typical - waited, 0.0), max(self.late - waited, 0.0)
 
 
-class Answers:
+class AnswerStats:
     """What a draft sends after a commit: an answer, and more of it, part by part, as a model's burst goes on.
 
     `answer`, `more`, `later`: times of the answer, from it to the first part, and from a part to the next one.
     `more_gain`: accepted tokens that the first part added to what the answer promised, 0 where none came.
-    `deepens`: accepted tokens that the first, second, ... part adds, as a share of the chance that the tree ends too
+    `part_gains`: accepted tokens that the first, second, ... part adds, as a share of the chance that the tree ends too
     soon without it.
     `found`: how often, without a wait for it, an answer left nodes for the round after.
     """
@@ -93,67 +79,67 @@ class Answers:
         self.more = AnswerTimes()
         self.later = AnswerTimes()
         self.more_gain = more_gain
-        self.deepens = [0.0] * MOST_PARTS
-        self.found = self._hoped_found = found
+        self.part_gains = [0.0] * MAX_PARTS
+        self.found = self._prior_found = found
         self.shares: NDArray[np.float64] = np.arange(1.0, PROMISE_NODES + 1) / PROMISE_NODES
 
     def part_times(self, part: int) -> AnswerTimes:
         """How long part number `part` takes, from what came before it."""
         return self.later if part else self.more
 
-    def promised(self, promise: NDArray[np.float64]) -> None:
+    def note_shares(self, promise: NDArray[np.float64]) -> None:
         """Tokens that the best 1, 2, ... nodes of an answer are expected to have accepted, shape [PROMISE_NODES]."""
         if promise[-1]:
-            self.shares = self.shares + _LEARN * (promise / promise[-1] - self.shares)
+            self.shares = self.shares + _LEARN_RATE * (promise / promise[-1] - self.shares)
 
-    def passed(self, held: bool, has_nodes: bool) -> None:
-        """A round began without nodes, held for them or not, and the one after it has some or not."""
-        if held:  # which says nothing of rounds that are not
-            self.found += _FOUND_HOPE * (self._hoped_found - self.found)
+    def note_found(self, waited: bool, has_nodes: bool) -> None:
+        """A round began without nodes, after a wait for them or not, and the one after it has some or not."""
+        if waited:  # which says nothing of rounds that do not
+            self.found += _FOUND_OPTIMISM * (self._prior_found - self.found)
         else:
-            self.found += _LEARN * (has_nodes - self.found)
+            self.found += _LEARN_RATE * (has_nodes - self.found)
 
-    def added(self, gain: float) -> None:
+    def note_more_gain(self, gain: float) -> None:
         """The first part behind an answer brought so much; nothing if none came before the round was over."""
-        self.more_gain += _LEARN * (gain - self.more_gain)
+        self.more_gain += _LEARN_RATE * (gain - self.more_gain)
 
-    def deepened(self, part: int, gain: float, ends: float) -> None:
+    def note_part_gain(self, part: int, gain: float, end_chance: float) -> None:
         """Part number `part` brought so much, and before it the tree ended too soon with this chance."""
-        if ends >= _LEAST_ENDS:
-            self.deepens[part] += _LEARN * (gain / ends - self.deepens[part])
+        if end_chance >= _MIN_END_CHANCE:
+            self.part_gains[part] += _LEARN_RATE * (gain / end_chance - self.part_gains[part])
 
-    def tempt(self) -> None:
-        """Nobody waited long enough, so that nothing was measured: what may come looks a little better each time.
+    def note_unmeasured(self) -> None:
+        """No round waited long enough to measure anything: what may come looks a little better each time.
 
         So a draft that was not worth waiting for is tried again some day.
         """
-        self.more_gain += _GAIN_HOPE * max(1.0 - self.more_gain, 0.0)
-        self.answer.forget()
-        self.more.forget()
+        self.more_gain += _GAIN_OPTIMISM * max(1.0 - self.more_gain, 0.0)
+        self.answer.shorten()
+        self.more.shorten()
 
 
-class PeerHealth:
+class ReplicaHealth:
     """Times from a commit to the draft's acknowledgement of it, in seconds.
 
-    A peer is good while its oldest unanswered commit is young for it, and lost when nothing came back for two
-    seconds: it may be stopped, or its link dead without a word.
+    A replica is good while its oldest unanswered commit is young for it, and lost when nothing came back for two
+    seconds: it may be stopped, or its connection dead without a word.
     """
 
     def __init__(self, clock: Callable[[], float], turns: bool = False) -> None:
-        """`turns`: what a draft can do is known only once it was waited for, so that much is hoped of it at first."""
+        """`turns`: what a draft can do is known only once it was waited for, so much is expected of it at first."""
         self._clock = clock
-        self._hoped = 1.0 if turns else 0.0
-        self._hoped_found = 0.0 if turns else _FOUND
-        self.answers: list[float] = []
-        """Times of answers that nobody has taken yet; whoever reports them empties it."""
+        self._prior_gain = 1.0 if turns else 0.0
+        self._prior_found = 0.0 if turns else _PRIOR_FOUND
+        self.unreported: list[float] = []
+        """Times of answers that no figures have yet; whoever reports them empties it."""
         self.restart()
 
     def restart(self) -> None:
         """Forget everything, as at the start of a session."""
         self.times = AnswerTimes()
-        self.misses = Answers(self._hoped, self._hoped_found)
+        self.misses = AnswerStats(self._prior_gain, self._prior_found)
         """After commits that left no nodes."""
-        self.hits = Answers(self._hoped)
+        self.hits = AnswerStats(self._prior_gain)
         """After those that left some, where an answer to them is waited for."""
         self.opens = AnswerTimes()
         """Of the first answers to requests that were opened, prompt and all."""
@@ -191,7 +177,7 @@ class PeerHealth:
     def forget(self, number: int) -> None:
         """No answer is expected any more.
 
-        A wait that was long for this peer counts on, or no silence would be noticed among short requests.
+        A wait that was long for this replica counts on, or no silence would be noticed among short requests.
         """
         waited, was_good = self._oldest(), self.good
         self._drop(number)
@@ -209,8 +195,8 @@ class PeerHealth:
 
     @property
     def good(self) -> bool:
-        """Whether waiting for this peer can be worth it."""
-        return self._oldest() < max(_SLOW_FLOOR, _SLOW_FACTOR * self.typical)
+        """Whether waiting for this replica can be worth it."""
+        return self._oldest() < max(_SLOW_MIN_SECONDS, _SLOW_FACTOR * self.typical)
 
     @property
     def lost(self) -> bool:
@@ -223,5 +209,5 @@ class PeerHealth:
         return self._clock() - min(since for _, since in unanswered) if unanswered else 0.0
 
     def _note(self, seconds: float) -> None:
-        self.answers.append(seconds)
+        self.unreported.append(seconds)
         self.times.note(seconds)
