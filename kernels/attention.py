@@ -37,7 +37,6 @@ def tree_attention(
     num_splits: int,
     scale: float,
     path: Tensor | None = None,
-    out: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
 ) -> Tensor:
@@ -67,7 +66,6 @@ def tree_attention(
             the length of the row, `config.span` and its number of processors; 1 saves the second launch.
         scale: factor on the scores.
         path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
-        out: [M, H * D] to write to, contiguous.
         config: the tile; None chooses.
         pdl: start before the launch in front has ended, where the device can.
 
@@ -77,16 +75,14 @@ def tree_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
-    check_caches(q, k_cache, v_cache, page_tables)
-    check_splits(num_splits)
+    out = _checked(q, k_cache, v_cache, page_tables, num_splits)
     if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not mask.is_contiguous() or (path is not None and not path.is_contiguous()):
         raise ValueError("mask and path must be contiguous")
     if path is not None and path.shape[1] != power_of_two(path.shape[1]):
         raise ValueError(f"the depth of paths must be a power of two, got {path.shape[1]}")
-    num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
+    num_tokens, num_heads = q.shape[:2]
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
         return reference.tree_attention(q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out)
@@ -118,9 +114,7 @@ def prefill_attention(
     page_size: int,
     max_row_tokens: int,
     scale: float,
-    out: Tensor | None = None,
     config: TileConfig | None = None,
-    pdl: bool = True,
 ) -> Tensor:
     """Causal attention of chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
 
@@ -132,28 +126,24 @@ def prefill_attention(
     Raises:
         ValueError: shapes that do not fit.
     """
-    check_caches(q, k_cache, v_cache, page_tables)
-    num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
+    out = _checked(q, k_cache, v_cache, page_tables, 1)
+    num_heads, head_dim = q.shape[1:]
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
         return reference.prefill_attention(q, k_cache, v_cache, *lengths, page_size, scale, out)
     from kernels.jit import attention as jit
 
     config = config or prefill_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
-    pdl = pdl and supports_pdl(q)
-    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, pdl, max_row_tokens, config)
+    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, supports_pdl(q), max_row_tokens, config)
     return out
 
 
-def check_splits(num_splits: int) -> None:
-    """Raise ValueError for a number of splits that attention cannot take."""
+def _checked(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor, num_splits: int, out: Tensor | None = None
+) -> Tensor:
+    """`out`, or a new tensor. Raises ValueError for what attention cannot take."""
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
-
-
-def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor) -> None:
-    """Raise ValueError for queries, caches or page tables that attention cannot take."""
     num_heads, head_dim = q.shape[1:]
     if k_cache.shape != v_cache.shape or k_cache.shape[2] != head_dim:
         raise ValueError(f"caches of {list(k_cache.shape)} and {list(v_cache.shape)} do not fit heads of {head_dim}")
@@ -165,6 +155,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tenso
         raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
     if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or page_tables.stride(1) != 1:
         raise ValueError("q, the caches and the rows of the page tables must be contiguous")
+    return torch.empty(len(q), num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
 
 
 __all__ = ["Branches", "branch_attention", "list_branches", "short_tokens"]
@@ -242,6 +233,7 @@ def branch_attention(
 
     Args:
         branches: of these tokens.
+        out: [M, H * D] to write to, contiguous.
         num_splits: the most programs that share the context of a tile, 1 to 32; how many do is decided on the device.
             If `short`, it is not used.
         short: contexts are expected to have at most `short_tokens(D)` tokens. Longer ones take longer this way, and
@@ -254,12 +246,10 @@ def branch_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
-    check_caches(q, k_cache, v_cache, page_tables)
-    check_splits(num_splits)
+    out = _checked(q, k_cache, v_cache, page_tables, num_splits, out)
     num_tokens, num_heads, head_dim = q.shape
     if branches.slots.shape[0] != num_tokens or branches.lens.shape != (num_tokens,):
         raise ValueError(f"branches of {branches.slots.shape[0]} tokens for {num_tokens}")
-    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
     where = (page_tables, table_rows, first, cached_len, *branches)
     if not use_triton(q):
         return reference.branch_attention(q, k_cache, v_cache, *where, page_size, scale, out)

@@ -14,14 +14,14 @@ MAX_SPLITS = 32
 # One tile alone gains nothing by more, and each costs a share of the sum.
 CHOSEN_SPLITS = 24
 # As many are worth several programs on a processor.
-WORTHY_SPLITS = 16
+MAX_SHARED_SPLITS = 16
 # Queries of the smallest tile.
 SMALL_ROWS = 16
 # Where context and branches are one launch: splits, how many where programs are many, and tiles of keys that each
 # program of the context has in registers before it waits.
 SHORT_SPLITS = 8
-_CROWDED_SPLITS = 6
-AHEAD = 2
+_MIN_SHORT_SPLITS = 6
+RESIDENT_TILES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,14 @@ class TileConfig:
         keys: keys in a step; a power of two, at least 16.
         num_warps: 4 or 8 with at least 64 rows uses the tensor cores of a whole warp group.
         num_stages: key tiles on their way, and the one that is worked on.
-        prefetch: ask for the first keys before the launch in front of this one ends.
         span: steps that a split takes at least, so that short contexts use fewer splits.
-        max_registers: of a thread; None leaves it to the compiler.
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    prefetch: bool = True
     span: int = 1
-    max_registers: int | None = None
 
 
 def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
@@ -87,7 +83,7 @@ def branch_config(row_tokens: int, group: int, head_dim: int, dtype: torch.dtype
 
 
 def short_config(group: int, head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """The tile for short contexts with branches: AHEAD of them and one of ancestors are in registers at once."""
+    """The tile for short contexts with branches: RESIDENT_TILES and one of ancestors are in registers."""
     rows = max(SMALL_ROWS, power_of_two(group))
     if dtype == torch.float32:
         return TileConfig(rows, max(_short_keys(head_dim) // 2, SMALL_ROWS), 4, 1)
@@ -104,7 +100,7 @@ def short_tokens(head_dim: int) -> int:
 
     Where programs are many there are fewer splits, which look at the rest in a loop.
     """
-    return SHORT_SPLITS * AHEAD * _short_keys(head_dim)
+    return SHORT_SPLITS * RESIDENT_TILES * _short_keys(head_dim)
 
 
 def short_splits(programs: int, processors: int) -> int:
@@ -114,7 +110,7 @@ def short_splits(programs: int, processors: int) -> int:
         programs: of one split.
         processors: of the device.
     """
-    return min(max(2 * processors // programs, _CROWDED_SPLITS), SHORT_SPLITS)
+    return min(max(2 * processors // programs, _MIN_SHORT_SPLITS), SHORT_SPLITS)
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:
@@ -151,7 +147,7 @@ def choose_splits(
     usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
     rows = tree_config(usual, group, torch.bfloat16).rows
     programs = usual_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
-    crowded = min(processors * (3 if rows == SMALL_ROWS else 2) // programs, WORTHY_SPLITS)
+    crowded = min(processors * (3 if rows == SMALL_ROWS else 2) // programs, MAX_SHARED_SPLITS)
     return min(max(processors // programs, crowded, 1), CHOSEN_SPLITS)
 
 

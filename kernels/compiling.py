@@ -9,9 +9,9 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-_mending = threading.Lock()
-_loading = threading.RLock()
-_readying = tuple(threading.RLock() for _ in range(64))
+_patch_lock = threading.Lock()
+_load_lock = threading.RLock()
+_init_locks = tuple(threading.RLock() for _ in range(64))
 """Threads wait for each other only if they are about to make the same kernel ready, or one that shares its lock."""
 
 
@@ -25,14 +25,14 @@ def allow_threads() -> bool:
         from triton.runtime import build
     except ImportError:
         return False
-    with _mending:
-        if getattr(build, "_outrider_mended", False):
+    with _patch_lock:
+        if getattr(build, "_outrider_patched", False):
             return True
         if not _is_known(CompiledKernel, build):
             return False
-        _load_in_turn(build)
-        _make_ready_once(CompiledKernel)
-        build._outrider_mended = True
+        _serialize_loads(build)
+        _serialize_init(CompiledKernel)
+        build._outrider_patched = True
     return True
 
 
@@ -45,25 +45,25 @@ def _is_known(kernel: Any, build: Any) -> bool:
     return loads and readies and hasattr(build, "_load_module_from_path")
 
 
-def _load_in_turn(build: Any) -> None:
+def _serialize_loads(build: Any) -> None:
     """Whoever loads a C module gets one of its own, made before anybody else loads another."""
     load = build._load_module_from_path
 
-    def load_alone(name: str, path: str) -> ModuleType:
-        with _loading:
+    def load_locked(name: str, path: str) -> ModuleType:
+        with _load_lock:
             own = ModuleType(name)
             vars(own).update(vars(load(name, path)))
             return own
 
-    build._load_module_from_path = load_alone
+    build._load_module_from_path = load_locked
 
 
-def _make_ready_once(kernel: Any) -> None:
+def _serialize_init(kernel: Any) -> None:
     """A kernel is made ready by one thread, and launched when it has its function."""
     init = kernel._init_handles
 
-    def make_ready(self: Any) -> None:
-        with _readying[(id(self) >> 6) % len(_readying)]:
+    def init_locked(self: Any) -> None:
+        with _init_locks[(id(self) >> 6) % len(_init_locks)]:
             init(self)
 
     def run(self: Any) -> Any:
@@ -71,7 +71,7 @@ def _make_ready_once(kernel: Any) -> None:
             self._init_handles()
         return self._run
 
-    kernel._init_handles = make_ready
+    kernel._init_handles = init_locked
     kernel.run = property(run)
 
 
@@ -81,8 +81,6 @@ LAYER_KERNELS = frozenset(("_norm_linear", "_cut_linear", "_norm_qkv", "attend_s
 """The launches of a small model's layer in a draft step."""
 CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of CUDA's driver."""
-_ALL = 100
-"""Percent."""
 
 
 def share_l1() -> bool:
@@ -98,31 +96,19 @@ def share_l1() -> bool:
     try:
         from triton import knobs
 
-        knobs.runtime.kernel_load_end_hook.add(_ask)
+        knobs.runtime.kernel_load_end_hook.add(_set_all_shared)
     except (ImportError, AttributeError):
         return False
     return True
 
 
-def ask_for(function: int, percent: int) -> None:
-    """Have a kernel, CUDA's `function`, ask for so much of L1 as shared memory; -1 leaves it to the driver.
-
-    Raises:
-        OSError: CUDA's driver is not there, or refuses.
-    """
-    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, percent)
-    if error:
-        raise OSError(f"CUDA's driver refuses {percent} % of L1 as shared memory: error {error}")
-
-
-def _ask(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
+def _set_all_shared(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
     """Called by Triton when it has loaded a kernel. One that is refused is slower and no worse."""
     if name not in LAYER_KERNELS:
         return
-    try:
-        ask_for(function, _ALL)
-    except OSError as error:
-        log.warning("%s runs with less shared memory than it could: %s", name, error)
+    error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100)
+    if error:
+        log.warning("%s runs with less shared memory than it could: CUDA's driver says error %d", name, error)
 
 
 @cache

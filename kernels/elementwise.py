@@ -9,28 +9,28 @@ from kernels.launch import supports_pdl, use_triton
 from kernels.reference import elementwise as reference
 
 
-def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rows / sqrt(mean(rows^2) + eps) * weight for each row, in float32, rounded once.
 
     Args:
         rows: [M, K], contiguous, of any float dtype.
         weight: [K]. It may be read before the kernel launched last has ended: it must not be what that one writes.
         eps: added to the mean of the squares.
-        out: [M, K] of the dtype of `rows`, written and returned; a new tensor if None. It may be `rows` itself.
+
+    Returns:
+        [M, K] of the dtype of `rows`.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     if rows.dim() != 2 or weight.shape != rows.shape[1:]:
         raise ValueError(f"rms_norm of {tuple(rows.shape)} with a weight of {tuple(weight.shape)}")
-    if out is None:
-        out = torch.empty_like(rows)
-    if use_triton(rows):
-        from kernels.jit import elementwise as jit
+    if not use_triton(rows):
+        return reference.rms_norm(rows, weight, eps)
+    from kernels.jit import elementwise as jit
 
-        jit.rms_norm(rows, weight, eps, out)
-    else:
-        out.copy_(reference.rms_norm(rows, weight, eps))
+    out = torch.empty_like(rows)
+    jit.rms_norm(rows, weight, eps, out)
     return out
 
 
@@ -70,8 +70,6 @@ def rope_write(
     num_heads: int,
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
-    *,
-    pdl: bool = True,
 ) -> Tensor:
     """Rotate query and key heads; write keys and values to their slots. One launch.
 
@@ -85,7 +83,6 @@ def rope_write(
         num_heads: H.
         qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation.
         eps: added to the mean square.
-        pdl: start before the launch in front has ended, where the device can.
 
     Returns:
         q [M, H, D] in the heads' dtype.
@@ -108,6 +105,5 @@ def rope_write(
         return q
     from kernels.jit import elementwise as jit
 
-    pdl = pdl and supports_pdl(heads)
-    jit.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, pdl)
+    jit.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, supports_pdl(heads))
     return q

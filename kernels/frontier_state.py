@@ -25,9 +25,6 @@ NOT_HERE = -2
 FIRST_SEED, NUM_MORE_SEEDS = range(2)
 MORE_WORDS = 4
 
-FORCED_FROM = 1e29
-"""Scores from here on belong to entries that must be run."""
-
 MAX_ENTRIES = 1 << 20
 """Of a pool."""
 

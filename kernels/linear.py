@@ -83,10 +83,7 @@ def _check_stream(
     out: Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
-        raise ValueError(
-            f"product of {rows.dtype} {tuple(rows.shape)} with weights {weight.dtype} {tuple(weight.shape)}"
-        )
+    _check_product(rows, weight)
     if not 1 <= rows.shape[0] <= MAX_ROWS:
         raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {MAX_ROWS}")
     if gated and weight.shape[0] % 2:
@@ -222,10 +219,7 @@ def norm_qkv(
 
 
 def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor | None) -> None:
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
-        raise ValueError(
-            f"product of {rows.dtype} {tuple(rows.shape)} with weights {weight.dtype} {tuple(weight.shape)}"
-        )
+    _check_product(rows, weight)
     if norm is not None and norm.shape != rows.shape[1:]:
         raise ValueError(f"a norm of {tuple(norm.shape)} for rows of {rows.shape[1]}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -236,3 +230,10 @@ def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor 
         raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of 16 to {limit} columns can be taken")
     if not (rows.is_contiguous() and weight.is_contiguous()):
         raise ValueError("rows and weights must be contiguous")
+
+
+def _check_product(rows: Tensor, weight: Tensor) -> None:
+    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
+        raise ValueError(
+            f"product of {rows.dtype} {tuple(rows.shape)} with weights {weight.dtype} {tuple(weight.shape)}"
+        )

@@ -8,9 +8,9 @@ from kernels.launch import ceil_div, power_of_two
 
 MAX_ROWS = 64
 """Rows that a product takes at most."""
-MANY_WEIGHTS = 40_000_000
+MAX_MEASURED_WEIGHTS = 40_000_000
 """Not measured above; at 64 rows cuBLAS already reads some weights faster."""
-FEW_WEIGHTS = 1_500_000
+SMALL_WEIGHTS = 1_500_000
 """Not so many: at 64 rows, too, ours is faster, by 1.25 to 1.4 for the products of SmolLM2-135M."""
 MIN_TILE = 16
 SHARED_MEMORY = 227 * 1024
@@ -45,8 +45,6 @@ class GemmConfig:
     """Steps that a program asks into L2 before it waits for the kernel before it."""
     bulk: bool = True
     """Prefetch whole pieces of a weight row by the copy engine, not line by line."""
-    pdl: bool = True
-    """Start while the kernel before ends (Hopper and later)."""
 
     def shared_bytes(self, num_rows: int, itemsize: int, gated: bool) -> int:
         """Shared memory of the steps in flight; Triton adds a little, and up to a tile in float32 where it converts."""
@@ -128,7 +126,7 @@ def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
 
 def worth_streaming(num_rows: int, num_weights: int) -> bool:
     """Whether our product is about as fast as cuBLAS or faster: for few rows, and for more where weights are many."""
-    return num_rows <= 32 or (num_rows <= MAX_ROWS and not FEW_WEIGHTS < num_weights < MANY_WEIGHTS)
+    return num_rows <= 32 or (num_rows <= MAX_ROWS and not SMALL_WEIGHTS < num_weights < MAX_MEASURED_WEIGHTS)
 
 
 MAX_SIZE = 1536
@@ -144,7 +142,7 @@ _GROUP_SIZE = 640
 _MIDDLE_SIZE = 1024
 MAX_CUT_SIZE = 8192
 _CUT = 512
-_CROWD = 200
+_MAX_PROGRAMS = 200
 """Programs that run at the same time without being in each other's way: with more, each takes more rows instead."""
 _MAX_WEIGHTS = 5 << 20
 """Weights of the largest matrix that was tried, 896 x 4864 and 2048 x 2048, and a little."""
@@ -180,7 +178,7 @@ def usual_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConf
     if not whole:
         config = RowConfig(cut=_CUT, warps=8)
         programs = ceil_div(num_out, config.tile) * ceil_div(num_rows, config.block_m) * ceil_div(size, _CUT)
-        return config if programs <= _CROWD else replace(config, block_m=32, warps=4)
+        return config if programs <= _MAX_PROGRAMS else replace(config, block_m=32, warps=4)
     return RowConfig(tile=32 if size <= _MIDDLE_SIZE else 16, parts=4)
 
 

@@ -10,21 +10,22 @@ from torch import Tensor
 
 from kernels.attention_tiles import TileConfig, lone_splits, max_tiles, usual_tiles
 from kernels.jit.attention_parts import (
-    LONG,
-    add_up,
-    find_tile,
+    LONG_SPLIT_STEPS,
+    attend_context,
+    init_softmax,
     key_slots,
-    nothing_seen,
-    online,
+    launch_combine,
+    launch_options,
+    load_ints,
+    load_tile_row,
     prefetch_tile,
-    put,
-    read,
-    see_context,
+    softmax_step,
     split_steps,
+    store_tile,
     tile_tokens,
     workspace,
 )
-from kernels.launch import num_processors, power_of_two
+from kernels.launch import num_processors
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "lone_splits"])
@@ -48,14 +49,11 @@ def attend_tiles(
     num_splits = tl.num_programs(2)
 
     # Lengths and page tables come from before the launch in front of this one: no need to wait for them.
-    row, place = find_tile(first, num_rows, num_tokens, tl.program_id(0), TOKENS, ROWS_PAD)
+    row, place, row_first, row_end, cached, table = load_tile_row(
+        first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tl.program_id(0),
+        TOKENS, ROWS_PAD,
+    )  # fmt: skip
     real = row < num_rows
-    row_first = tl.load(first + row, mask=row <= num_rows, other=0)
-    row_end = tl.load(first + row + 1, mask=real, other=0)
-    row_end = tl.where(row == num_rows, num_tokens, row_end)
-    cached = tl.load(cached_len + row, mask=real, other=0)
-    table_row = tl.load(table_rows + row, mask=real, other=0)
-    table = page_tables + table_row.to(tl.int64) * table_stride
     total = tl.where(real, cached + row_end - row_first, 0)
     span = split_steps(tl.cdiv(total, KEYS), num_splits, lone_splits, SPAN, LONGEST) * KEYS
     low = split * span
@@ -85,13 +83,13 @@ def attend_tiles(
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = nothing_seen(ROWS, DIM)
+    top, mass, acc = init_softmax(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
     if WORDS <= 2:
         words_low = tl.load(mask + token * WORDS, mask=row_ok, other=0)
         words_high = tl.load(mask + token * WORDS + WORDS - 1, mask=row_ok, other=0)
 
-    top, mass, acc = see_context(
+    top, mass, acc = attend_context(
         tile_q, k_head, v_head, table, low, open_end, last, top, mass, acc, scale,
         LINE, DIM, KEYS, PAGE, STAGES, ON_GPU,
     )  # fmt: skip
@@ -111,10 +109,12 @@ def attend_tiles(
         bits = (words >> (own & 31)[None, :]) & 1
         seen = ((bits != 0) | (own < 0)[None, :]) & inside[None, :]
         products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
-    put(output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT)
+    store_tile(
+        output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT
+    )
 
 
 def tree_attention(
@@ -131,19 +131,16 @@ def tree_attention(
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
     usual = usual_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
     lone = lone_splits(usual, config.rows, num_splits, num_processors(q))
-    line = dim * q.element_size()
     partials, stats = workspace(q, num_splits)
     attend_tiles[(tiles, kv_heads, num_splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask,
         out, partials, stats, num_rows, num_tokens, lone, page_tables.stride(0), scale * log2(e),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
-        ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), WORDS=mask.shape[1],
-        STAGES=config.num_stages, SPAN=config.span, LONGEST=LONG, DIRECT=num_splits == 1, PDL=pdl,
-        PREFETCH=pdl and config.prefetch and line >= 128, ON_GPU=q.is_cuda,
-        num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
+        WORDS=mask.shape[1], SPAN=config.span, LONGEST=LONG_SPLIT_STEPS, DIRECT=num_splits == 1,
+        PREFETCH=pdl and dim * q.element_size() >= 128,
+        **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
-        add_up(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl)
+        launch_combine(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl)
 
 
 # Tokens that share a tile; they go along their paths one after the other.
@@ -168,7 +165,7 @@ def nth_tile(n, split, num_splits, SPAN: tl.constexpr):
 def _path_slots(table, steps, keys, cached, last, PAGE: tl.constexpr, DEPTH: tl.constexpr, ON_GPU: tl.constexpr):
     """KV slots of absolute positions, behind the context those to which a path leads; and which of them there are."""
     own = keys - cached
-    place = read(steps + tl.minimum(tl.maximum(own, 0), DEPTH - 1), ON_GPU)
+    place = load_ints(steps + tl.minimum(tl.maximum(own, 0), DEPTH - 1), ON_GPU)
     there = (own < 0) | ((own < DEPTH) & (place >= 0))
     keys = tl.where(own >= 0, cached + tl.maximum(place, 0), keys)
     return key_slots(table, keys, last, PAGE, ON_GPU), there
@@ -193,14 +190,11 @@ def attend_paths(
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
 
-    row, place = find_tile(first, num_rows, num_tokens, tl.program_id(0), TOKENS, ROWS_PAD)
+    row, place, row_first, row_end, cached, table = load_tile_row(
+        first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tl.program_id(0),
+        TOKENS, ROWS_PAD,
+    )  # fmt: skip
     real = row < num_rows
-    row_first = tl.load(first + row, mask=row <= num_rows, other=0)
-    row_end = tl.load(first + row + 1, mask=real, other=0)
-    row_end = tl.where(row == num_rows, num_tokens, row_end)
-    cached = tl.load(cached_len + row, mask=real, other=0)
-    table_row = tl.load(table_rows + row, mask=real, other=0)
-    table = page_tables + table_row.to(tl.int64) * table_stride
     last = tl.maximum(cached + row_end - row_first - 1, 0)
 
     tile_first = row_first + place * TOKENS
@@ -224,7 +218,7 @@ def attend_paths(
     token = tile_first + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = nothing_seen(ROWS, DIM)
+    top, mass, acc = init_softmax(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
 
     ahead = nth_tile(0, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
@@ -236,7 +230,7 @@ def attend_paths(
         tile_k = tl.load(k_head + where)
         tile_v = tl.load(v_head + where)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     ahead = nth_tile(shared, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
     slots, there = _path_slots(table, path + tile_first * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
@@ -251,9 +245,11 @@ def attend_paths(
         ahead = nth_tile(shared + (n + 1) % each, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots, there = _path_slots(table, path + member * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
         products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
-    put(output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT)
+    store_tile(
+        output, partials, stats, at, top, mass, acc, num_tokens * HEADS, split, row_ok & (real | DIRECT), DIM, DIRECT
+    )
 
 
 def path_attention(
@@ -262,7 +258,7 @@ def path_attention(
     page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
 ) -> None:  # fmt: skip
     """As kernels.attention.tree_attention with `path`."""
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads = q.shape[:2]
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = min(tile_tokens(config, num_heads, kv_heads), PATH_TOKENS)
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
@@ -270,13 +266,11 @@ def path_attention(
     attend_paths[(tiles, kv_heads, num_splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, path, out, partials, stats,
         num_rows, num_tokens, page_tables.stride(0), scale * log2(e),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, TOKENS=tokens,
-        ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), DEPTH=path.shape[1],
-        STAGES=config.num_stages, SPAN=config.span, DIRECT=num_splits == 1, PDL=pdl, ON_GPU=q.is_cuda,
-        num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
+        TOKENS=tokens, DEPTH=path.shape[1], SPAN=config.span, DIRECT=num_splits == 1,
+        **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
-        add_up(partials, stats, out, first, cached_len, path, num_splits, num_splits, config, num_heads, pdl)
+        launch_combine(partials, stats, out, first, cached_len, path, num_splits, num_splits, config, num_heads, pdl)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -295,14 +289,10 @@ def attend_causal(
     kv_head = tl.program_id(1)
     # The last tiles of a row have the most keys: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row, place = find_tile(first, num_rows, num_tokens, tile, TOKENS, ROWS_PAD)
+    row, place, row_first, row_end, cached, table = load_tile_row(
+        first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tile, TOKENS, ROWS_PAD
+    )  # fmt: skip
     real = row < num_rows
-    row_first = tl.load(first + row, mask=row <= num_rows, other=0)
-    row_end = tl.load(first + row + 1, mask=real, other=0)
-    row_end = tl.where(row == num_rows, num_tokens, row_end)
-    cached = tl.load(cached_len + row, mask=real, other=0)
-    table_row = tl.load(table_rows + row, mask=real, other=0)
-    table = page_tables + table_row.to(tl.int64) * table_stride
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -323,7 +313,7 @@ def attend_causal(
     high = cached + tl.minimum(tile_first + TOKENS, row_end) - row_first
     open_end = tl.where(real, open_end, 0)
     high = tl.where(real, high, 0)
-    top, mass, acc = nothing_seen(ROWS, DIM)
+    top, mass, acc = init_softmax(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
 
     last = tl.maximum(high - 1, 0)
@@ -334,7 +324,7 @@ def attend_causal(
         tile_k = tl.load(k_head + where)
         tile_v = tl.load(v_head + where)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     for start in tl.range(open_end, high, KEYS, num_stages=STAGES):
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
@@ -345,7 +335,7 @@ def attend_causal(
         tile_v = tl.load(v_head + where, mask=inside, other=0.0)
         seen = keys[None, :] <= position[:, None]
         products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
     result = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -358,14 +348,12 @@ def prefill_attention(
     page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
 ) -> None:  # fmt: skip
     """As kernels.attention.prefill_attention."""
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, num_heads = q.shape[:2]
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=True)
     attend_causal[(tiles, kv_heads)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, out,
         num_rows, num_tokens, page_tables.stride(0), scale * log2(e),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
-        ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), STAGES=config.num_stages,
-        PDL=pdl, ON_GPU=q.is_cuda, num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
+        **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip

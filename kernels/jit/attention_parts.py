@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,22 @@ def find_tile(first, num_rows, num_tokens, tile, TOKENS: tl.constexpr, ROWS_PAD:
 
 
 @triton.jit
+def load_tile_row(
+    first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tile,
+    TOKENS: tl.constexpr, ROWS_PAD: tl.constexpr,
+):  # fmt: skip
+    """As find_tile; then, of that row, its first token and the one behind its last, its context and its page table."""
+    row, place = find_tile(first, num_rows, num_tokens, tile, TOKENS, ROWS_PAD)
+    real = row < num_rows
+    row_first = tl.load(first + row, mask=row <= num_rows, other=0)
+    row_end = tl.load(first + row + 1, mask=real, other=0)
+    row_end = tl.where(row == num_rows, num_tokens, row_end)
+    cached = tl.load(cached_len + row, mask=real, other=0)
+    table_row = tl.load(table_rows + row, mask=real, other=0)
+    return row, place, row_first, row_end, cached, page_tables + table_row.to(tl.int64) * table_stride
+
+
+@triton.jit
 def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
     """The request row of a token; num_rows for a padding token."""
     lanes = tl.arange(0, ROWS_PAD)
@@ -39,7 +57,7 @@ def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
 
 
 @triton.jit
-def read(pointers, ON_GPU: tl.constexpr):
+def load_ints(pointers, ON_GPU: tl.constexpr):
     """The int32 at each pointer.
 
     On a GPU by an instruction that the compiler does not take for a load: it would copy these few numbers through
@@ -55,7 +73,7 @@ def read(pointers, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def held(tile, ON_GPU: tl.constexpr):
+def keep_in_registers(tile, ON_GPU: tl.constexpr):
     """A tile that is in registers from here on: the compiler would put its loads off until it is used."""
     if ON_GPU:
         PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
@@ -67,7 +85,7 @@ def held(tile, ON_GPU: tl.constexpr):
 def key_slots(table, keys, last, PAGE: tl.constexpr, ON_GPU: tl.constexpr):
     """The int64 KV slots of logical positions `keys`; beyond `last`, that of `last`."""
     keys = tl.minimum(keys, last)
-    return read(table + keys // PAGE, ON_GPU).to(tl.int64) * PAGE + keys % PAGE
+    return load_ints(table + keys // PAGE, ON_GPU).to(tl.int64) * PAGE + keys % PAGE
 
 
 @triton.jit
@@ -79,7 +97,7 @@ def page_slots(table, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, ON_GP
     lanes = tl.arange(0, KEYS)
     if KEYS % PAGE == 0:
         # A pipelined loop asks for tiles behind its last one.
-        pages = read(table + tl.minimum(start // PAGE + lanes // PAGE, last // PAGE), ON_GPU)
+        pages = load_ints(table + tl.minimum(start // PAGE + lanes // PAGE, last // PAGE), ON_GPU)
         first_slots, within = pages.to(tl.int64) * PAGE, lanes % PAGE
     else:
         first_slots, within = key_slots(table, start + lanes, last, PAGE, ON_GPU), tl.zeros([KEYS], tl.int32)
@@ -101,7 +119,7 @@ def prefetch_tile(
 
 
 @triton.jit
-def online(products, v, top, mass, acc, scale):
+def softmax_step(products, v, top, mass, acc, scale):
     """One step of the online softmax, base 2, over a tile of unscaled scores; -inf hides a key.
 
     Explicit fma: what the compiler fuses must not differ between copies of this code, or the result of a token would
@@ -119,18 +137,18 @@ def online(products, v, top, mass, acc, scale):
 
 
 @triton.jit
-def nothing_seen(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Top score, mass and weighted sum of queries that have seen no key: where `online` begins."""
+def init_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Top score, mass and weighted sum of queries that have seen no key: where `softmax_step` begins."""
     return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
 
 
 @triton.jit
-def see_context(
+def attend_context(
     tile_q, k_head, v_head, table, low, end, last, top, mass, acc, scale,
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """Steps of `online` over whole key tiles that all queries see, from `low` to `end`."""
+    """Steps of `softmax_step` over whole key tiles that all queries see, from `low` to `end`."""
     dims = tl.arange(0, DIM)
     for start in tl.range(low, end, KEYS, num_stages=STAGES):
         pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
@@ -140,7 +158,7 @@ def see_context(
         tile_k = tl.load(k_head + inner + outer)
         tile_v = tl.load(v_head + inner + outer)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     return top, mass, acc
 
 
@@ -152,7 +170,7 @@ WARP_FLOATS = 1024
 
 
 # Steps that a program alone on its processor takes before two that share one are faster.
-LONG = 16
+LONG_SPLIT_STEPS = 16
 
 
 @triton.jit
@@ -166,7 +184,7 @@ def split_steps(num_steps, num_splits, lone_splits, SPAN: tl.constexpr, LONGEST:
 
 
 @triton.jit
-def put(
+def store_tile(
     output, partials, stats, at, top, mass, acc, num_pairs, split, row_ok,
     DIM: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
@@ -243,6 +261,18 @@ def combine(
     tl.store(output + at * DIM + dims, result.to(output.dtype.element_ty))
 
 
+def launch_options(
+    q: Tensor, k_cache: Tensor, num_rows: int, page_size: int, pdl: bool, config: TileConfig
+) -> dict[str, Any]:
+    """What kernels that walk over key tiles are compiled for."""
+    return {
+        "HEADS": q.shape[1], "KV_HEADS": k_cache.shape[1], "DIM": q.shape[2], "PAGE": page_size,
+        "ROWS": config.rows, "KEYS": config.keys, "ROWS_PAD": power_of_two(num_rows + 1), "STAGES": config.num_stages,
+        "PDL": pdl, "ON_GPU": q.is_cuda,
+        "num_warps": config.num_warps, "launch_pdl": pdl,
+    }  # fmt: skip
+
+
 def tile_tokens(config: TileConfig, num_heads: int, kv_heads: int) -> int:
     """Tokens whose query heads of a kv head fill a tile. Raises ValueError where not even one fits."""
     tokens = config.rows * kv_heads // num_heads
@@ -260,10 +290,10 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     return partials, torch.empty(*pairs, 2, dtype=torch.float32, device=q.device)
 
 
-def add_up(
+def launch_combine(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
     num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool,
-    longest: int = LONG, branches: bool = False,
+    longest: int = LONG_SPLIT_STEPS, branches: bool = False,
 ) -> None:  # fmt: skip
     """Launch `combine`."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]

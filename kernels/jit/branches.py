@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention_tiles import (
-    AHEAD,
+    RESIDENT_TILES,
     SHORT_SPLITS,
     SMALL_ROWS,
     TileConfig,
@@ -19,18 +19,19 @@ from kernels.attention_tiles import (
     usual_tiles,
 )
 from kernels.jit.attention_parts import (
-    add_up,
+    attend_context,
     find_row,
     find_tile,
-    held,
+    init_softmax,
+    keep_in_registers,
     key_slots,
-    nothing_seen,
-    online,
+    launch_combine,
+    launch_options,
+    load_ints,
     prefetch_tile,
-    put,
-    read,
-    see_context,
+    softmax_step,
     split_steps,
+    store_tile,
     tile_tokens,
     workspace,
 )
@@ -40,14 +41,14 @@ from kernels.launch import ceil_div, num_processors, power_of_two
 # Tree slots that a token looks at in a step: more than nearly all of them have ancestors.
 BRANCH_KEYS = 32
 # Steps of a split after which all of them are used: up to there half as many are faster, for their sum is.
-LONG_CONTEXT = 2
-_AHEAD: tl.constexpr = tl.constexpr(AHEAD)
+LONG_CONTEXT_STEPS = 2
+_RESIDENT_TILES: tl.constexpr = tl.constexpr(RESIDENT_TILES)
 # While fewer programs have the context, one more joins them: it has less of the context than others, or nothing.
-_FEW: tl.constexpr = tl.constexpr(4)
+_JOIN_BELOW: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _list(
+def _list_branches(
     mask, first, table_rows, page_tables, slots, lens, num_rows, table_stride, base,
     WORDS: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, ROWS_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -75,14 +76,14 @@ def _attend_branch(
     """The heads of a kv head of one token, and the `count` KV slots at `branch`: the first part of its sum."""
     keys = tl.arange(0, KEYS)
     last = tl.maximum(count - 1, 0)
-    slots = read(branch + tl.minimum(keys, last), ON_GPU).to(tl.int64)
+    slots = load_ints(branch + tl.minimum(keys, last), ON_GPU).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes
-    top, mass, acc = nothing_seen(ROWS, DIM)
+    top, mass, acc = init_softmax(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=(lanes < GROUP)[:, None], other=0.0)
     # Nearly always once: there is nothing to pipeline.
     for start in tl.range(0, count, KEYS, num_stages=1):
@@ -90,11 +91,11 @@ def _attend_branch(
         inside = start + keys < count
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-        slots = read(branch + tl.minimum(start + KEYS + keys, last), ON_GPU).to(tl.int64)
+        slots = load_ints(branch + tl.minimum(start + KEYS + keys, last), ON_GPU).to(tl.int64)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
         products = tl.where(inside[None, :], products, float("-inf"))
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
-    put(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
+    store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles", "num_splits", "lone_splits"])
@@ -156,10 +157,10 @@ def attend_branches(
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = nothing_seen(ROWS, DIM)
+    top, mass, acc = init_softmax(ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
     full_end = tl.minimum(high, cached // KEYS * KEYS)
-    top, mass, acc = see_context(
+    top, mass, acc = attend_context(
         tile_q, k_head, v_head, table, low, full_end, last, top, mass, acc, scale,
         LINE, DIM, KEYS, PAGE, STAGES, ON_GPU,
     )  # fmt: skip
@@ -171,8 +172,8 @@ def attend_branches(
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
         products = tl.where(inside[None, :], products, float("-inf"))
-        top, mass, acc = online(products, tile_v, top, mass, acc, scale)
-    put(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, split + 1, row_ok, DIM, False)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
+    store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, split + 1, row_ok, DIM, False)
 
 
 def list_branches(
@@ -182,7 +183,7 @@ def list_branches(
     """As kernels.attention.list_branches."""
     num_tokens, words = mask.shape
     num_rows = table_rows.shape[0]
-    _list[(num_tokens,)](
+    _list_branches[(num_tokens,)](
         mask, first, table_rows, page_tables, slots, lens, num_rows, page_tables.stride(0), base,
         WORDS=words, LANES=power_of_two(words * 32), PAGE=page_size, ROWS_PAD=power_of_two(num_rows + 1), num_warps=4,
     )  # fmt: skip
@@ -206,15 +207,13 @@ def branch_attention(
     attend_branches[(num_tokens + tiles * num_splits, kv_heads)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, slots, lens, partials, stats,
         num_rows, num_tokens, tiles, num_splits, lone, page_tables.stride(0), slots.shape[1], scale * log2(e),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
-        ROWS=config.rows, KEYS=config.keys, ROWS_PAD=power_of_two(num_rows + 1), STAGES=config.num_stages,
-        SPAN=config.span, LONGEST=LONG_CONTEXT,
+        SPAN=config.span, LONGEST=LONG_CONTEXT_STEPS,
         BRANCH_ROWS=max(SMALL_ROWS, power_of_two(num_heads // kv_heads)), BRANCH_KEYS=BRANCH_KEYS,
-        PDL=pdl, PREFETCH=pdl and config.prefetch and dim * q.element_size() >= 128, ON_GPU=q.is_cuda,
-        num_warps=config.num_warps, maxnreg=config.max_registers, launch_pdl=pdl,
+        PREFETCH=pdl and dim * q.element_size() >= 128,
+        **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     where = (partials, stats, out, first, cached_len, None)
-    add_up(*where, num_splits, lone, config, num_heads, pdl, longest=LONG_CONTEXT, branches=True)
+    launch_combine(*where, num_splits, lone, config, num_heads, pdl, longest=LONG_CONTEXT_STEPS, branches=True)
 
 
 # Short contexts, in one launch. For small models, whose launches are short and wait for each other. A program has the
@@ -223,7 +222,7 @@ def branch_attention(
 
 
 @triton.jit
-def _load(heads, slots, inside, LINE: tl.constexpr, DIM: tl.constexpr):
+def _load_heads(heads, slots, inside, LINE: tl.constexpr, DIM: tl.constexpr):
     """[KEYS, DIM] of a kv head."""
     return tl.load(heads + slots[:, None] * LINE + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
 
@@ -237,15 +236,15 @@ def _context(
     keys = start + tl.arange(0, KEYS)
     slots = key_slots(table, keys, tl.maximum(cached - 1, 0), PAGE, ON_GPU)
     inside = keys < cached
-    return _load(k_head, slots, inside, LINE, DIM), _load(v_head, slots, inside, LINE, DIM), inside
+    return _load_heads(k_head, slots, inside, LINE, DIM), _load_heads(v_head, slots, inside, LINE, DIM), inside
 
 
 @triton.jit
-def _members(branches, counts, tokens, begin, stride, MEMBERS: tl.constexpr, ON_GPU: tl.constexpr):
+def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constexpr, ON_GPU: tl.constexpr):
     """Slots of the ancestors from `begin` on, MEMBERS of each token, and which of them there are."""
     member = begin + tl.arange(0, counts.shape[0]) % MEMBERS
     at = branches + tokens.to(tl.int64) * stride + tl.minimum(member, tl.maximum(counts - 1, 0))
-    return read(at, ON_GPU).to(tl.int64), member < counts
+    return load_ints(at, ON_GPU).to(tl.int64), member < counts
 
 
 @triton.jit
@@ -255,7 +254,7 @@ def _scores(tile_q, tile_k, seen):
 
 
 @triton.jit
-def _add(weights, tile_v, acc):
+def _accumulate(weights, tile_v, acc):
     return tl.dot(weights.to(tile_v.dtype), tile_v, acc, input_precision="ieee")
 
 
@@ -274,7 +273,7 @@ def _clear_padding(
 
 
 @triton.jit
-def _meet(
+def _combine_last(
     out, partials, stats, counter, at, row_ok, top, mass, acc, split, used,
     DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -332,8 +331,8 @@ def attend_short(
     row_end = tl.load(first + row + 1, mask=real, other=0)
     end = tl.load(first + num_rows)
     cached = tl.load(cached_len + row, mask=real, other=0)
-    needed = tl.cdiv(cached, _AHEAD * KEYS)
-    used = tl.minimum(tl.where(needed < _FEW, needed + 1, needed), num_splits)
+    needed = tl.cdiv(cached, _RESIDENT_TILES * KEYS)
+    used = tl.minimum(tl.where(needed < _JOIN_BELOW, needed + 1, needed), num_splits)
     # Nobody waits for idle programs. One without a row may still have padding to see to.
     if (split >= used) | ((not real) & ((tile + 1) * TOKENS <= end)):
         return
@@ -350,15 +349,15 @@ def attend_short(
     counts = tl.load(lens + tokens)
     counts = tl.where((owner < TOKENS) & (begin + owner < row_end), counts, 0)
     member = (used - 1 - split) * MEMBERS
-    slots, own = _members(branches, counts, tokens, member, branch_stride, MEMBERS, ON_GPU)
+    slots, own = _load_ancestors(branches, counts, tokens, member, branch_stride, MEMBERS, ON_GPU)
     longest = tl.max(counts, 0)
     lanes = tl.arange(0, ROWS)
     token = begin + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
     of_own = (lanes // GROUP)[:, None] == owner[None, :]
-    near_k, near_v = held(near_k, ON_GPU), held(near_v, ON_GPU)
-    far_k, far_v = held(far_k, ON_GPU), held(far_v, ON_GPU)
+    near_k, near_v = keep_in_registers(near_k, ON_GPU), keep_in_registers(near_v, ON_GPU)
+    far_k, far_v = keep_in_registers(far_k, ON_GPU), keep_in_registers(far_v, ON_GPU)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -366,8 +365,8 @@ def attend_short(
     if split == 0:
         _clear_padding(out, tile * TOKENS, end, num_tokens, kv_head, ROWS, TOKENS, GROUP, HEADS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=row_ok[:, None], other=0.0)
-    own_k = _load(k_head, slots, own, LINE, DIM)
-    own_v = _load(v_head, slots, own, LINE, DIM)
+    own_k = _load_heads(k_head, slots, own, LINE, DIM)
+    own_v = _load_heads(v_head, slots, own, LINE, DIM)
     to_near = _scores(tile_q, near_k, near[None, :])
     to_far = _scores(tile_q, far_k, far[None, :])
     to_own = _scores(tile_q, own_k, of_own & own[None, :])
@@ -378,23 +377,23 @@ def attend_short(
     to_far = tl.exp2(tl.fma(to_far, scale, -base[:, None]))
     to_own = tl.exp2(tl.fma(to_own, scale, -base[:, None]))
     mass = tl.sum(to_near + to_far + to_own, 1)
-    acc = _add(to_near, near_v, tl.zeros([ROWS, DIM], tl.float32))
-    acc = _add(to_far, far_v, acc)
-    acc = _add(to_own, own_v, acc)
+    acc = _accumulate(to_near, near_v, tl.zeros([ROWS, DIM], tl.float32))
+    acc = _accumulate(to_far, far_v, acc)
+    acc = _accumulate(to_own, own_v, acc)
 
     # Contexts that are not short, and branches deeper than all splits have room for.
-    for start in tl.range((split + _AHEAD * used) * KEYS, cached, used * KEYS, num_stages=1):
+    for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
-        top, mass, acc = online(_scores(tile_q, tile_k, inside[None, :]), tile_v, top, mass, acc, scale)
+        top, mass, acc = softmax_step(_scores(tile_q, tile_k, inside[None, :]), tile_v, top, mass, acc, scale)
     for start in tl.range(member + used * MEMBERS, longest, used * MEMBERS, num_stages=1):
-        slots, own = _members(branches, counts, tokens, start, branch_stride, MEMBERS, ON_GPU)
-        scores = _scores(tile_q, _load(k_head, slots, own, LINE, DIM), of_own & own[None, :])
-        top, mass, acc = online(scores, _load(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
+        slots, own = _load_ancestors(branches, counts, tokens, start, branch_stride, MEMBERS, ON_GPU)
+        scores = _scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :])
+        top, mass, acc = softmax_step(scores, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
 
     meeting = (kv_head * tl.num_programs(0) + tile).to(tl.int64)
     partials += meeting * (SPLITS * ROWS * DIM)
     stats += meeting * (SPLITS * 2 * ROWS)
-    _meet(out, partials, stats, counters + meeting, at, row_ok, top, mass, acc, split, used, DIM, SPLITS)
+    _combine_last(out, partials, stats, counters + meeting, at, row_ok, top, mass, acc, split, used, DIM, SPLITS)
 
 
 def short_branch_attention(

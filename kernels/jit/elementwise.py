@@ -31,10 +31,9 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     num_rows, size = rows.shape
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(rows)
-    options = {"launch_pdl": True} if pdl else {}
     # Eight elements a thread: one load of 16 bytes for two-byte numbers.
     warps = min(max(block // 256, 1), 16)
-    _rms_norm[(num_rows,)](rows, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, **options)
+    _rms_norm[(num_rows,)](rows, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl)
 
 
 @triton.jit
@@ -54,8 +53,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """As kernels.elementwise.silu_mul, into `out`."""
     num_rows, size = out.shape
     pdl = supports_pdl(gate_up)
-    options = {"launch_pdl": True} if pdl else {}
-    _silu_mul[(num_rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, PDL=pdl, num_warps=4, **options)
+    _silu_mul[(num_rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -7,8 +7,6 @@ them to get there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,33 +117,11 @@ def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl
 
 @triton.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
 def _stream(
-    rows,
-    weight,
-    weight_start,
-    bias,
-    residual,
-    out,
-    partials,
-    counters,
-    num_rows,
-    num_out,
-    size,
-    steps,
-    base,
-    extra,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    GATED: tl.constexpr,
-    SWAP: tl.constexpr,
-    TMA: tl.constexpr,
-    SHARED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    BULK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, weight, weight_start, bias, residual, out, partials, counters, num_rows, num_out, size, steps, base, extra,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, SHARED: tl.constexpr,
+    PREFETCH: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     WIDTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     SLOT: tl.constexpr = 2 * BLOCK_M * BLOCK_N
@@ -214,16 +190,10 @@ def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -
 
 
 def stream_linear(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    gated: bool,
-    out: Tensor,
+    rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     config: GemmConfig,
-    compile_only: bool = False,
-) -> Any:
-    """As kernels.linear.stream_linear, into `out`. With `compile_only`, fill Triton's cache and return the kernel."""
+) -> None:  # fmt: skip
+    """As kernels.linear.stream_linear, into `out`."""
     num_rows, size = rows.shape
     num_out = out.shape[1]
     block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k
@@ -234,42 +204,14 @@ def stream_linear(
     shared = extra > 0 or base % steps > 0
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
-    pdl = config.pdl and supports_pdl(rows)
+    pdl = supports_pdl(rows)
     tma = config.tma and size * rows.element_size() % 16 == 0 and rows.element_size() <= 2
     bulk = config.bulk and size * rows.element_size() % 16 == 0
-    arguments = (
+    _stream[(programs,)](
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, block_k]) if tma else rows,
         TensorDescriptor(weight, list(weight.shape), [size, 1], [block_n, block_k]) if tma else weight,
-        weight,
-        bias,
-        residual,
-        out,
-        partials,
-        counters,
-        num_rows,
-        num_out,
-        size,
-        steps,
-        base,
-        extra,
-    )
-    options: dict[str, Any] = {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "STAGES": config.stages,
-        "EVEN": size % block_k == 0,
-        "GATED": gated,
-        "SWAP": config.swap,
-        "TMA": tma,
-        "SHARED": shared,
-        "PREFETCH": config.prefetch if pdl else 0,
-        "BULK": bulk,
-        "PDL": pdl,
-        "num_warps": config.warps,
-    }
-    if pdl:
-        options["launch_pdl"] = True
-    if compile_only:
-        return _stream.warmup(*arguments, grid=(programs,), **options)
-    return _stream[(programs,)](*arguments, **options)
+        weight, bias, residual, out, partials, counters, num_rows, num_out, size, steps, base, extra,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
+        GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
+        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip

@@ -183,15 +183,14 @@ def propose(
     num_groups = triton.cdiv(size, state.GROUP)
     groups = max(power_of_two(num_groups), 2)
     pdl = supports_pdl(logits)
-    options = {"launch_pdl": True} if pdl else {}
     kinds = {"MAPPED": target_ids is not None, "PDL": pdl, "ON_GPU": logits.is_cuda}
     ids = rows if target_ids is None else target_ids
     inputs = (
         logits, logits.stride(0), size, vocab_limit, ids, rows, positions, tables.floats, tables.ints,
         buffers.tops, buffers.masses, num_groups,
     )  # fmt: skip
-    _reduce[(count, triton.cdiv(size, TILE))](*inputs, **kinds, TILE=TILE, num_warps=4, **options)
+    _reduce[(count, triton.cdiv(size, TILE))](*inputs, **kinds, TILE=TILE, num_warps=4, launch_pdl=pdl)
     _select[(count,)](
         *inputs, tokens, scores, **kinds, GROUPS=groups, COUNT=branching, PADDED=max(power_of_two(branching), 2),
-        num_warps=8 if groups > 512 else 4, **options,
+        num_warps=8 if groups > 512 else 4, launch_pdl=pdl,
     )  # fmt: skip

@@ -286,21 +286,21 @@ def norm_linear(
     """As kernels.linear.norm_linear, into `out`."""
     (num_rows, size), num_out = rows.shape, out.shape[1]
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
-    options = {"launch_pdl": True} if pdl else {}
     if config.cut and norm is None and not gated:
         grid = (triton.cdiv(num_out, config.tile), triton.cdiv(num_rows, block_m), triton.cdiv(size, config.cut))
         tiles = grid[0] * grid[1]
         partials, counters = scratch(rows.device, tiles * grid[2] * config.tile * block_m, tiles)
         _cut_linear[grid](
             rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
-            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, CUTS=grid[2], PDL=pdl, num_warps=config.warps, **options,
+            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, CUTS=grid[2], PDL=pdl,
+            num_warps=config.warps, launch_pdl=pdl,
         )  # fmt: skip
         return
     width = config.tile // 2 if gated else config.tile
     _norm_linear[(triton.cdiv(num_out, width), triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, eps, num_out, size,
         BLOCK_M=block_m, TILE=config.tile, FIRST=first, REST=rest, PARTS=parts,
-        NORM=norm is not None, GATED=gated, PDL=pdl, num_warps=config.warps, **options,
+        NORM=norm is not None, GATED=gated, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -315,11 +315,10 @@ def norm_qkv(
     block_m, (parts, first, rest) = config.rows(num_rows), pieces(size, config.parts)
     pairs = dim // 2 if qk_norm is not None else config.tile // 2
     programs = (num_heads + 2 * kv_heads) * (dim // 2 // pairs)
-    options = {"launch_pdl": True} if pdl else {}
     _norm_qkv[(programs, triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, cos, sin, slots, k_cache, v_cache,
         weight if qk_norm is None else qk_norm, q, num_rows, eps, qk_eps, size,
         NUM_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, BLOCK_M=block_m,
         FIRST=first, REST=rest, PARTS=parts, NORM=norm is not None, QK_NORM=qk_norm is not None, PDL=pdl,
-        num_warps=config.warps, **options,
+        num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

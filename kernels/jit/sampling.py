@@ -205,7 +205,6 @@ def sample_rows(
     num_tokens = tokens.token_ids.shape[0]
     tiles = triton.cdiv(vocab_size, state.TILE)
     pdl = supports_pdl(logits)
-    options = {"launch_pdl": True} if pdl else {}
     part_stride, row_stride = buffers.parts.stride(0), buffers.processed.stride(0)
     mask = tokens.rows if vocab_mask is None else vocab_mask
     # Fused multiply-adds would round the penalties otherwise than the reference does, and perhaps the noise too.
@@ -215,7 +214,7 @@ def sample_rows(
         tables.float_params, tables.int_params, tables.counts, tables.bias, mask, mask.stride(0),
         buffers.processed, row_stride, buffers.parts, part_stride, buffers.part_ids, buffers.part_masses,
         HAS_MASK=vocab_mask is not None, LOSSY=lossy, PDL=pdl, TILE=state.TILE,
-        num_warps=4, enable_fp_fusion=False, **options,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     _finish[(num_tokens,)](
         vocab_size, tokens.positions, tokens.rows, tokens.root, tokens.table_rows,
@@ -225,11 +224,11 @@ def sample_rows(
         buffers.sampled, buffers.bad, buffers.totals,
         LOSSY=lossy, PDL=pdl, TILES=triton.next_power_of_2(tiles),
         CANDIDATES=buffers.candidate_ids.shape[1], BLOCK=min(2048, triton.next_power_of_2(vocab_size)),
-        num_warps=16, enable_fp_fusion=False, **options,
+        num_warps=16, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
 
 
-_MOST: tl.constexpr = tl.constexpr(MAX_TOP_LOGPROBS)
+_MAX_TOP: tl.constexpr = tl.constexpr(MAX_TOP_LOGPROBS)
 _LOWEST_KEY: tl.constexpr = tl.constexpr(-2147483648)
 _LARGEST: tl.constexpr = tl.constexpr(2147483647)
 _PROGRAMS = 8
@@ -310,7 +309,7 @@ def _logprobs(
     wide_row = row.to(tl.int64)
     wanted = tl.load(int_params + tl.load(table_rows + row).to(tl.int64) * 8 + 4)
     count = tl.where(wanted >= 0, tl.load(num_tokens + wide_row * num_tokens_stride), 0)
-    wanted = tl.minimum(tl.minimum(wanted, _MOST), vocab_size)
+    wanted = tl.minimum(tl.minimum(wanted, _MAX_TOP), vocab_size)
     scratch = (row * tl.num_programs(1) + program).to(tl.int64) * LIST
     slots = tl.arange(0, SLOTS)
     for place in range(program, count, tl.num_programs(1)):
@@ -331,9 +330,9 @@ def _logprobs(
         log_total = top + tl.log(total)
         value = tl.load(values + tl.load(tokens + wide_row * tokens_stride + place)).to(tl.float64)
         tl.store(logprobs + wide_row * logprobs_stride + place, (value - log_total).to(tl.float32))
-        listed_ids = top_ids + wide_row * ids_stride + place * _MOST
-        listed_values = top_logprobs + wide_row * top_stride + place * _MOST
-        behind = (slots >= wanted) & (slots < _MOST)
+        listed_ids = top_ids + wide_row * ids_stride + place * _MAX_TOP
+        listed_values = top_logprobs + wide_row * top_stride + place * _MAX_TOP
+        behind = (slots >= wanted) & (slots < _MAX_TOP)
         tl.store(listed_ids + slots, -1, mask=behind)
         tl.store(listed_values + slots, float("-inf"), mask=behind)
         _store_likeliest(
@@ -362,12 +361,11 @@ def logprobs(
     list_values = torch.empty(scratch, dtype=torch.float32, device=logits.device)
     list_ids = torch.empty(scratch, dtype=torch.int32, device=logits.device)
     pdl = supports_pdl(logits)
-    options = {"launch_pdl": True} if pdl else {}
     _logprobs[(num_rows, _PROGRAMS)](
         logits, logits.stride(0), vocab_size, tokens.root, tokens.table_rows, tables.int_params,
         walked.num_tokens, walked.num_tokens.stride(0),
         walked.tokens, walked.tokens.stride(0), walked.accepted, walked.accepted.stride(0),
         out.logprobs, out.logprobs.stride(0), out.top_ids, out.top_ids.stride(0),
         out.top_logprobs, out.top_logprobs.stride(0), list_values, list_ids,
-        PDL=pdl, BLOCK=block, LIST=length, SLOTS=triton.next_power_of_2(MAX_TOP_LOGPROBS), num_warps=16, **options,
+        PDL=pdl, BLOCK=block, LIST=length, SLOTS=triton.next_power_of_2(MAX_TOP_LOGPROBS), num_warps=16, launch_pdl=pdl,
     )  # fmt: skip

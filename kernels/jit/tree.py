@@ -177,7 +177,6 @@ def walk(
     """As kernels.tree.walk."""
     max_depth = out.tokens.shape[1]
     pdl = supports_pdl(tokens.token_ids)
-    options = {"launch_pdl": True} if pdl else {}
     _walk[(tokens.root.shape[0],)](
         tokens.token_ids, tokens.positions, tokens.parents, tokens.first, tokens.root, tokens.table_rows,
         buffers.sampled, buffers.bad,
@@ -187,5 +186,5 @@ def walk(
         out.accepted, out.accepted.stride(0), out.error, out.error.stride(0), max_depth,
         LOSSY=lossy, PDL=pdl, BLOCK=max(triton.next_power_of_2(max_row_tokens), 16),
         DEPTH=triton.next_power_of_2(max_depth), TILE=min(2048, max(triton.next_power_of_2(vocab_size), 16)),
-        num_warps=8 if lossy else 1, enable_fp_fusion=False, **options,
+        num_warps=8 if lossy else 1, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

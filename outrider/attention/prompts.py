@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.attention.base import HostLengths
 from outrider.attention.paged import PagedBatch
 
-_ALIGNED = 16
+_ALIGNMENT = 16
 """int32 words between two places where fields may begin: kernels are compiled anew for pointers aligned otherwise."""
 
 Words = NDArray[np.int32]
@@ -43,7 +43,7 @@ class PromptLayout:
     def __init__(self, largest: PromptShape) -> None:
         tokens, rows = largest
         sizes = (tokens, tokens, tokens, rows + 1, rows, rows)
-        starts = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         self._spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self.size = starts[-1]
         """int32 words in all."""
@@ -72,18 +72,18 @@ class PromptLayout:
 
     def batch(
         self,
-        told: Tensor,
+        words: Tensor,
         shape: PromptShape,
         page_tables: Tensor,
         page_size: int,
         lengths: HostLengths | None = None,
     ) -> PagedBatch:
-        """A description on the device, [size] int32, as a batch of `shape`."""
+        """The batch of `shape` that `words` int32 [size] on the device describe, see `describe`."""
         tokens, rows = shape
         starts = [span.start for span in self._spans]
         sizes = (tokens, tokens, tokens, rows + 1, rows, rows)
         token_ids, positions, slots, first, cached_len, table_rows = (
-            told[start : start + size] for start, size in zip(starts, sizes, strict=True)
+            words[start : start + size] for start, size in zip(starts, sizes, strict=True)
         )
         return PagedBatch(
             token_ids=token_ids,

@@ -25,10 +25,8 @@ GRAPH_BYTES = 4 << 20
 """A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
-
-
-_SPARE = 0.01
-"""Share of a GPU that nobody plans with."""
+_UNPLANNED_SHARE = 0.01
+"""Of a GPU's memory, left to everything that no plan knows of."""
 
 
 def memory_room(free: int, total: int, own: int, share: float) -> int:
@@ -37,7 +35,7 @@ def memory_room(free: int, total: int, own: int, share: float) -> int:
     What other processes hold counts only where it leaves less than that. `own` is what torch has reserved; the
     process's context comes on top.
     """
-    return min(int(total * share) - own - CONTEXT_BYTES, free - int(total * _SPARE))
+    return min(int(total * share) - own - CONTEXT_BYTES, free - int(total * _UNPLANNED_SHARE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +176,6 @@ class Capacity:
     """--max-running-requests"""
 
     @property
-    def num_requests(self) -> int:
-        """Requests of the longest context that fit at once, as far as a round takes them."""
-        return min(self.num_fitting, self.max_running)
-
-    @property
-    def num_fitting(self) -> int:
-        """The same, by memory alone."""
-        return self.kv_tokens // max(self.context, 1)
-
-    @property
     def tokens_each(self) -> int:
         """Tokens for each of as many requests as a round takes."""
         return min(self.kv_tokens // self.max_running, self.context)
@@ -204,9 +192,9 @@ def plan_target(
     options: VerifyOptions,
     memory: float,
     feature_elements: int = 0,
-    beside: float = 0.0,
+    other_bytes: float = 0.0,
 ) -> Capacity:
-    """The plan of a verify service on a GPU of `memory` bytes, of which `beside` are somebody else's.
+    """The plan of a verify service on a GPU of `memory` bytes, of which other processes have `other_bytes`.
 
     `feature_elements` are what a draft's features take of a token. The sums are those that the service does itself.
     """
@@ -221,7 +209,7 @@ def plan_target(
     budget = memory * options.mem_fraction_static
     outside = memory - budget
     # Features are stored when a draft asks for them, in what is left outside of the budget.
-    room = max(0.0, memory - CONTEXT_BYTES - beside - weights - outside - scratch) if memory else 0.0
+    room = max(0.0, memory - CONTEXT_BYTES - other_bytes - weights - outside - scratch) if memory else 0.0
     tokens = options.max_total_tokens or int(room // per_token)
     pages = tokens // options.page_size
     tokens = pages * options.page_size

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.attention import prefill_attention, tree_attention
 from kernels.attention_tiles import (
     CHOSEN_SPLITS,
-    WORTHY_SPLITS,
+    MAX_SHARED_SPLITS,
     TileConfig,
     choose_splits,
     lone_splits,
@@ -279,8 +279,8 @@ def test_splits_fill_the_device() -> None:
     assert choose_splits(1, 1, 1, 32, 8, 132) > choose_splits(64, 16, 32, 32, 8, 132) >= 1
     assert choose_splits(1, 1, 1, 1, 1, 1000) == CHOSEN_SPLITS
     # One tile a kv head: a program a processor. Two: as many splits, for which two programs share a processor.
-    assert choose_splits(8, 1, 8, 32, 8, 132) == choose_splits(32, 1, 32, 32, 8, 132) == WORTHY_SPLITS
-    assert choose_splits(64, 1, 64, 32, 8, 132) == WORTHY_SPLITS // 2
+    assert choose_splits(8, 1, 8, 32, 8, 132) == choose_splits(32, 1, 32, 32, 8, 132) == MAX_SHARED_SPLITS
+    assert choose_splits(64, 1, 64, 32, 8, 132) == MAX_SHARED_SPLITS // 2
 
 
 def test_programs_of_large_tiles_begin_alone_on_their_processors() -> None:

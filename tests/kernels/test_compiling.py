@@ -111,7 +111,7 @@ def test_a_kernel_is_launched_when_its_function_is_there(monkeypatch: pytest.Mon
 
     assert allow_threads()
     goes_on = threading.Event()
-    monkeypatch.setattr(compiling, "_readying", (Turnstile(goes_on),))
+    monkeypatch.setattr(compiling, "_init_locks", (Turnstile(goes_on),))
     device = Driver(goes_on)
     monkeypatch.setattr(active, "_active", device)
     kernel = object.__new__(CompiledKernel)
