@@ -6,7 +6,7 @@ In `vllm:*` names a request is one answer. Loads of the verify replicas are aske
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -39,81 +39,71 @@ _SPEED_BUCKETS = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 500, 750
 _ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Families:
-    """All metric families; every one but the errors has the label model_name."""
-
-    registry: CollectorRegistry
-
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self.registry)
-
-    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self.registry)
-
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
-
-
 class GatewayMetrics:
-    """The families of one gateway, in a registry of their own."""
+    """The families of one gateway, in a registry of their own. Most have the label model_name."""
 
     def __init__(self) -> None:
         # Scrapers look for counters by the beginning of their name, and would add the time of creation to them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        make = _Families(self.registry)
-        self.running = make.gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
-        self.waiting = make.gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
-        self.kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all of them.")
-        self.prompt_tokens = make.counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
-        self.generation_tokens = make.counter("vllm:generation_tokens", "Generated tokens.")
-        self.prefix_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the radix cache.")
-        self.prefix_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens found in the radix cache.")
-        self.success = make.counter("vllm:request_success", "Requests by how they finished.", "finished_reason")
-        self.first_token = make.histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
+        counter = partial(Counter, labelnames=("model_name",), registry=self.registry)
+        gauge = partial(Gauge, labelnames=("model_name",), registry=self.registry)
+        histogram = partial(Histogram, labelnames=("model_name",), registry=self.registry)
+        self.running = gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all of them.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the radix cache.")
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the radix cache.")
+        self.success = counter(
+            "vllm:request_success", "Requests by how they finished.", labelnames=("model_name", "finished_reason")
         )
-        self.inter_token = make.histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens; those of one round share its time.", _TOKEN_BUCKETS
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_BUCKETS
         )
-        self.per_output_token = make.histogram(
+        self.inter_token = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens; those of one round share its time.",
+            buckets=_TOKEN_BUCKETS,
+        )
+        self.per_output_token = histogram(
             "vllm:time_per_output_token_seconds",
             "The older name of inter_token_latency_seconds.",
-            _TOKEN_BUCKETS,
+            buckets=_TOKEN_BUCKETS,
         )
-        self.request_per_token = make.histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean over a request's later tokens.",
-            _TOKEN_BUCKETS,
+        self.request_per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean over a request's later tokens.", buckets=_TOKEN_BUCKETS
         )
-        self.end_to_end = make.histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _E2E_BUCKETS)
-        self.request_prompt = make.histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of each request.", _COUNT_BUCKETS
+        self.end_to_end = histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end.", buckets=_E2E_BUCKETS
         )
-        self.request_generation = make.histogram(
-            "vllm:request_generation_tokens", "Generated tokens of a request.", _COUNT_BUCKETS
+        self.request_prompt = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of each request.", buckets=_COUNT_BUCKETS
         )
-        self.drafts = make.counter("vllm:spec_decode_num_drafts", "Rounds that verified draft tokens.")
-        self.draft_tokens = make.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self.accepted_tokens = make.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self.accepted_per_position = make.counter(
+        self.request_generation = histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request.", buckets=_COUNT_BUCKETS
+        )
+        self.drafts = counter("vllm:spec_decode_num_drafts", "Rounds that verified draft tokens.")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.accepted_per_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by depth.",
-            "position",
+            labelnames=("model_name", "position"),
         )
-        self.rounds = make.counter("outrider_gateway_rounds", "Verify rounds.")
-        self.accept_length = make.histogram(
-            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", _ACCEPT_BUCKETS
+        self.rounds = counter("outrider_gateway_rounds", "Verify rounds.")
+        self.accept_length = histogram(
+            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", buckets=_ACCEPT_BUCKETS
         )
-        self.request_speed = make.histogram(
+        self.request_speed = histogram(
             "outrider_gateway_request_tokens_per_second",
             "Speed of a request after its first token.",
-            _SPEED_BUCKETS,
+            buckets=_SPEED_BUCKETS,
         )
-        self.speed = make.gauge("outrider_gateway_tokens_per_second", "Tokens per second that all replicas commit.")
-        self.drafts_healthy = make.gauge("outrider_gateway_healthy_drafts", "Draft services that the replicas can use.")
+        self.speed = gauge("outrider_gateway_tokens_per_second", "Tokens per second that all replicas commit.")
+        self.drafts_healthy = gauge("outrider_gateway_healthy_drafts", "Draft services that the replicas can use.")
         self.errors = Counter(
             "outrider_gateway_errors", "Requests refused or failed.", ("door", "code"), registry=self.registry
         )

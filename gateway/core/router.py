@@ -85,24 +85,23 @@ class Router:
         An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
         anything yet. Later it fails, because a client that counts tokens must not see them twice.
         """
-        first = self.choose(job.prompt_token_ids, tenant=job.tenant)
-        started = False
-        try:
-            async with aclosing(first.generate(job, choice_index)) as chunks:
-                async for chunk in chunks:
-                    started = True
-                    yield chunk
-            return
-        except UnavailableError as error:
-            if started:
-                raise
-            _logger.warning(
-                "verify %s failed before the first token, trying once more: %s", first.address, error.message
-            )
-        second = self.choose(job.prompt_token_ids, avoid=(first,), tenant=job.tenant)
-        async with aclosing(second.generate(job, choice_index)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        avoid: tuple[Replica, ...] = ()
+        while True:
+            replica = self.choose(job.prompt_token_ids, avoid, tenant=job.tenant)
+            started = False
+            try:
+                async with aclosing(replica.generate(job, choice_index)) as chunks:
+                    async for chunk in chunks:
+                        started = True
+                        yield chunk
+                return
+            except UnavailableError as error:
+                if started or avoid:
+                    raise
+                avoid = (replica,)
+                _logger.warning(
+                    "verify %s failed before the first token, trying once more: %s", replica.address, error.message
+                )
 
     async def _follow(self, replica: Replica) -> None:
         def is_only_one() -> bool:

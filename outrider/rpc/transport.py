@@ -18,19 +18,13 @@ KEEPALIVE_TIMEOUT_SECONDS = 5
 ChannelOptions = list[tuple[str, int | str]]
 
 
-def keepalive_options() -> ChannelOptions:
-    """Options that client and server share: an idle peer is pinged, and a dead one noticed within 15 seconds."""
+def _common_options(max_message_bytes: int) -> ChannelOptions:
+    """Options of both ends: an idle peer is pinged and a dead one noticed within 15 seconds; messages are bounded."""
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-    ]
-
-
-def size_options(max_message_bytes: int) -> ChannelOptions:
-    """Options that bound a message: one that comes at so much, one that goes out at no less than the default."""
-    return [
         ("grpc.max_receive_message_length", max_message_bytes),
         # A limit of what others may send must not break off our own answers, which can be longer than what was asked.
         ("grpc.max_send_message_length", max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)),
@@ -42,8 +36,7 @@ def server_options(max_message_bytes: int, max_connection_age: float = 0.0) -> C
     age = [("grpc.max_connection_age_ms", max(1, round(max_connection_age * 1000)))] if max_connection_age else []
     return [
         *age,
-        *keepalive_options(),
-        *size_options(max_message_bytes),
+        *_common_options(max_message_bytes),
         # Half of what clients are set to: jitter never makes an honest client look like a flood (too_many_pings).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
         # A second server on the same port must fail, not take every other connection.
@@ -54,8 +47,7 @@ def server_options(max_message_bytes: int, max_connection_age: float = 0.0) -> C
 def channel_options(max_message_bytes: int) -> ChannelOptions:
     """Options of a client."""
     return [
-        *keepalive_options(),
-        *size_options(max_message_bytes),
+        *_common_options(max_message_bytes),
         # A peer that comes back is found again within two seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),
