@@ -242,7 +242,7 @@ class DraftService:
             (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
             (grown._publisher, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
             (grown._batch_manager, "_look_at", lambda *_: costs.look),
-            (grown.ledger, "appended", lambda tree, source, count=1: costs.append * count),
+            (grown.table, "appended", lambda tree, source, count=1: costs.append * count),
             (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * grown.num_live / max(rows(), 1)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.split.bursts import row_list
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
@@ -254,7 +255,7 @@ class ScriptedRunner:
     def _begin(self, pending: PendingBurst) -> None:
         """Fill the pool with the seeds."""
         burst, seeds = pending.burst, pending.burst.seeds
-        free = [list(row.free) for row in burst.rows]
+        free = [list(row.free) for row in row_list(burst.rows)]
         rows, slots, scores = seeds.rows.tolist(), seeds.slots.tolist(), seeds.scores.tolist()
         pool: list[tuple[float, int, int, int, float]] = []
         for seed, (row, slot, score) in enumerate(zip(rows, slots, scores, strict=True)):

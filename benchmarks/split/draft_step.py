@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.split.bursts import RowState, row_states, seeds_of
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model import runner as burst_runner
-from outrider.drafting.model.burst import FORCED, Burst, BurstShape, RowState, RowStates, Seeds
+from outrider.drafting.model.burst import FORCED, Burst, BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
@@ -191,7 +192,7 @@ class Bench:
         free = range(1, min(1 + -(-num_steps * case.nodes // case.rows), self._runner.shape.region))
         ints = np.arange(count, dtype=np.int32)
         position = case.context + self._runner.shape.lag + (score <= 0)
-        seeds = Seeds.of(
+        seeds = seeds_of(
             rows=ints % case.rows,
             parents=np.array(parents, np.int32),
             tokens=ints * 7 % 1000,
@@ -200,7 +201,7 @@ class Bench:
             slots=np.array(slots, np.int32),
             features=np.full(count, -1, np.int32),
         )
-        rows = RowStates.of([RowState(row, case.context, live, free) for row in range(case.rows)], len(live))
+        rows = row_states([RowState(row, case.context, live, free) for row in range(case.rows)], len(live))
         return Burst(rows, seeds, num_steps, case.nodes, -1e9)
 
     def _run(self, burst: Burst) -> tuple[float, float]:

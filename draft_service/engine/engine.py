@@ -95,7 +95,7 @@ class DraftEngine:
 
     def _turn(self) -> None:
         growth = self.requests.growth
-        if growth.idle and not (growth.has_work or growth.ledger.has_updates or growth.declined):
+        if growth.idle and not (growth.has_work or growth.table.has_updates or growth.declined):
             self._rest()
         self._take_frames()
         if not growth.idle:

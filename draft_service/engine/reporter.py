@@ -115,7 +115,7 @@ class DraftReporter:
             num_requests=len(requests),
             num_nodes=requests.growth.num_live,
             gauges=dict(self._drafter.gauges()),
-            grown=_emptied(requests.growth.ledger.grown),
+            grown=_emptied(requests.growth.table.grown),
             commits={outcome.value: count for outcome, count in _emptied(requests.commits).items()},
             declines={reason.value: count for reason, count in _emptied(requests.declines).items()},
             dropped=_emptied(requests.dropped),

@@ -97,7 +97,7 @@ class Requests:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
         answers: dict[Peer, list[DraftMessage]] = {}
-        for tree in self.growth.ledger.take_updates():
+        for tree in self.growth.table.take_updates():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._peers[tree.handle], []).append(grow)
         for peer, messages in answers.items():
@@ -143,7 +143,7 @@ class Requests:
         tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size, peer.parts)
         self.grammars.open(tree.author, peer.vocab_size)
         self.growth.open(tree)
-        self.growth.ledger.open(tree)
+        self.growth.table.open(tree)
         self._trees[peer, message.request] = tree
         self._peers[tree.handle] = peer
 
@@ -170,20 +170,20 @@ class Requests:
         self._changed(tree)
 
     def _changed(self, tree: Tree) -> None:
-        self.growth.ledger.recount(tree)
+        self.growth.table.recount(tree)
         self.growth.changed(tree)
 
     def _close(self, peer: Peer, tree: Tree) -> None:
         del self._trees[peer, tree.author.request]
         del self._peers[tree.handle]
-        self.growth.ledger.close(tree)
+        self.growth.table.close(tree)
         self.growth.close(tree)
 
     def _close_declined(self) -> None:
         declined = self.growth.declined
         while declined:
             handle, refusal = declined.popitem()
-            self._give_up(self._peers[handle], self.growth.ledger.trees[handle], refusal)
+            self._give_up(self._peers[handle], self.growth.table.trees[handle], refusal)
 
     def _give_up(self, peer: Peer, tree: Tree, refusal: Refusal) -> None:
         self._close(peer, tree)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import DeclineReason, Features
@@ -106,22 +106,16 @@ class Drafter(ABC):
     """Checked against the target before any request is opened."""
     frontier_width: ClassVar[int] = 16
     """Nodes that one call of `expand` gets at most."""
-    lookahead: ClassVar[float] = 0.0
-    """How much less likely, in natural logarithm, than a tree's best unexpanded node its others may be and still share
-    its call: 0 for a drafter without batches; a model, to which a node more costs little, wants more."""
 
     @abstractmethod
     def open(self, request: DraftRequest) -> None:
         """A request begins; node 0 is its root."""
 
     @abstractmethod
-    def commit(
-        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
-    ) -> None:
+    def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         """The target committed `tokens` after those known. `root` is the new root's id, `live` all ids still alive.
 
-        After a miss a new epoch begins: `root` is 0 and `live` holds nothing else. `features` [len(tokens), ...] are
-        the target's hidden states, for a drafter that needs them.
+        After a miss a new epoch begins: `root` is 0 and `live` holds nothing else.
         """
 
     def take_features(self, request: int, features: Features) -> None:  # noqa: B027
@@ -206,7 +200,7 @@ class Tree:
     """Ids at or past this are illegal."""
     parts: frozenset[int] | None = None
     """Numbers of the growers that may serve it, where there are several; None for all."""
-    is_sole_grower: bool = False
+    has_sole_grower: bool = False
     """Whether one of several growers has it for itself."""
     paused: bool = False
 
@@ -219,8 +213,8 @@ class Refusal:
     detail: str
 
 
-class Ledger:
-    """Counts of the trees that all growers of a service append to."""
+class TreeTable:
+    """All open trees: how many nodes they have, and which of them have something to send to verify."""
 
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
@@ -229,11 +223,11 @@ class Ledger:
         self.grown: Counter[int] = Counter()
         """Nodes appended by source since someone emptied this."""
         self.unsent: dict[int, Tree] = {}
-        """Trees by handle that verify may have to be told about."""
+        """Trees by handle with nodes or an acknowledged commit that verify was not sent yet."""
         self.withheld: set[int] = set()
-        """Handles of trees that verify is told nothing of, not even of commits, until they are complete."""
+        """Handles of trees of which nothing is sent, no acknowledgement either, until they are complete."""
         self.expecting: set[int] = set()
-        """Handles of trees that get nodes in a moment: verify is not told of a commit alone until then."""
+        """Handles of trees that get nodes in a moment: a commit is not acknowledged without them until then."""
         self.trees: dict[int, Tree] = {}
         """All open trees by handle."""
         self._counted: dict[int, int] = {}
@@ -245,7 +239,7 @@ class Ledger:
 
     @property
     def has_updates(self) -> bool:
-        """Whether there is something to tell verify now."""
+        """Whether there is something to send to verify now."""
         return any(self._is_due(tree) for tree in self.unsent.values())
 
     @property
@@ -254,7 +248,7 @@ class Ledger:
         return max(1, self.max_nodes // max(1, len(self._counted)))
 
     def take_updates(self) -> list[Tree]:
-        """The trees that verify is to be told about now."""
+        """The trees of which something is to be sent to verify now."""
         news = [tree for tree in self.unsent.values() if self._is_due(tree)]
         for tree in news:
             del self.unsent[tree.handle]
@@ -280,7 +274,7 @@ class Ledger:
         self.expecting.discard(tree.handle)
 
     def recount(self, tree: Tree) -> None:
-        """Count a tree again that has something to tell: it was re-rooted, paused, resumed or given credit."""
+        """Count a tree again that was re-rooted, paused, resumed or given credit, and mark it as unsent."""
         num_live = tree.author.num_live
         self.num_live += num_live - self._counted[tree.handle]
         self._counted[tree.handle] = num_live
@@ -300,24 +294,24 @@ class Grower(ABC):
     declined: dict[int, Refusal]
     """By handle, trees that it cannot serve; each is to be closed."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, table: TreeTable) -> None:
+        self.table = table
         self.declined = {}
 
     @property
     def num_live(self) -> int:
         """Live nodes in all trees, whoever appended them."""
-        return self.ledger.num_live
+        return self.table.num_live
 
     @property
     def has_memory(self) -> bool:
         """Whether another node fits."""
-        return self.ledger.has_memory
+        return self.table.has_memory
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether there is nothing to do before a call of another method brings something."""
+        """Whether `grow` has nothing to do."""
 
     @abstractmethod
     def open(self, tree: Tree) -> None:
@@ -344,7 +338,7 @@ class Grower(ABC):
 
     @property
     def device_idle(self) -> bool:
-        """Whether a device has nothing to do until `grow` is called again: what arrived should be applied, no more."""
+        """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
         return False
 
     def found(self, tree: Tree) -> None:  # noqa: B027

@@ -1,4 +1,4 @@
-"""One request's tree as it grows: which node to ask about next, and which guess to append next."""
+"""Best-first growth over the trees of all requests with a drafter that is asked node by node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode, Grower, Ledger, Refusal, Tree
+from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode, Grower, Refusal, Tree, TreeTable
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
@@ -67,7 +67,7 @@ class TreeGrowth:
         """Whether a node may be appended, if each tree may have `num_nodes`."""
         credit = self.author.credit
         # Guesses that cost nothing leave room for those that take a model some time.
-        if self.limits.shared and not self.tree.is_sole_grower:
+        if self.limits.shared and not self.tree.has_sole_grower:
             credit = (credit + 1) // 2
         return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
 
@@ -174,8 +174,8 @@ _NOTHING = float("-inf")
 class NodeGrowth(Grower):
     """Grows whichever tree has the likeliest node to add, as long as any has credit and the memory lasts."""
 
-    def __init__(self, drafter: Drafter, limits: TreeLimits, ledger: Ledger) -> None:
-        super().__init__(ledger)
+    def __init__(self, drafter: Drafter, limits: TreeLimits, table: TreeTable) -> None:
+        super().__init__(table)
         self._drafter = drafter
         self._limits = limits
         self._trees: dict[int, TreeGrowth] = {}
@@ -274,20 +274,20 @@ class NodeGrowth(Grower):
             return [[]]
 
     def _collect(self) -> list[FrontierNode]:
-        ledger = self.ledger
-        share = ledger.share
+        table = self.table
+        share = table.share
         ranked = self._rank(share)
         floors: dict[int, float] = {}  # by handle: what scores less waits for the children of the tree's pending nodes
         frontier: list[FrontierNode] = []
-        while ranked and len(frontier) < self._drafter.frontier_width and ledger.has_memory:
+        while ranked and len(frontier) < self._drafter.frontier_width and table.has_memory:
             score, handle = -ranked[0][0], ranked[0][1]
             growth = self._trees[handle]
             done = growth.advance()
             if isinstance(done, FrontierNode):
                 frontier.append(done)
-                floors.setdefault(handle, score - self._drafter.lookahead)
+                floors.setdefault(handle, score)
             elif done is not None:
-                ledger.appended(growth.tree, done)
+                table.appended(growth.tree, done)
             best = growth.best() if growth.has_room(share) else _NOTHING
             if best < floors.get(handle, best) or best == _NOTHING:
                 heappop(ranked)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, Grower, Ledger, Tree
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, Grower, Tree, TreeTable
 from outrider.drafting.growth import ANY_SOURCE, NodeGrowth, TreeLimits
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
@@ -85,7 +85,7 @@ lies below it counts from there."""
 
 def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
     """What grows trees with a drafter's guesses."""
-    ledger = Ledger(options.max_nodes)
+    table = TreeTable(options.max_nodes)
     parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
     growers: list[Grower] = []
     first_source = 0
@@ -94,12 +94,12 @@ def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
         first_source = sources.stop
         limits = _limits(options, part, sources, shared=len(parts) > 1)
         if isinstance(part, ModelDrafter):
-            growers.append(BurstGrowth(part.runner, limits, ledger, part.growth_options(options)))
+            growers.append(BurstGrowth(part.runner, limits, table, part.growth_options(options)))
         elif isinstance(part, Drafter):
-            growers.append(NodeGrowth(part, limits, ledger))
+            growers.append(NodeGrowth(part, limits, table))
         else:
             raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
-    return growers[0] if len(growers) == 1 else CombinedGrower(growers, ledger)
+    return growers[0] if len(growers) == 1 else CombinedGrower(growers, table)
 
 
 def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> TreeLimits:
@@ -118,8 +118,8 @@ class CombinedGrower(Grower):
     A tree that one of them cannot serve is left to the rest.
     """
 
-    def __init__(self, growers: Sequence[Grower], ledger: Ledger) -> None:
-        super().__init__(ledger)
+    def __init__(self, growers: Sequence[Grower], table: TreeTable) -> None:
+        super().__init__(table)
         self._growers = growers
         self._serving: dict[int, list[Grower]] = {}
 
@@ -137,7 +137,7 @@ class CombinedGrower(Grower):
         """All of them begin to grow a tree, or those that may."""
         opened: list[Grower] = []
         serving = [one for number, one in enumerate(self._growers) if tree.parts is None or number in tree.parts]
-        tree.is_sole_grower = len(serving) == 1
+        tree.has_sole_grower = len(serving) == 1
         try:
             for grower in serving:
                 grower.open(tree)
@@ -177,7 +177,7 @@ class CombinedGrower(Grower):
                     grower.grow(deadline, interrupted, wait=may_wait)
                     self._tell_others(grower)
             # What was found is told before anybody waits for a device.
-            if self.ledger.has_updates or interrupted():
+            if self.table.has_updates or interrupted():
                 break
         self._drop_declined()
 
@@ -202,7 +202,7 @@ class CombinedGrower(Grower):
             grower.count_into(count)
 
     def _tell_others(self, grower: Grower) -> None:
-        for tree in self.ledger.unsent.values():
+        for tree in self.table.unsent.values():
             for other in self._serving[tree.handle]:
                 if other is not grower:
                     other.found(tree)
@@ -216,7 +216,7 @@ class CombinedGrower(Grower):
                     self.declined[handle] = refusal
                     continue
                 serving.remove(grower)
-                self.ledger.trees[handle].is_sole_grower = len(serving) == 1
-                tree = self.ledger.trees[handle]
+                self.table.trees[handle].has_sole_grower = len(serving) == 1
+                tree = self.table.trees[handle]
                 grower.close(tree)
                 _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)

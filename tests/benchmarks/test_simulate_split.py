@@ -12,11 +12,12 @@ from benchmarks.simulate.language import ORIGIN, VOCAB, Language
 from benchmarks.simulate.pool import Memory, Pool
 from benchmarks.simulate.split import Scene, Simulation, parse_costs
 from benchmarks.simulate.world import Costs, World
+from benchmarks.split.bursts import RowState, row_states, seeds_of
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
 from kernels.frontier_state import Pool as DevicePool
 from kernels.reference import frontier
 from outrider.drafting.model.buffers import BurstInput, RerootInput
-from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, RowState, RowStates, Seeds, StepBucket
+from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, Seeds, StepBucket
 from outrider.tree.author import TreeAuthor
 
 LANGUAGE = Language()
@@ -127,7 +128,7 @@ def seeds(*chains: tuple[int, list[int], int]) -> Seeds:
                 column.append(value)
     count = len(columns["rows"])
     arrays: Any = {name: np.array(values, np.int32) for name, values in columns.items()}
-    return Seeds.of(**arrays, features=np.full(count, -1, np.int32), scores=np.full(count, FORCED, np.float32))
+    return seeds_of(**arrays, features=np.full(count, -1, np.int32), scores=np.full(count, FORCED, np.float32))
 
 
 def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() -> None:
@@ -136,7 +137,7 @@ def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() 
         memory.extend(row, range(row, row + 5), 0)
     live = np.zeros(REGION, np.bool_)
     states = [RowState(row, 5, live, list(range(20, 20 + count))) for row, count in ((2, 30), (1, 9), (3, 12))]
-    burst = Burst(RowStates.of(states, REGION), seeds((0, [3, 4], 5), (1, [9], 5), (2, [1], 5)), 2, WIDTH, -6.0)
+    burst = Burst(row_states(states, REGION), seeds((0, [3, 4], 5), (1, [9], 5), (2, [1], 5)), 2, WIDTH, -6.0)
     reference, pool = Reference(burst, memory), Pool(burst, StepBucket(WIDTH, 4, SHAPE.branching), SHAPE, memory)
 
     def step() -> tuple[list[int], list[int]]:

@@ -9,7 +9,8 @@ import torch
 from tiny_drafts import Plain
 from torch import Tensor
 
-from outrider.drafting.model.burst import FORCED, Burst, BurstResult, Extent, Reroots, RowState, RowStates, Seeds
+from benchmarks.split.bursts import RowState, row_list, row_states, seeds_of
+from outrider.drafting.model.burst import FORCED, Burst, BurstResult, Extent, Reroots
 from outrider.drafting.model.runner import BurstRunner, PendingBurst
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel
@@ -144,7 +145,7 @@ class Host:
         def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.array(values, np.int32)
 
-        told = Seeds.of(
+        told = seeds_of(
             rows=ints([rows.index(node.row) for node in seeds]),
             parents=ints([self._parent_slot(node) for node in seeds]),
             tokens=ints([node.tokens[-1] for node in seeds]),
@@ -153,7 +154,7 @@ class Host:
             slots=ints([node.slot for node in seeds]),
             features=ints([node.given for node in seeds]),
         )
-        return Burst(RowStates.of(states, self.runner.shape.region), told, num_steps, width, floor, parts), seeds
+        return Burst(row_states(states, self.runner.shape.region), told, num_steps, width, floor, parts), seeds
 
     def merge(
         self,
@@ -190,10 +191,10 @@ class Host:
                 child_node = Node(node.row, (*node.tokens, token), score, node, features=features)
                 first = result.first
                 pool[first + (step * width + place) * branching + child] = child_node
-        for request in (self.requests[state.row] for state in burst.rows):
+        for request in (self.requests[state.row] for state in row_list(burst.rows)):
             request.forced = [node for node in request.forced if node not in ran]
         left = [node for node in pool.values() if node not in seeds or node.score <= 0]
-        for state in burst.rows:
+        for state in row_list(burst.rows):
             request = self.requests[state.row]
             request.waiting = [node for node in left if node.row == state.row and node not in request.forced]
         return ran
@@ -258,7 +259,7 @@ class Host:
         burst, seeds = self.burst(steps[0], width, -20.0, num_free=24)
         place = burst.rows.rows.tolist().index(row)
         slots = [slot for slot in range(shape.region) if slot not in request.nodes][: -count - 1 : -1]
-        forced = Seeds.of(
+        forced = seeds_of(
             rows=np.full(count, place, np.int32),
             parents=np.array([request.root.slot, *slots[:-1]], np.int32),
             tokens=np.array(tokens, np.int32),
@@ -324,7 +325,7 @@ class Host:
 
     def _ran(self, burst: Burst, node: Node, slot: int) -> None:
         request = self.requests[node.row]
-        state = next(state for state in burst.rows if state.row == node.row)
+        state = next(state for state in row_list(burst.rows) if state.row == node.row)
         free = [*state.free, *self._more_free.get(node.row, ())]
         assert node.slot == slot or (node.slot < 0 and slot in free), "a slot that was not free"
         assert slot not in request.nodes or request.nodes[slot] is node, "a slot that is in use"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from integrity import check_forest, check_slots
 from scripted_rows import Guesses, features_message
 from scripted_runner import ScriptedRunner
 
@@ -186,7 +187,7 @@ class Rig:
             raise AssertionError("growth does not come to rest")
         self.requests.tell()
         self.deliver()
-        self.growth._forest.check_integrity()
+        check_forest(self.growth._forest)
 
     def deliver(self) -> None:
         received, self.peer.received = self.peer.received, []
@@ -205,7 +206,7 @@ class Rig:
         assert sorted(batch_manager._free_rows) == list(range(self.runner.shape.num_rows))
         assert growth._kv_manager.pool.num_free == self.runner.shape.num_pages
         growth._kv_manager.pool.check_integrity()
-        growth._forest.slots.check_integrity()
+        check_slots(growth._forest.slots)
         assert not growth._forest.slots.live.any()
         assert not growth._forest.num_run.any()
         growth._forest._compact()

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scripted_rows import NONE, Cell, check, feature_of
 
+from benchmarks.split.bursts import RowState, row_list
 from outrider.drafting.model.burst import (
     FORCED,
     NUM_SEED_FIELDS,
     Burst,
     BurstResult,
     Reroots,
-    RowState,
     Seeds,
     StepBuckets,
 )
@@ -44,10 +44,10 @@ class Run:
     def __init__(self, runner: ScriptedRunner, burst: Burst) -> None:
         self.runner, self.burst, self.shape = runner, burst, runner.shape
         self.branching = StepBuckets(runner.shape).branching(len(burst.rows))
-        self.states = [runner.rows[state.row] for state in burst.rows]
-        self.free = [list(state.free) for state in burst.rows]
-        check(len({state.row for state in burst.rows}) == len(burst.rows), "a row twice")
-        for state in burst.rows:
+        self.states = [runner.rows[state.row] for state in row_list(burst.rows)]
+        self.free = [list(state.free) for state in row_list(burst.rows)]
+        check(len({state.row for state in row_list(burst.rows)}) == len(burst.rows), "a row twice")
+        for state in row_list(burst.rows):
             self._begin(state)
         self.num_seeds = 0
         self.pool: list[Candidate | None] = []
@@ -186,7 +186,7 @@ class Run:
                 if node is not None and node.row == row and node.score >= self.burst.floor
             ]
             paths = [((*self._tokens_above(node), node.token), node.score) for _, _, node in sorted(nodes)]
-            found[self.burst.rows[row].row] = paths
+            found[row_list(self.burst.rows)[row].row] = paths
         return found
 
     def _tokens_above(self, node: Candidate) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ class Run:
         """All tokens that the node sees, which must be those before it, each once."""
         state, lag = self.states[node.row], self.shape.lag
         cells = sorted((state.cells[slot] for slot in state.cells[node.slot].ancestors), key=lambda cell: cell.position)
-        length = self.burst.rows[node.row].context_len + lag
+        length = row_list(self.burst.rows)[node.row].context_len + lag
         positions = [cell.position for cell in cells]
         check(
             positions == list(range(length, node.position + 1)),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from growth_rig import GOES_ON, Rig, continuation, path_scores
+from integrity import check_forest
 
 from outrider.config.draft import DraftOptions
 from outrider.protocol.speculation import DeclineReason
@@ -26,7 +27,7 @@ def test_a_burst_goes_on_from_its_own_pool_while_nothing_waits_for_its_end() -> 
     request.check()
     rig.turn()
     assert len(rig.runner.bursts) == 2, "a burst has eight steps at most"
-    rig.growth._forest.check_integrity()
+    check_forest(rig.growth._forest)
 
 
 def test_parts_run_what_bursts_would_run() -> None:

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from growth_rig import GREEDY, Verify
+from integrity import check_forest, check_slots
 from test_growth_with_model import Service
 
 from outrider.models.drafters.base import DraftModel
@@ -49,8 +50,8 @@ def test_behind_true_features_a_tree_scores_as_a_fresh_one_whatever_came_before(
             sent = len(request.tokens) - 1
         service.settle()
         assert not service.requests.declines
-        service.requests.growth._forest.check_integrity()
-        service.requests.growth._forest.slots.check_integrity()
+        check_forest(service.requests.growth._forest)
+        check_slots(service.requests.growth._forest.slots)
         if not is_miss or len(request.tokens) > 90:
             continue
         other = Service(feature_model)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 from growth_rig import shape
+from integrity import check_forest
 
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.entries import BurstCollector
@@ -34,5 +35,5 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     # The second candidate, run after a commit that the device was told of.
     forest.merge(collector, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
     forest.slots.settle(leased)
-    forest.check_integrity()
+    check_forest(forest)
     assert (forest.entries.rows[: forest.entries.count] > 0).all()

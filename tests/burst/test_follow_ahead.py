@@ -7,6 +7,7 @@ import random
 
 import pytest
 from growth_rig import GOES_ON, Rig, Verify, continuation, scripted
+from integrity import check_slots
 
 from outrider.config.draft import DraftOptions
 
@@ -41,7 +42,7 @@ def test_what_a_burst_brings_below_dead_nodes_is_dropped_and_its_slots_are_free(
     rig.turn()
     rig.runner.auto_ready = True
     rig.settle()
-    rig.growth._forest.slots.check_integrity()
+    check_slots(rig.growth._forest.slots)
     request.check()
     assert len(set(rig.runner.ran)) == len(rig.runner.ran), "what the burst ran of the new tree is not run again"
     rig.close(1)
@@ -82,7 +83,7 @@ def test_commits_at_any_moment_leave_a_sound_forest(seed: int) -> None:
     if rig.runner.pending is not None:
         rig.runner.pending.ready = True
     rig.settle()
-    rig.growth._forest.slots.check_integrity()
+    check_slots(rig.growth._forest.slots)
     rig.close(1)
     rig.close(2)
     rig.settle()

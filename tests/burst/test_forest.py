@@ -9,6 +9,7 @@ import numpy as np
 from growth_rig import shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_forest, check_slots
 
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.entries import BurstCollector
@@ -109,8 +110,8 @@ class Both:
 
     def check(self) -> None:
         forest, entries = self.forest, self.forest.entries
-        forest.check_integrity()
-        forest.slots.check_integrity()
+        check_forest(forest)
+        check_slots(forest.slots)
         held: dict[tuple[int, Path], int] = {}
         for entry in np.flatnonzero(entries.scores[: entries.count] > -np.inf).tolist():
             held[self.path(entry)] = entry
@@ -180,7 +181,7 @@ def test_over_its_memory_the_least_promising_go_first() -> None:
     loose = {both.path(entry) for entry in np.flatnonzero(entries.ranks[: entries.count] > -np.inf).tolist()}
     assert len(loose) > 20
     assert forest.make_room(entries.room + 10)
-    forest.check_integrity()
+    check_forest(forest)
     kept = {both.path(entry) for entry in np.flatnonzero(entries.ranks[: entries.count] > -np.inf).tolist()}
     gone = loose - kept
     assert len(gone) >= 10
@@ -200,5 +201,5 @@ def test_a_closed_tree_leaves_nothing() -> None:
     both.forest._compact()
     assert 2 not in both.forest.entries.rows[: both.forest.entries.count]
     assert not both.forest.slots.live[2].any()
-    both.forest.slots.check_integrity()
-    both.forest.check_integrity()
+    check_slots(both.forest.slots)
+    check_forest(both.forest)

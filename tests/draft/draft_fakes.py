@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
 from outrider.protocol.speculation import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
@@ -40,9 +39,7 @@ class ScriptedDrafter(Drafter):
         self.open_requests[request.handle] = list(request.tokens)
         self.known[request.handle] = {0}
 
-    def commit(
-        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
-    ) -> None:
+    def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         self.open_requests[request].extend(tokens)
         self.known[request] = {node for node in self.known[request] if node in live} | {root}
 

@@ -41,10 +41,8 @@ class NotingDrafter(ScriptedDrafter):
         super().open(request)
         self.texts[request.handle] = list(request.tokens)
 
-    def commit(
-        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
-    ) -> None:
-        super().commit(request, tokens, root, live, features)
+    def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
+        super().commit(request, tokens, root, live)
         self.texts[request] += tokens
 
     def take_features(self, request: int, features: Features) -> None:

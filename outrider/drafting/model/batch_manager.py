@@ -12,7 +12,7 @@ from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
-from outrider.drafting.model.forest import DraftForest, RerootResult, RerootStep, reaches, reroot
+from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot
 from outrider.drafting.model.kv import ContextKVManager, DeclinedError
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
@@ -29,9 +29,10 @@ _FAILED = Refusal(DeclineReason.UNSPECIFIED, "the draft model failed")
 
 
 class BatchManager:
-    """Requests come, change and go at any time; this notes it. Rows and the forest follow while no burst is under way.
+    """The requests of the burst growth: their rows of the runner, and what is to be done for each.
 
-    Only `open`, `change`, `close`, `take_features` and what reads may be called while one is.
+    Requests may be opened, changed and closed at any time, and their features come at any time. Rows, pages and the
+    forest follow while no burst is under way; while one is, `follow_ahead` does what can be done.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class BatchManager:
     ) -> None:
         """`declined` gets the refusals, by handle; trees in it wait to be closed."""
         self.rows: dict[int, DraftContext] = {}
-        """Requests by row of the runner, those that were closed and have not left yet included."""
+        """Requests by row of the runner; one that was closed keeps its row until `release_closed`."""
         self.kv_manager = ContextKVManager(runner, forest.slots, options)
         self._runner = runner
         self._shape = runner.shape
@@ -55,9 +56,7 @@ class BatchManager:
         self._free_rows = list(range(self._shape.num_rows - 1, -1, -1))
         self._contexts: dict[int, DraftContext] = {}  # by handle
         self._opening: dict[int, Tree] = {}
-        self._early_features: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(
-            list
-        )  # features before that
+        self._early_features: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(list)  # of those opening
         self._closing: list[DraftContext] = []
         self._reported: set[DraftContext] = set()  # those that `take_closed_rows` has given
         self._changed: dict[int, DraftContext] = {}
@@ -65,18 +64,18 @@ class BatchManager:
         self._incomplete: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
     def has_updates(self, excluded: Container[DraftContext] = ()) -> bool:
-        """Whether something waits for `admit` or `follow` that a burst should end for, the `excluded` aside."""
+        """Whether a request other than the `excluded` waits for `admit` or `follow` and the burst should end for it."""
         if self._opening or not self._changed:
             return bool(self._opening)
         return any(context not in excluded for context in self._changed.values())
 
     @property
     def has_closed(self) -> bool:
-        """Whether requests that were closed have rows still."""
+        """Whether requests that were closed still have rows."""
         return bool(self._closing)
 
     def take_closed_rows(self) -> list[int]:
-        """Rows that were closed since this was asked last, of those that have not left."""
+        """Rows of requests that were closed since the last call and are not released yet."""
         rows = [context.row for context in self._closing if context not in self._reported]
         self._reported.update(self._closing)
         return rows
@@ -103,30 +102,30 @@ class BatchManager:
         return context.root_in_burst or context.known < context.tree.author.committed_len
 
     def open(self, tree: Tree) -> None:
-        """It gets its row when the next are admitted."""
+        """A request begins. `admit` gives it a row."""
         self._opening[tree.handle] = tree
 
     def change(self, tree: Tree) -> None:
-        """Look at it again."""
+        """Its tree, credit or pause changed: `follow` and `follow_ahead` look at it."""
         context = self._contexts.get(tree.handle)
         if context is not None:
             self._changed[tree.handle] = context
 
     def close(self, tree: Tree) -> None:
-        """Its row and its pages are free when the next are admitted."""
+        """A request ended. `release_closed` frees its row and pages."""
         self._declined.pop(tree.handle, None)
         self._opening.pop(tree.handle, None)
         self._early_features.pop(tree.handle, None)
         self._forget(tree.handle)
         context = self._contexts.pop(tree.handle, None)
         if context is not None:
-            # What is left of it must not be appended to a tree that nobody follows.
+            # The publisher appends nothing more of it.
             context.known = -1
             self._forest.quotas[context.row] = 0
             self._closing.append(context)
 
     def take_features(self, tree: Tree, features: Features) -> None:
-        """Keep true features until their tokens are run with them."""
+        """Keep the target's features until the tokens behind them are run with them."""
         context = self._contexts.get(tree.handle)
         if not self._shape.lag or (context is None and tree.handle not in self._opening):
             return
@@ -142,50 +141,42 @@ class BatchManager:
             (self._changed if waits else self._deferred)[tree.handle] = context
 
     def release_closed(self) -> None:
-        """Those that were closed leave their rows and pages."""
+        """Free rows and pages of closed requests."""
         for context in self._closing:
             self._release_row(context)
         self._closing.clear()
         self._reported.clear()
 
     def admit(self) -> None:
-        """Those that were closed leave their rows, and those that were opened get one."""
+        """Free the rows of closed requests, and give rows to opened ones."""
         self.release_closed()
         for tree in self._opening.values():
             self._assign_row(tree)
         self._opening.clear()
 
     def follow(self) -> None:
-        """Have the forest follow the authors that changed, and see what is to be done for them now."""
+        """Re-root the forest along new committed tokens, and see what is to be done for the requests that changed."""
         changed = list((self._deferred | self._changed).values())
         self._changed.clear()
         self._deferred.clear()
-        moving: list[DraftContext] = []
-        steps: list[RerootStep] = []
+        behind: list[DraftContext] = []
         for context in changed:
-            author = context.tree.author
-            if author.committed_len > self._options.max_positions:
+            if context.tree.author.committed_len > self._options.max_positions:
                 self.fail(context, DeclinedError(DeclineReason.TOO_LONG, self._too_long(context.tree)))
-            elif author.committed_len > context.known:
-                tokens = author.tokens[context.known :]
-                restarted, discards = author.epoch != context.epoch, self._options.lockstep_steps > 0
-                moving.append(context)
-                steps.append(RerootStep(context.row, tokens, author.root, restarted, discards))
-        if steps:
-            for context, step, result in zip(moving, steps, reroot(self._forest, steps), strict=True):
-                self._note_step(context, step, result)
+            elif context.tree.author.committed_len > context.known:
+                behind.append(context)
+        self._reroot(behind, discards=self._options.lockstep_steps > 0)
         self.look_at(changed)
         self._forest.tidy()
 
     def follow_ahead(self, excluded: Container[DraftContext], *, misses: bool) -> list[DraftContext]:
-        """The same while a burst is under way; whose trees or features changed.
+        """Re-root the forest while a burst is under way; returns the requests whose trees or features changed.
 
-        Entries keep their numbers. What that burst brings below dead nodes is dead. All but the tree itself and its
-        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs. Without `misses` it is
-        for commits whose path the forest holds by now.
+        Entries keep their numbers, and what the burst brings below dead nodes is dead. Everything but the tree and its
+        bounds waits for `follow`; so do the `excluded`, whose committed tokens the burst runs. Without `misses` only
+        commits whose path the forest holds are followed.
         """
-        moving: list[DraftContext] = []
-        steps: list[RerootStep] = []
+        behind: list[DraftContext] = []
         others: list[DraftContext] = []
         for context in self._changed.values():
             author = context.tree.author
@@ -196,27 +187,24 @@ class BatchManager:
                 if misses and context.lag and not context.tree.paused:
                     others.append(context)
             elif misses or reaches(self._forest, context.row, tokens):
-                moving.append(context)
-                steps.append(RerootStep(context.row, tokens, author.root, restarted=author.epoch != context.epoch))
-        if steps:
-            for context, step, result in zip(moving, steps, reroot(self._forest, steps), strict=True):
-                self._note_step(context, step, result)
-                context.root_in_burst = not context.root_run  # this burst will run it, or the next
-        for context in (*moving, *others):
+                behind.append(context)
+        self._reroot(behind)
+        for context in behind:
+            context.root_in_burst = not context.root_run  # this burst will run it, or the next
+        for context in (*behind, *others):
             self._set_bounds(context)
             handle = context.tree.handle
             self._deferred[handle] = self._changed.pop(handle)
-        return moving + others
+        return behind + others
 
     def mark_incomplete(self, context: DraftContext) -> None:
         """Its root or context may have to be run."""
         self._incomplete[context.tree.handle] = context
 
     def note_root_runs(self) -> None:
-        """See which roots the burst under way has run since they were followed."""
+        """Note which new roots the burst under way has run."""
         for context in self._deferred.values():
-            if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
-                context.note_root_run()
+            self._note_root_run(context)
 
     def look_at(self, contexts: Iterable[DraftContext]) -> None:
         """Bring requests up to date whose root, tree, credit or features may have changed."""
@@ -231,48 +219,47 @@ class BatchManager:
         self.kv_manager.free_slots()
 
     def extend(self) -> bool:
-        """Compute up to a chunk of tokens of those requests that need it first, at once; whether there were any."""
-        behind = (
-            one for one in self._incomplete.values() if not one.tree.paused and self.kv_manager.num_extendable(one)
-        )
+        """Compute up to a chunk of context tokens in one forward; returns whether there were any."""
+        kv_manager, waiting = self.kv_manager, self._incomplete.values()
+        behind = (one for one in waiting if not one.tree.paused and kv_manager.num_extendable(one))
         served, failed = self.kv_manager.extend(behind, self._options.prompt_chunk)
-        for context in served:  # others come first next time
+        for context in served:  # behind all others next time
             self._incomplete[context.tree.handle] = self._incomplete.pop(context.tree.handle)
         for context, error in failed:
             self.fail(context, error)
         return bool(served or failed)
 
     def to_run(self, needs_run: Callable[[DraftContext], bool]) -> list[DraftContext]:
-        """Requests of which a burst must run something now; those for which nothing is to be done are settled."""
+        """Requests of which a burst must run something now; those that lack nothing are not looked at again."""
         return [context for context in list(self._incomplete.values()) if self._is_to_run(context, needs_run)]
 
     def settle(self, context: DraftContext) -> None:
-        """A burst runs what it lacks."""
+        """The burst that is launched next runs what the request lacks."""
         context.root_in_burst = not context.root_run
         self._incomplete.pop(context.tree.handle, None)
 
     def spend(self, rows: Iterable[int], num_steps: int) -> None:
-        """In lockstep: a burst ran so many steps of the trees in these rows."""
+        """Lockstep: a burst ran so many steps of the trees in these rows."""
         for row in rows:
             context = self.rows[row]
             context.steps_left = max(0, context.steps_left - num_steps)
             self._set_bounds(context)
 
     def complete(self, growing: Sequence[int]) -> None:
-        """In lockstep: trees that have nothing more to run are complete; those in rows of `growing` have."""
+        """Lockstep: trees that have nothing more to run are complete; those in rows of `growing` have more."""
         for row, context in self.rows.items():
             if context.root_run and context.steps_left and row not in growing:
                 context.steps_left = 0
 
     def fail_rows(self, rows: Iterable[int]) -> None:
-        """Give up the requests of a burst that failed; what became of their KV is not known."""
+        """Decline the requests of a burst that failed: the state of their KV is unknown."""
         for row in rows:
             context = self.rows[row]
             if context.tree.handle in self._contexts:
                 self._refuse_request(context, _FAILED)
 
     def fail(self, context: DraftContext, error: Exception) -> None:
-        """Give up one request; raises the error again if the device failed."""
+        """Decline one request; raises the error again if the device failed."""
         raise_device_failure(error)
         if isinstance(error, DeclinedError):
             self._refuse_request(context, error.refusal)
@@ -289,14 +276,12 @@ class BatchManager:
             detail = f"{self._shape.num_rows} requests are open"
             self._declined[tree.handle] = Refusal(DeclineReason.OVERLOADED, detail)
             return
-        row, root, lag = self._free_rows.pop(), author.committed_len - 1, self._shape.lag
-        store, steps = PendingFeatures(self._runner.join), options.lockstep_steps
-        context = DraftContext(tree, row, lag, author.sampling, store, root, end=lag, steps_left=steps)
-        context.begin(author.committed_len, author.epoch)
+        row, store = self._free_rows.pop(), PendingFeatures(self._runner.join)
+        context = DraftContext(tree, row, self._shape.lag, store, options.lockstep_steps)
         for part in self._early_features.pop(tree.handle, ()):
             context.features.add(*part, since=context.end - 1)
         self._contexts[tree.handle] = self.rows[row] = context
-        self._forest.set_root(row, author.tokens[-1], root, author.root)
+        self._forest.set_root(row, author.tokens[-1], context.root, author.root)
         try:
             self.kv_manager.open(context)
         except Exception as error:
@@ -314,20 +299,34 @@ class BatchManager:
     def _too_long(self, tree: Tree) -> str:
         return f"{tree.author.committed_len} tokens, at most {self._options.max_positions}"
 
-    def _note_step(self, context: DraftContext, step: RerootStep, result: RerootResult) -> None:
-        root_slot = self._forest.entries.slots[self._forest.roots[context.row]]
-        context.follow(result.slots, len(step.tokens), root_run=bool(root_slot >= 0))
-        context.epoch = context.tree.author.epoch
-        context.steps_left = self._options.lockstep_steps
-        if step.restarted or not result.found:
-            context.seen = 1
+    def _reroot(self, contexts: Sequence[DraftContext], *, discards: bool = False) -> None:
+        """The forest and the contexts follow what was committed to these requests."""
+        if not contexts:
+            return
+        steps: list[RerootStep] = []
+        for context in contexts:
+            author = context.tree.author
+            tokens, restarted = author.tokens[context.known :], author.epoch != context.epoch
+            steps.append(RerootStep(context.row, tokens, author.root, restarted, discards))
+        for context, step, result in zip(contexts, steps, reroot(self._forest, steps), strict=True):
+            context.follow(result.slots, len(step.tokens), root_run=self._has_run_root(context))
+            context.epoch = context.tree.author.epoch
+            context.steps_left = self._options.lockstep_steps
+            if step.restarted or not result.found:
+                context.seen = 1
+
+    def _has_run_root(self, context: DraftContext) -> bool:
+        return bool(self._forest.entries.slots[self._forest.roots[context.row]] >= 0)
+
+    def _note_root_run(self, context: DraftContext) -> None:
+        if not context.root_run and self._has_run_root(context):
+            context.note_root_run()
 
     def _look_at(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts or context.tree.handle in self._declined:
             return
-        if not context.root_run and self._forest.entries.slots[self._forest.roots[context.row]] >= 0:
-            context.note_root_run()
-        # Behind a miss verify has nothing: what can wait until the root is run does.
+        self._note_root_run(context)
+        # Verify has no tree after a miss: KV is moved once the root was run.
         if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._settle(context):
             return
         if self._options.takes_in and context.seen < context.tree.author.next_id:
@@ -337,7 +336,7 @@ class BatchManager:
         self._incomplete[context.tree.handle] = context
 
     def _settle(self, context: DraftContext, *, along: bool = False) -> bool:
-        """Move its KV, if it is worth it; False if that failed, which gives the request up."""
+        """Move KV of committed tokens to the context, if it is worth it; False if that failed; see `fail`."""
         try:
             self.kv_manager.settle(context, along=along)
         except Exception as error:
@@ -366,13 +365,13 @@ class BatchManager:
         return False
 
     def _refuse_request(self, context: DraftContext, refusal: Refusal) -> None:
-        """It waits to be closed."""
+        """The request is declined and waits to be closed."""
         handle = context.tree.handle
         self._declined[handle] = refusal
         self._forest.quotas[context.row] = 0
         self._forget(handle)
 
     def _forget(self, handle: int) -> None:
-        """Nothing is to be done for it."""
+        """Nothing more is to be done for a request."""
         for waiting in (self._changed, self._deferred, self._incomplete):
             waiting.pop(handle, None)

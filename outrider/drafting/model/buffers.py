@@ -113,7 +113,7 @@ class BurstInput:
         self.seeds: Tensor = views.pop("seeds")
         self.rows = BurstRows(**views)
         for host in self._host:
-            _fill_rows(host, RowStates.of((), shape.region), shape.num_rows)
+            host["table_rows"][:] = shape.num_rows
 
     def fill(self, copy: int, burst: Burst) -> None:
         """Describe a burst in one of the host's copies. Raises ValueError for one that is too large."""

@@ -8,7 +8,7 @@ burst deepens a tree without the host looking at it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -58,46 +58,21 @@ class Seeds:
     def __len__(self) -> int:
         return int(self.fields.shape[1])
 
-    @classmethod
-    def of(cls, **columns: NDArray[np.int32] | NDArray[np.float32]) -> Seeds:
-        """Seeds of separate columns; `bases` follow from the others."""
-        seeds = cls(np.empty((NUM_SEED_FIELDS, len(columns["rows"])), np.int32))
-        for name, values in columns.items():
-            getattr(seeds, name)[:] = values
-        forced = seeds.scores >= FORCED
-        more = np.zeros_like(forced)
-        more[:-1] = forced[1:] & (seeds.rows[1:] == seeds.rows[:-1])
-        seeds.bases[:] = np.where(forced, np.where(more, np.float32(-np.inf), np.float32(0.0)), seeds.scores)
-        return seeds
-
-
-@dataclass(frozen=True, slots=True)
-class RowState:
-    """One request of a burst."""
-
-    row: int
-    """Its row of the runner, from `BurstRunner.open`."""
-    context_len: int
-    """Tokens whose KV lies in the context, from position 0 on (less one for a drafter of features: see BurstShape)."""
-    live: NDArray[np.bool_]
-    """[region] tree slots that hold live nodes, committed ones that are not context yet included. An ancestor that is
-    not live any more is context."""
-    free: Sequence[int]
-    """Tree slots that the burst may fill, forced seeds' not included."""
-
 
 @dataclass(slots=True)
 class RowStates:
-    """The requests of a burst, B of them, as arrays; see RowState. Not to be changed."""
+    """The requests of a burst, B of them, as arrays. Not to be changed."""
 
     rows: Int32s
-    """[B]"""
+    """[B] rows of the runner, from `BurstRunner.open`."""
     context_lens: Int32s
-    """[B]"""
+    """[B] tokens whose KV lies in the context, from position 0 on; one less where the model takes features."""
     live: NDArray[np.bool_]
-    """[B, region]"""
+    """[B, region] tree slots that hold live nodes, committed ones that are not context yet included. An ancestor that
+    is not live any more is context."""
     free: Int32s
-    """[B, region]; of row i those from `free_starts[i]` to below `free_ends[i]` count."""
+    """[B, region] tree slots that the burst may fill, forced seeds' not included; of row i those from `free_starts[i]`
+    to below `free_ends[i]` count."""
     free_starts: Int32s
     """[B]"""
     free_ends: Int32s
@@ -105,28 +80,6 @@ class RowStates:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> RowState:
-        free = self.free[index, self.free_starts[index] : self.free_ends[index]].tolist()
-        return RowState(int(self.rows[index]), int(self.context_lens[index]), self.live[index], free)
-
-    def __iter__(self) -> Iterator[RowState]:
-        return (self[index] for index in range(len(self)))
-
-    @classmethod
-    def of(cls, states: Sequence[RowState], region: int) -> RowStates:
-        """The same one by one."""
-        free = np.zeros((len(states), region), np.int32)
-        for target, state in zip(free, states, strict=True):
-            target[: len(state.free)] = state.free
-        return cls(
-            rows=np.array([state.row for state in states], np.int32),
-            context_lens=np.array([state.context_len for state in states], np.int32),
-            live=np.array([state.live for state in states], np.bool_).reshape(len(states), region),
-            free=free,
-            free_starts=np.zeros(len(states), np.int32),
-            free_ends=np.array([len(state.free) for state in states], np.int32),
-        )
 
 
 @dataclass(slots=True)

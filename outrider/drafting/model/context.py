@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from outrider.drafting.base import Tree
 from outrider.drafting.model.features import PendingFeatures
-from outrider.sampling.params import SamplingParams
 
 
 class UncachedToken(NamedTuple):
@@ -35,27 +34,34 @@ class DraftContext:
     row: int
     """Of the runner."""
     lag: int
-    sampling: SamplingParams
+    """See BurstShape.lag."""
     features: PendingFeatures
-    root: int
+    steps_left: int = 0
+    """Lockstep: steps of its tree that are still to be run."""
+    root: int = field(init=False)
     """Position of the root."""
-    end: int
+    end: int = field(init=False)
     """One past the last context token; `lag` if there is none."""
-    uncached: list[UncachedToken] = field(default_factory=list)
+    uncached: list[UncachedToken] = field(init=False)
     root_run: bool = False
+    """Whether the KV of the root lies in a tree slot."""
     root_final: bool = False
     """As `UncachedToken.is_final`."""
     pages: list[int] = field(default_factory=list)
-    known: int = 0
+    known: int = field(init=False)
     """Committed tokens that the forest has followed."""
-    epoch: int = 0
+    epoch: int = field(init=False)
     """Of the author, as the forest knows it."""
     seen: int = 1
     """Ids of the author below this were looked at for nodes that others appended."""
-    steps_left: int = 0
-    """Steps of its tree that are still to be run, in lockstep."""
     root_in_burst: bool = False
     """Whether a burst that is under way runs the root."""
+
+    def __post_init__(self) -> None:
+        author = self.tree.author
+        self.known, self.epoch = author.committed_len, author.epoch
+        self.root, self.end = self.known - 1, self.lag
+        self.uncached = [UNRUN] * max(0, self.root - self.end)
 
     @property
     def first_unrun(self) -> int:
@@ -97,11 +103,6 @@ class DraftContext:
         if not self.lag:
             return self.root + 1
         return self.features.end_from(self.end - 1) + 1
-
-    def begin(self, committed: int, epoch: int) -> None:
-        """Nothing was run of the committed tokens."""
-        self.known, self.epoch = committed, epoch
-        self.uncached = [UNRUN] * max(0, self.root - self.end)
 
     def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
         """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""

@@ -10,7 +10,7 @@ from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Grower, Ledger, Tree
+from outrider.drafting.base import Grower, Tree, TreeTable
 from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.batch_manager import BatchManager
 from outrider.drafting.model.burst import BurstResult
@@ -60,8 +60,8 @@ class BurstGrowth(Grower):
     at once, and the device is told of them when it goes on. A burst ends for what cannot be told.
     """
 
-    def __init__(self, runner: BurstRunner, limits: TreeLimits, ledger: Ledger, options: GrowthOptions) -> None:
-        super().__init__(ledger)
+    def __init__(self, runner: BurstRunner, limits: TreeLimits, table: TreeTable, options: GrowthOptions) -> None:
+        super().__init__(table)
         shape = runner.shape
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Figures since someone emptied this, by name."""
@@ -75,7 +75,7 @@ class BurstGrowth(Grower):
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)
         skips_foreign = not options.takes_in
         self._publisher = NodePublisher(
-            self._forest, self._batch_manager.rows, limits, ledger, skips_foreign=skips_foreign
+            self._forest, self._batch_manager.rows, limits, table, skips_foreign=skips_foreign
         )
         self._active: _ActiveBurst | None = None
         self._host_seconds = PART_SECONDS
@@ -104,7 +104,7 @@ class BurstGrowth(Grower):
         """The forest follows while the burst under way runs, if it can, or else once that has ended."""
         self._withhold(tree)
         if self._active is not None:
-            self.ledger.expecting.add(tree.handle)
+            self.table.expecting.add(tree.handle)
 
     def changed(self, tree: Tree) -> None:
         """Look again once the burst under way has ended."""
@@ -120,7 +120,7 @@ class BurstGrowth(Grower):
 
     def close(self, tree: Tree) -> None:
         """Its row and its pages are free once the burst under way has ended."""
-        self.ledger.withheld.discard(tree.handle)
+        self.table.withheld.discard(tree.handle)
         self._batch_manager.close(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:
@@ -131,8 +131,8 @@ class BurstGrowth(Grower):
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Take what the burst under way brought, launch the next one, and append to the authors while that runs."""
         self._grow(deadline, interrupted, wait)
-        waiting = self.ledger.unsent if self._active is not None else ()
-        self.ledger.expecting = {handle for handle in waiting if self._batch_manager.expects(handle)}
+        waiting = self.table.unsent if self._active is not None else ()
+        self.table.expecting = {handle for handle in waiting if self._batch_manager.expects(handle)}
 
     def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         active = self._active
@@ -168,7 +168,7 @@ class BurstGrowth(Grower):
             self._release()
         else:
             # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
-            owing = sum(tree.author.owes_answer for tree in self.ledger.unsent.values())
+            owing = sum(tree.author.owes_answer for tree in self.table.unsent.values())
             self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES * owing)
 
     def _note_host_work(self) -> None:
@@ -201,7 +201,7 @@ class BurstGrowth(Grower):
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
-            self.ledger.withheld.add(tree.handle)
+            self.table.withheld.add(tree.handle)
 
     def _release(self) -> None:
         """Have complete trees told, and those that do not grow.
@@ -211,7 +211,7 @@ class BurstGrowth(Grower):
         begin with the same prompts.
         """
         withheld = [
-            context for handle in self.ledger.withheld if (context := self._batch_manager.find(handle)) is not None
+            context for handle in self.table.withheld if (context := self._batch_manager.find(handle)) is not None
         ]
         behind = {context for context in withheld if len(context.uncached) > self._shape.region // 8}
         if sum(len(context.uncached) for context in behind) <= self._options.prompt_chunk:
@@ -220,7 +220,7 @@ class BurstGrowth(Grower):
             follows = context.known == context.tree.author.committed_len
             is_complete = follows and not context.steps_left
             if is_complete or context in behind or not self._forest.quotas[context.row]:
-                self.ledger.withheld.discard(context.tree.handle)
+                self.table.withheld.discard(context.tree.handle)
 
     def forget_target(self) -> None:
         """Nothing is kept of a target."""

@@ -161,13 +161,6 @@ class TreeSlots:
         self.num_free[row] = end = start + len(slots)
         self.stacks[row, start:end] = slots
 
-    def check_integrity(self) -> None:
-        """Raise InternalError unless every slot that is not live is free once. Nothing may be lent or taken."""
-        for row, count in enumerate(self.num_free.tolist()):
-            free = set(self.stacks[row, :count].tolist())
-            if len(free) != count or free != set(np.flatnonzero(~self.live[row]).tolist()) or self._leased[row].any():
-                raise InternalError(f"row {row}: {count} free tree slots do not match {self.live[row].sum()} live ones")
-
 
 _MIN_FORCED_TOKENS = 7
 """Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
@@ -221,7 +214,7 @@ class ContextKVManager:
         """A request takes its row."""
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
-        self._runner.open(context.row, context.sampling)
+        self._runner.open(context.row, context.tree.author.sampling)
 
     def close(self, context: DraftContext) -> None:
         """It leaves its row and its pages."""

@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.base import Ledger
+from outrider.drafting.base import TreeTable
 from outrider.drafting.growth import TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
@@ -18,26 +18,26 @@ from outrider.drafting.model.forest import DraftForest, places_within
 _NODES_PER_CHECK = 64
 """Nodes between two looks at the clock."""
 _LIKELY_SCORE = log(0.0025)
-"""Path score of a node that is told at once. Better ones may come behind it, but verify commits a token that was this
-unlikely in about every other round: what it lacks then was there, and would come a round too late."""
+"""Path score from which on a node is sent at once, though better ones may follow: verify commits a token that was this
+unlikely in about every other round, and a node that was held back then comes a round too late."""
 _NOTHING = np.empty(0, np.intp)
 _LARGE_CREDIT = 256
-"""Credit from which on that is so: a smaller one is for the best alone."""
-
-
+"""Credit from which on that is so: a smaller credit is for the best nodes alone."""
 _Room = tuple[int, int, float]
-"""Nodes of a request that may be appended if they are not ripe; if they are; and the path score of likely ones."""
+"""Nodes of a request that may be appended in any case; if they are ready, too; and the path score of a likely node.
+
+A node is ready where it is likely, or where no node that is still to be run can have a better path score."""
 
 
 class NodePublisher:
-    """Goes over what is to be appended, best first over all requests, in slices of time."""
+    """Appends entries to the authors' trees, best first over all requests, in slices of time."""
 
     def __init__(
         self,
         forest: DraftForest,
         contexts: Mapping[int, DraftContext],
         limits: TreeLimits,
-        ledger: Ledger,
+        table: TreeTable,
         *,
         skips_foreign: bool = False,
     ) -> None:
@@ -45,11 +45,11 @@ class NodePublisher:
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
-        self._ledger = ledger
+        self._table = table
         self._source = limits.sources.start
         self._skips_foreign = skips_foreign and limits.shared
         self._queue = _NOTHING  # entries, the best first
-        self._is_ready = np.empty(0, np.bool_)  # of each; in every row they come before others
+        self._is_ready = np.empty(0, np.bool_)  # of each; ready entries of a row come before its others
         self._must_repeat = False  # whether there may be more than the queue held
 
     @property
@@ -58,11 +58,11 @@ class NodePublisher:
         return not len(self._queue)
 
     def prepare(self) -> None:
-        """Look over the forest anew. Entries keep their numbers until `forget`."""
+        """Queue what may be appended now. Entries must keep their numbers until `forget`."""
         self._queue, self._must_repeat = _NOTHING, False
-        if not self._ledger.has_memory:
+        if not self._table.has_memory:
             return
-        share = self._ledger.share
+        share = self._table.share
         rooms = {row: room for row, context in self._contexts.items() if (room := self._room(context, share))[1] > 0}
         if len(rooms) == 1:
             self._prepare_row(*rooms.popitem())
@@ -70,42 +70,38 @@ class NodePublisher:
             self._prepare_rows(rooms)
 
     def _prepare_row(self, row: int, room: _Room) -> None:
-        """Where one alone has room."""
-        reserve_room, most, likely = room
-        bar = self._bar(row, likely) if reserve_room <= 0 else self._forest.floor
-        found = self._find(bar)
+        """`prepare` where one request alone has room."""
+        base_room, ready_room, likely = room
+        ready_score = self._ready_score(row, likely) if base_room <= 0 else self._forest.floor
+        found = self._find(ready_score)
         if len(self._contexts) > 1:
             found = found[self._forest.entries.rows[found] == row]
-        if len(found) <= reserve_room:
+        if len(found) <= base_room:
             self._queue, self._is_ready = found, np.zeros(len(found), np.bool_)
             return
-        if reserve_room > 0:
-            bar = self._bar(row, likely)
-        is_ready = self._forest.entries.scores[found] >= bar
-        limit = max(reserve_room, min(most, int(np.count_nonzero(is_ready))))
+        if base_room > 0:
+            ready_score = self._ready_score(row, likely)
+        is_ready = self._forest.entries.scores[found] >= ready_score
+        limit = max(base_room, min(ready_room, int(np.count_nonzero(is_ready))))
         self._queue, self._is_ready = found[:limit], is_ready[:limit]
 
     def _prepare_rows(self, rooms: dict[int, _Room]) -> None:
         forest, entries, num_rows = self._forest, self._forest.entries, len(self._forest.roots)
-        reserve_rooms, most, likely = (
-            np.zeros(num_rows, np.intp),
-            np.zeros(num_rows, np.intp),
-            np.full(num_rows, np.inf),
-        )
-        least = np.full(num_rows, np.inf)
+        base_rooms, ready_rooms = np.zeros((2, num_rows), np.intp)
+        likely, least = np.full((2, num_rows), np.inf)
         for row, room in rooms.items():
-            reserve_rooms[row], most[row], likely[row] = room
-        bars = np.maximum(np.minimum(forest.best_unrun(), likely), forest.floor)
+            base_rooms[row], ready_rooms[row], likely[row] = room
+        ready_scores = np.maximum(np.minimum(forest.best_unrun(), likely), forest.floor)
         there = list(rooms)
-        least[there] = np.where(reserve_rooms > 0, forest.floor, bars)[there]
+        least[there] = np.where(base_rooms > 0, forest.floor, ready_scores)[there]
         found = self._find(float(least.min()))
         rows = entries.rows[found]
         worth = entries.scores[found] >= least[rows]
         found, rows = found[worth], rows[worth]
-        is_ready = entries.scores[found] >= bars[rows]
+        is_ready = entries.scores[found] >= ready_scores[rows]
         counts = np.bincount(rows, minlength=num_rows)
-        if np.count_nonzero(counts > np.where(reserve_rooms > 0, reserve_rooms, most)):
-            worth = np.where(is_ready, most[rows], reserve_rooms[rows]) > places_within(rows, counts)
+        if np.count_nonzero(counts > np.where(base_rooms > 0, base_rooms, ready_rooms)):
+            worth = np.where(is_ready, ready_rooms[rows], base_rooms[rows]) > places_within(rows, counts)
             found, is_ready = found[worth], is_ready[worth]
         self._queue, self._is_ready = found, is_ready
 
@@ -117,8 +113,8 @@ class NodePublisher:
         found = found[(-entries.scores[found]).argsort(kind="stable")]
         return found
 
-    def _bar(self, row: int, likely: float) -> float:
-        """Path score of ripe nodes of a row."""
+    def _ready_score(self, row: int, likely: float) -> float:
+        """Path score from which on nodes of a row are ready."""
         forest, entries = self._forest, self._forest.entries
         best = int(entries.ranks[: entries.count].argmax())
         is_next = entries.rows[best] == row and entries.positions[best] <= forest.last_positions[row]
@@ -129,20 +125,20 @@ class NodePublisher:
         return max(min(unrun, likely), forest.floor)
 
     def forget(self) -> None:
-        """Drop what is left: entries may get other numbers."""
+        """Empty the queue: entries may get other numbers."""
         self._queue = _NOTHING
 
-    def run(self, deadline: float, interrupted: Callable[[], bool], most: int = 0) -> None:
-        """Append until there is nothing left, it is time, or, unless `most` is 0, so many were looked at."""
+    def run(self, deadline: float, interrupted: Callable[[], bool], max_nodes: int = 0) -> None:
+        """Append until the queue is empty, the time is over, or `max_nodes` were looked at; 0 sets no limit."""
         while len(self._queue):
-            self._run(deadline, interrupted, most)
+            self._run(deadline, interrupted, max_nodes)
             if len(self._queue) or not self._must_repeat:
                 return
-            self.prepare()  # some were there already, and left room for others
+            self.prepare()  # some entries were there already, or forbidden, and left room for others
 
-    def _run(self, deadline: float, interrupted: Callable[[], bool], most: int) -> None:
-        left = most or len(self._queue)
-        while len(self._queue) and self._ledger.has_memory:
+    def _run(self, deadline: float, interrupted: Callable[[], bool], max_nodes: int) -> None:
+        left = max_nodes or len(self._queue)
+        while len(self._queue) and self._table.has_memory:
             count = min(_NODES_PER_CHECK, left)
             found, self._queue = self._queue[:count], self._queue[count:]
             is_ready, self._is_ready = self._is_ready[:count], self._is_ready[count:]
@@ -154,7 +150,7 @@ class NodePublisher:
 
     def _append(self, found: Ints, is_ready: NDArray[np.bool_]) -> None:
         """Append entries, those of a row at once where they can be."""
-        entries, ledger, source = self._forest.entries, self._ledger, self._source
+        entries, table, source = self._forest.entries, self._table, self._source
         # A commit may have been followed since `prepare`; what became a root of it has its id.
         alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
         if np.count_nonzero(alive) < len(alive):
@@ -182,10 +178,10 @@ class NodePublisher:
         entries.nodes[found] = ids
         above, ready_flags = entries.nodes[entries.parents[found]].tolist(), is_ready.tolist()
         tokens, edges = entries.tokens[found].tolist(), entries.edges[found].tolist()
-        share, has_foreign_nodes = ledger.share, self._forest.has_foreign_nodes
+        share, has_foreign_nodes = table.share, self._forest.has_foreign_nodes
         for context, start, end in zip(groups, starts, ends, strict=True):
             tree, count = context.tree, end - start
-            room = min(self._room(context, share)[ready_flags[end - 1]], ledger.max_nodes - ledger.num_live)
+            room = min(self._room(context, share)[ready_flags[end - 1]], table.max_nodes - table.num_live)
             if (
                 count <= room
                 and not has_foreign_nodes
@@ -193,13 +189,13 @@ class NodePublisher:
                 and tree.author.extend(above[start:end], tokens[start:end], edges[start:end], source) is not None
             ):
                 context.seen += count
-                ledger.appended(tree, source, count)
+                table.appended(tree, source, count)
             else:
                 entries.nodes[found[start:end]] = -1
                 self._append_each(context, found[start:end].tolist(), ready_flags[start:end])
 
     def _find_known(self, found: Ints) -> NDArray[np.bool_]:
-        """Entries that are in the author's tree by now, for another grower found them, get their ids; which do not."""
+        """Give entries that other growers have appended their nodes' ids; returns which of `found` are not there."""
         entries, unknown = self._forest.entries, np.ones(len(found), np.bool_)
         above = entries.parents[found]
         columns = (found.tolist(), above.tolist(), entries.nodes[above].tolist(), entries.tokens[found].tolist())
@@ -221,17 +217,17 @@ class NodePublisher:
 
     def _append_each(self, context: DraftContext, found: list[int], ready_flags: list[bool]) -> None:
         """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""
-        entries, ledger, source = self._forest.entries, self._ledger, self._source
+        entries, table, source = self._forest.entries, self._table, self._source
         tree, author = context.tree, context.tree.author
-        room = list(self._room(context, ledger.share)[:2])
+        room = list(self._room(context, table.share)[:2])
         for entry, is_ready in zip(found, ready_flags, strict=True):
             above, token = int(entries.nodes[entries.parents[entry]]), int(entries.tokens[entry])
-            if above >= 0 and room[is_ready] > 0 and ledger.has_memory:
+            if above >= 0 and room[is_ready] > 0 and table.has_memory:
                 added = author.add(above, token, float(entries.edges[entry]), source)
                 if added is not None:
                     room[0] -= 1
                     room[1] -= 1
-                    ledger.appended(tree, source)
+                    table.appended(tree, source)
                     if context.seen == added:
                         context.seen += 1
                 else:
@@ -251,10 +247,9 @@ class NodePublisher:
         self._must_repeat = True
 
     def _room(self, context: DraftContext, share: int) -> _Room:
-        """Nodes that may be appended, none while the forest has not followed the author.
+        """See _Room; no nodes while the forest has not followed the author.
 
-        Half of the credit is for nodes that are likely, or that nothing better can come behind: at first there are few
-        to choose from.
+        Half of the credit is for nodes that are ready: at first there are few to choose from.
         """
         tree = context.tree
         author = tree.author

@@ -6,7 +6,6 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
@@ -64,9 +63,7 @@ class NgramDrafter(Drafter):
         if not own.ready:
             self._unindexed.append(request.handle)
 
-    def commit(
-        self, request: int, tokens: Sequence[int], root: int, live: Collection[int], features: Any | None = None
-    ) -> None:
+    def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         """Learn, extend the trie, forget dead nodes."""
         own = self._requests[request]
         own.commit(tokens, root, live)
