@@ -195,11 +195,13 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 FromDoor = Start[DraftOptions] | Stop | Serve | SessionUp | SessionDown | FromVerify | Drain | Ask
-FromEngine = Ready[DrafterProfile] | Refused | TurnUpdates | State | Drained | LineLost
+FromEngine = TurnUpdates | State | Drained | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
-from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+from_engine: msgspec.msgpack.Decoder[Ready[DrafterProfile] | Refused | FromEngine] = msgspec.msgpack.Decoder(
+    Ready[DrafterProfile] | Refused | FromEngine
+)
 features_from_door: msgspec.msgpack.Decoder[FeaturesFromDoor] = msgspec.msgpack.Decoder(FeaturesFromDoor)
 features_from_engine: msgspec.msgpack.Decoder[FeaturesFromEngine] = msgspec.msgpack.Decoder(FeaturesFromEngine)

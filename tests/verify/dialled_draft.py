@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from outrider.protocol.speculation import (
 from outrider.protocol.speculation_codec import encode_draft
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
-from verify_service.door.session import DraftDialer, DraftEvents, DraftSession
+from verify_service.door.session import DraftDialer, DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)
@@ -88,7 +89,7 @@ async def dialled(
     behave: Behave,
     features: Behave | None = None,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    events: DraftEvents | None = None,
+    events: Any = None,
 ) -> AsyncIterator[Events]:
     """A dialer and a draft service that answers call number n in bytes, as `behave(context, n)` has it.
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verify_service.door.session import Backoff, Seldom
+from verify_service.door.session import Backoff, ThrottledWarnings
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_long_try() -> None:
@@ -24,7 +24,7 @@ def test_a_warning_comes_at_most_once_in_so_many_seconds_with_the_number_left_ou
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     times = iter((0.0, 1.0, 9.9, 10.0, 19.9, 30.0, 40.0))
-    seldom = Seldom(logging.getLogger("test"), 10.0, lambda: next(times))
+    seldom = ThrottledWarnings(logging.getLogger("test"), 10.0, lambda: next(times))
     for _ in range(7):
         seldom.warn("%s is odd", "x")
     assert [record.getMessage() for record in caplog.records] == [

@@ -217,7 +217,7 @@ async def test_a_draft_that_floods_loses_its_session_and_nothing_gathers(model: 
         assert honest.num_resets == 0
         may_run.set()
         assert len(await Stream(thread, submission(PROMPTS[0])).token_ids()) == 24
-        await thread.remote.until(lambda: not any(thread.remote._unread.values()))
+        await thread.remote.until(lambda: not any(draft.unread_weight for draft in thread.remote._sessions.values()))
         before = draft.num_resets
         thread.remote.draft_received(draft, flood(4096))
         assert draft.num_resets == before, "what was read makes room"
@@ -322,7 +322,7 @@ async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
     async with engine_thread(make_engine(model)) as thread:
         remote, draft = thread.remote, Reader()
         remote.draft_connected(draft)
-        session = remote._sessions[draft]
+        session = remote._sessions_by_port[draft].number
         features = [Features(1, at, 1, False, memoryview(b""), "float32", at + 1) for at in range(4)]
         remote.receive(FeaturesToDraft(session, features))
         with monkeypatch.context() as patched:

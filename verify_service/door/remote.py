@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
@@ -45,9 +46,12 @@ log = get_logger(__name__)
 DEFAULT_MAX_TOKENS = 262144
 MAX_UNREAD_WEIGHT = 65536
 """Weight of one draft's messages that the engine may leave unread: about 0.1 s of work."""
-_LEARN = 0.2
+_END_INTERVAL_LEARN = 0.2
+"""Weight of the newest time between the ends of two requests."""
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
+
+Deliver = Callable[[Update], None]
 
 
 class Backlog:
@@ -104,16 +108,13 @@ class Backlog:
         self._unfinished.discard(number)
         now = self._clock()
         if self._ended_at is not None:
-            self._seconds_between_ends += _LEARN * (now - self._ended_at - self._seconds_between_ends)
+            self._seconds_between_ends += _END_INTERVAL_LEARN * (now - self._ended_at - self._seconds_between_ends)
         self._ended_at = now
 
     def _refusal(self, reason: str, message: str) -> OverloadedError:
         self.refused[reason] += 1
         retry_after = min(max(self._seconds_between_ends, _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
         return OverloadedError(message, retry_after=retry_after)
-
-
-Deliver = Callable[[Update], None]
 
 
 class Port(Protocol):
@@ -134,6 +135,20 @@ class Port(Protocol):
         """End the session; it reports itself down, and up again when it is."""
 
 
+@dataclass(slots=True)
+class _DraftState:
+    """A session with a draft service, as far as the engine is behind."""
+
+    number: int
+    port: Port
+    unread_weight: int = 0
+    """Of messages that the engine has not taken."""
+    features_sent: int = 0
+    """Number of the last message of features that the draft may have."""
+    features_released: int = 0
+    """Number of the last one that it is done with."""
+
+
 class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
@@ -149,12 +164,8 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
-        self._sessions: dict[Port, int] = {}
-        self._ports: dict[int, Port] = {}
-        self._unread: Counter[int] = Counter()
-        self._features_sent: Counter[int] = Counter()
-        self._features_released: Counter[int] = Counter()
-        """The last message of features, by session."""
+        self._sessions: dict[int, _DraftState] = {}
+        self._sessions_by_port: dict[Port, _DraftState] = {}
 
     @property
     def num_running(self) -> int:
@@ -192,51 +203,48 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
 
     def draft_connected(self, port: Port, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
-        session = self._sessions[port] = next(self._numbers)
-        self._ports[session] = port
-        self.send(DraftUp(session, port.address, terms or Terms()))
+        number = next(self._numbers)
+        self._sessions[number] = self._sessions_by_port[port] = _DraftState(number, port)
+        self.send(DraftUp(number, port.address, terms or Terms()))
 
     def draft_disconnected(self, port: Port) -> None:
         """A session with a draft service ended."""
-        session = self._sessions.pop(port)
-        self._ports.pop(session)
-        self._unread.pop(session, None)
-        self._features_sent.pop(session, None)
-        self._features_released.pop(session, None)
-        self.send(DraftDown(session))
+        session = self._sessions_by_port.pop(port)
+        del self._sessions[session.number]
+        self.send(DraftDown(session.number))
 
     def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
-        session = self._sessions[port]
+        session = self._sessions_by_port[port]
         weight = unread_weight(messages)
-        if self._unread[session] + weight > MAX_UNREAD_WEIGHT:
+        if session.unread_weight + weight > MAX_UNREAD_WEIGHT:
             log.warning("draft %s floods the engine; its session is reset", port.address)
             port.reset()
             return
-        self._unread[session] += weight
+        session.unread_weight += weight
         # A hello in mid-stream is there for the engine to count, whatever it says.
         messages = [Hello(0, 0) if isinstance(message, Hello) else message for message in messages]
         # They may lie unread for a whole round, which is no fault of the draft.
-        self.send(FromDraft(session, time.monotonic(), weight, messages))
+        self.send(FromDraft(session.number, time.monotonic(), weight, messages))
 
     async def features_projection(self, port: Port, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
-        self.send(ProjectionFrame(self._sessions[port], part))
+        self.send(ProjectionFrame(self._sessions_by_port[port].number, part))
         await self.writable()
 
     def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
-        self.send(FeaturesUp(self._sessions[port], window, uses_ring))
+        self.send(FeaturesUp(self._sessions_by_port[port].number, window, uses_ring))
 
     def features_released(self, port: Port, through: int) -> None:
         """A draft is done with features. One that releases what it was not sent loses its session."""
-        session = self._sessions[port]
-        if through > self._features_sent[session]:
+        session = self._sessions_by_port[port]
+        if through > session.features_sent:
             log.warning("draft %s releases features that it was not sent; its session is reset", port.address)
             port.reset()
-        elif through > self._features_released[session]:
-            self._features_released[session] = through
-            self.send(FeaturesDone(session, through))
+        elif through > session.features_released:
+            session.features_released = through
+            self.send(FeaturesDone(session.number, through))
 
     def on_ready(self, served: ServedModel) -> None:
         """See EngineConnection."""
@@ -254,23 +262,22 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
 
     def receive(self, frame: FromEngine) -> None:
         """See FrameConnection."""
+        if isinstance(frame, EngineUpdates):
+            self._deliver(frame)
+            return
+        session = self._sessions.get(frame.session)
+        if session is None:  # it has ended meanwhile
+            return
         match frame:
-            case EngineUpdates():
-                self._deliver(frame)
             case ToDraft():
-                # A session that ended meanwhile has no port any more.
-                if (port := self._ports.get(frame.session)) is not None:
-                    port.send(frame.messages)
+                session.port.send(frame.messages)
             case FeaturesOpen():
-                if (port := self._ports.get(frame.session)) is not None:
-                    port.begin_features(frame.begin)
+                session.port.begin_features(frame.begin)
             case FeaturesToDraft():
-                if (port := self._ports.get(frame.session)) is not None:
-                    self._features_sent[frame.session] += len(frame.features)
-                    port.send_features(frame.features)
+                session.features_sent += len(frame.features)
+                session.port.send_features(frame.features)
             case DraftReset():
-                if (port := self._ports.get(frame.session)) is not None:
-                    port.reset()
+                session.port.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
         for part in frame.updates:
@@ -288,9 +295,9 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
             self.backlog.ended(number)
         for report in frame.rounds:
             self._on_round(report)
-        for session, weight in frame.read.items():
-            if session in self._ports:
-                self._unread[session] -= weight
+        for number, weight in frame.read.items():
+            if (session := self._sessions.get(number)) is not None:
+                session.unread_weight -= weight
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
 

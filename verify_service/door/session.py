@@ -7,8 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import grpc
 from msgspec.structs import replace
@@ -20,7 +19,6 @@ from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
     Commit,
-    DraftMessage,
     Features,
     FeaturesAccept,
     FeaturesBegin,
@@ -42,8 +40,26 @@ from outrider.rpc.channel import open_channel
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.projection import ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
+from verify_service.door.remote import RemoteVerifyEngine
 
 log = get_logger(__name__)
+
+HELLO_SECONDS = 3.0
+RETRY_SECONDS = 0.5
+MAX_RETRY_SECONDS = 2.0
+"""The longest pause, whatever failed and however often. A draft that is well again is in use within 5 seconds: nothing
+tells that it was replaced, or mended, but the next dial."""
+MALFORMED_LOG_SECONDS = 10.0
+MAX_QUEUED_MESSAGES = 4096
+MAX_BATCH_BYTES = 1 << 20
+"""After a reconnect all requests are opened at once, each with all its tokens: too much for one message."""
+
+FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
+SpeculateCall = grpc.aio.StreamStreamCall[
+    draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
+]
+Dial = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to an address."""
 
 
 class Backoff:
@@ -73,7 +89,7 @@ class Backoff:
         return pause
 
 
-class Seldom:
+class ThrottledWarnings:
     """Logs a kind of warning no more often than every so many seconds, and says how many were left out."""
 
     def __init__(self, log: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -95,14 +111,6 @@ class Seldom:
         self._logged_at, self._num_left_out = now, 0
 
 
-FeaturesCall = grpc.aio.StreamStreamCall[draft_pb2.DraftServiceFeaturesRequest, draft_pb2.DraftServiceFeaturesResponse]
-
-Dial = Callable[[str], grpc.aio.Channel]
-"""Opens a channel to an address."""
-Opened = Callable[[int, bool], None]
-PassOn = Callable[[ProjectionPart], Awaitable[None]]
-
-
 class FeatureUpload:
     """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
 
@@ -112,30 +120,21 @@ class FeatureUpload:
 
     def __init__(
         self,
-        address: str,
+        session: DraftSession,
         begin: FeaturesBegin,
         reader: ProjectionReader | None,
-        pass_on: PassOn,
-        opened: Opened,
-        released: Callable[[int], None],
-        dial: Dial = open_channel,
+        engine: RemoteVerifyEngine,
+        dial: Dial,
     ) -> None:
-        """`reader` checks the parts of the projection, if `begin` wants it; `pass_on` gets them, one at a time.
-
-        `opened` is told of the window that the draft allows and whether it uses the ring, when the projection is whole;
-        `released` of the last message that the draft is done with.
-        """
-        self._address = address
-        self._dial = dial
+        """`reader` checks the parts of the projection, if `begin` wants it."""
+        self._session = session
         self._begin = begin
         self._reader = reader
-        self._pass_on = pass_on
-        self._opened = opened
-        self._released = released
+        self._engine = engine
+        self._dial = dial
         self._written = 0
         """Number of the last features that the draft may have seen."""
-        self._row_bytes = begin.row_bytes
-        self._most_pieces = 1
+        self._max_pieces = 1
         """Of a message."""
         self._queue: deque[Features] = deque()
         self._filled = asyncio.Event()
@@ -147,7 +146,7 @@ class FeatureUpload:
 
     async def run(self) -> None:
         """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
-        channel = self._dial(self._address)
+        channel = self._dial(self._session.address)
         try:
             call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
             await call.write(encode_begin(self._begin))
@@ -156,8 +155,8 @@ class FeatureUpload:
                 raise InvalidRequestError("event", "is not what accepts this stream")
             if self._reader is not None:
                 await self._read_projection(call, self._reader)
-            self._most_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
-            self._opened(accept.window, accept.uses_ring)
+            self._max_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
+            self._engine.features_opened(self._session, accept.window, accept.uses_ring)
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
             try:
@@ -167,13 +166,13 @@ class FeatureUpload:
                     if response.through > self._written:
                         problem = f"{response.through} was not sent yet, {self._written} is the last that was"
                         raise InvalidRequestError("released.through", problem)
-                    self._released(response.through)
+                    self._engine.features_released(self._session, response.through)
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
-            log.warning("the features stream to draft %s failed: %s", self._address, reason)
+            log.warning("the features stream to draft %s failed: %s", self._session.address, reason)
         finally:
             await channel.close()
 
@@ -188,7 +187,7 @@ class FeatureUpload:
             if not isinstance(part, ProjectionPart):
                 raise InvalidRequestError("event", "is no part of the projection that is missing")
             whole = reader.take(part)
-            await self._pass_on(part)
+            await self._engine.features_projection(self._session, part)
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:
@@ -202,8 +201,8 @@ class FeatureUpload:
     def _next_batch(self) -> list[Features]:
         """What goes out next: a round's features for all requests, as a rule."""
         batch = [self._queue.popleft()]
-        room = MAX_FEATURE_BYTES // self._row_bytes - batch[0].count
-        while self._queue and len(batch) < self._most_pieces and self._queue[0].count <= room:
+        room = MAX_FEATURE_BYTES // self._begin.row_bytes - batch[0].count
+        while self._queue and len(batch) < self._max_pieces and self._queue[0].count <= room:
             room -= self._queue[0].count
             batch.append(self._queue.popleft())
         return batch
@@ -218,43 +217,6 @@ def _read(message: object) -> FeaturesAccept | FeaturesReleased | ProjectionPart
     return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
 
 
-HELLO_SECONDS = 3.0
-RETRY_SECONDS = 0.5
-MAX_RETRY_SECONDS = 2.0
-"""The longest pause, whatever failed and however often. A draft that is well again is in use within 5 seconds: nothing
-tells that it was replaced, or mended, but the next dial."""
-MALFORMED_LOG_SECONDS = 10.0
-MAX_QUEUED_MESSAGES = 4096
-MAX_BATCH_BYTES = 1 << 20
-"""After a reconnect all requests are opened at once, each with all its tokens: too much for one message."""
-
-SpeculateCall = grpc.aio.StreamStreamCall[
-    draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse
-]
-
-
-class DraftEvents(Protocol):
-    """What a session tells the engine."""
-
-    def draft_connected(self, port: DraftSession, terms: Terms) -> None:
-        """The session is open."""
-
-    def draft_disconnected(self, port: DraftSession) -> None:
-        """The session is over."""
-
-    def draft_received(self, port: DraftSession, messages: list[DraftMessage]) -> None:
-        """Messages came in."""
-
-    async def features_projection(self, port: DraftSession, part: ProjectionPart) -> None:
-        """The next part of the projection that the engine has asked for came; returns when more may come."""
-
-    def features_opened(self, port: DraftSession, window: int, uses_ring: bool) -> None:
-        """The features stream that the engine has asked for is open, and all of the projection here if it was."""
-
-    def features_released(self, port: DraftSession, through: int) -> None:
-        """The draft is done with features."""
-
-
 class DraftSession:
     """An open stream.
 
@@ -267,8 +229,8 @@ class DraftSession:
         address: str,
         call: SpeculateCall,
         terms: Terms,
-        events: DraftEvents,
-        malformed: Seldom,
+        engine: RemoteVerifyEngine,
+        malformed: ThrottledWarnings,
         dial: Dial = open_channel,
     ) -> None:
         """`malformed` logs what cannot be read; `dial` opens the features stream's channel."""
@@ -279,7 +241,7 @@ class DraftSession:
         self._malformed = malformed
         self._call = call
         self._terms = terms
-        self._events = events
+        self._engine = engine
         self._features: FeatureUpload | None = None
         self._features_task: asyncio.Task[None] | None = None
         self._queue: list[VerifyMessage] = []
@@ -300,15 +262,12 @@ class DraftSession:
     def begin_features(self, begin: FeaturesBegin) -> None:
         """Open the features stream, under the session's token. A session whose features stream ends is over, too."""
         begin = replace(begin, token=self._terms.features_token)
-        opened = partial(self._events.features_opened, self)
-        released = partial(self._events.features_released, self)
-        pass_on = partial(self._events.features_projection, self)
         reader = None
         if begin.wants_projection:
             terms = self._terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureUpload(self.address, begin, reader, pass_on, opened, released, self._dial)
+        self._features = FeatureUpload(self, begin, reader, self._engine, self._dial)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(self._features_ended)
 
@@ -349,7 +308,7 @@ class DraftSession:
                 continue
             for part in in_parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
                 try:
-                    self._events.draft_received(self, decode_draft(part))
+                    self._engine.draft_received(self, decode_draft(part))
                 except InvalidRequestError as error:
                     self._malformed.warn("draft %s sent a malformed message, dropped: %s", self.address, error.message)
                 await asyncio.sleep(0)
@@ -403,7 +362,7 @@ class DraftDialer:
         self,
         address: str,
         hello: Hello,
-        events: DraftEvents,
+        engine: RemoteVerifyEngine,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
         dial: Dial = open_channel,
@@ -413,10 +372,10 @@ class DraftDialer:
         self.state = "connecting"
         """"connecting", "connected" or "refused"."""
         self._hello = hello
-        self._events = events
+        self._engine = engine
         self._sleep = sleep
         self._backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS, clock)
-        self._malformed = Seldom(log, MALFORMED_LOG_SECONDS, clock)
+        self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS, clock)
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
@@ -454,10 +413,10 @@ class DraftDialer:
         try:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call, terms, self._events, self._malformed, self._dial)
+            session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
             self.state = "connected"
             log.info("draft %s is connected", self.address)
-            self._events.draft_connected(session, terms)
+            self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
             # A session that can only read would go silent, and all of its requests with it.
             writer.add_done_callback(lambda _: call.cancel())
@@ -468,7 +427,7 @@ class DraftDialer:
                 await asyncio.gather(writer, return_exceptions=True)
                 await session.close()
                 self._features_failed = session.features_failed
-                self._events.draft_disconnected(session)
+                self._engine.draft_disconnected(session)
                 log.info("the session with draft %s is over", self.address)
         finally:
             await channel.close()

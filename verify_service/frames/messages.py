@@ -39,7 +39,9 @@ FromDoor = (
     | FeaturesDone
     | ProjectionFrame
 )
-FromEngine = Ready[ServedModel] | Refused | EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
+FromEngine = EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
-from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+from_engine: msgspec.msgpack.Decoder[Ready[ServedModel] | Refused | FromEngine] = msgspec.msgpack.Decoder(
+    Ready[ServedModel] | Refused | FromEngine
+)
