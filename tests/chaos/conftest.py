@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,42 @@ def known() -> list[Question]:
     return []
 
 
+class Worlds:
+    """One world at a time: it stays open until another kind is asked for."""
+
+    def __init__(self, setup: Setup, known: list[Question]) -> None:
+        self._setup = setup
+        self._known = known
+        self._kind = ""
+        self._stack = AsyncExitStack()
+
+    async def open(self, kind: str) -> World:
+        if kind != self._kind:
+            await self.close()
+            self._kind = kind
+            self._world = await self._stack.enter_async_context(open_world(kind, self._setup))
+            if not self._known:
+                self._known += await answered_plainly(self._world.cluster.gateway_address, asked())
+        return self._world
+
+    async def close(self) -> None:
+        if self._kind:
+            self._kind = ""
+            await self._stack.aclose()
+            endings = self._world.cluster.close()
+            assert set(endings.values()) == {"ended"}, "a service did not end by itself"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(request: pytest.FixtureRequest, setup: Setup, known: list[Question]) -> AsyncIterator[World]:
-    async with open_world(request.param, setup) as running:
-        if not known:
-            known += await answered_plainly(running.cluster.gateway_address, asked())
-        yield running
-    assert set(running.cluster.close().values()) == {"ended"}, "a service did not end by itself"
+async def worlds(setup: Setup, known: list[Question]) -> AsyncIterator[Worlds]:
+    opened = Worlds(setup, known)
+    yield opened
+    await opened.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(request: pytest.FixtureRequest, worlds: Worlds) -> World:
+    return await worlds.open(request.param)
 
 
 def asked() -> list[Question]:

@@ -36,28 +36,6 @@ def parameters() -> list[object]:
     return made
 
 
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(("world", "name"), parameters(), indirect=["world"])
-async def test_no_token_is_wrong_nothing_leaks_and_drafts_are_accepted_again(
-    world: World, name: str, known: list[Question]
-) -> None:
-    case, befallen = CASES[name], num_befallen(world)
-    async with Load(world.cluster.gateway_address, known, CLIENTS) as load:
-        await load.answers(2)
-        await load.accepted()
-        async with case.fault(world, random.Random(name)):
-            await trouble(load, world, case, befallen)
-        await load.accepted()
-        await load.answers(2)
-    record = load.record
-    assert not record.wrong and not record.wrong_texts
-    assert case.may_fail or not record.failed, record.errors
-    assert case.may_fail or case.may_refuse or not record.refused, record.errors
-    left = await asyncio.to_thread(settle, world.cluster)
-    assert not any(left.gauges.values()), left.gauges
-    assert world.num_alive == 3
-
-
 async def trouble(load: Load, world: World, case: Case, befallen: int) -> None:
     """Wait until the fault has shown itself, and the load has gone on in spite of it."""
     if case.may_refuse:
@@ -110,3 +88,25 @@ async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: Worl
     async with Load(world.cluster.gateway_address, [short], 1) as load:
         await load.answers(1)
     assert load.record.wrong and load.record.wrong_texts
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("world", "name"), parameters(), indirect=["world"])
+async def test_no_token_is_wrong_nothing_leaks_and_drafts_are_accepted_again(
+    world: World, name: str, known: list[Question]
+) -> None:
+    case, befallen = CASES[name], num_befallen(world)
+    async with Load(world.cluster.gateway_address, known, CLIENTS) as load:
+        await load.answers(2)
+        await load.accepted()
+        async with case.fault(world, random.Random(name)):
+            await trouble(load, world, case, befallen)
+        await load.accepted()
+        await load.answers(2)
+    record = load.record
+    assert not record.wrong and not record.wrong_texts
+    assert case.may_fail or not record.failed, record.errors
+    assert case.may_fail or case.may_refuse or not record.refused, record.errors
+    left = await asyncio.to_thread(settle, world.cluster)
+    assert not any(left.gauges.values()), left.gauges
+    assert world.num_alive == 3

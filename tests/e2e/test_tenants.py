@@ -8,32 +8,32 @@ from typing import Any
 
 import httpx
 import pytest
+from tiny_service import tiny_folder, tiny_options
 
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.verify import VerifyOptions
 
-QUESTION = "Write the numbers from one to forty in words, separated by commas."
+PROMPT = list(range(1, 41))
 ANSWER_TOKENS = 96
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, model_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     keys = tmp_path / "keys"
     keys.write_text("key-alpha\nkey-beta\n")
     with Cluster(
         gateway=GatewayOptions(api_key_file=keys),
-        verify=VerifyOptions(model=str(model_path), dtype="float32", max_total_tokens=8192),
+        verify=tiny_options(tiny_folder(tmp_path / "tiny")),
         draft=DraftOptions(speculative_algorithm=("NGRAM",)),
     ) as running:
         yield running
 
 
-def ask(cluster: Cluster, key: str, content: str = QUESTION, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "trace": True, **fields}
+def ask(cluster: Cluster, key: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "trace": True, **fields}
     answer = httpx.post(
-        f"{cluster.rest_url}/v1/chat/completions",
+        f"{cluster.rest_url}/v1/completions",
         json=body | {"max_tokens": ANSWER_TOKENS, "ignore_eos": True},
         headers={"authorization": f"Bearer {key}"},
         timeout=120,
@@ -52,7 +52,7 @@ def learned(answer: dict[str, Any]) -> tuple[int, int]:
 def test_answers_prompts_traces_and_cached_tokens_stay_with_their_key(cluster: Cluster) -> None:
     first = ask(cluster, "key-alpha")
     assert learned(first) == (0, 0)
-    text = first["choices"][0]["message"]["content"]
+    text = first["choices"][0]["text"]
     # The other key asks the same, and quotes the first one's answer, which n-grams would go on with.
     other = ask(cluster, "key-beta")
     assert learned(other) == (0, 0)
@@ -62,4 +62,4 @@ def test_answers_prompts_traces_and_cached_tokens_stay_with_their_key(cluster: C
     again = ask(cluster, "key-alpha")
     cached, shared = learned(again)
     assert cached > 0 and shared > 0
-    assert other["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"] == text
+    assert other["choices"][0]["text"] == again["choices"][0]["text"] == text
