@@ -18,14 +18,14 @@ demo: setup ## Set up, start all three services, stream an answer, stop them.
 
 test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some, WORKERS=0 runs one after the other.
 	@$(bin)/outrider models pull
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 25 $(ARGS)
 
 # Units that need no model and no process of their own: tree, caches, scheduler, codecs, n-grams, gateway.
 FAST := tests/tree tests/cache tests/rpc tests/gateway $(addprefix tests/draft/test_,draft_wire.py growth.py ngram.py requests.py) \
   $(addprefix tests/verify/test_,budget.py queue.py scheduler.py wire.py)
 
 test-fast: setup-dev ## Set up and run the units of tree, scheduler, codecs and gateway, in about a minute.
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(FAST) $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10 $(FAST) $(ARGS)
 
 up: setup ## Run all three services until Ctrl-C.
 	@$(bin)/outrider up $(ARGS)

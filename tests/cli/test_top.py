@@ -26,6 +26,8 @@ from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
 from outrider_tools.bench.runner import Point, run_point
 from outrider_tools.cli.top import View, Watch, line_of, page_url, picture_of, view_of
 
+pytestmark = pytest.mark.xdist_group("live")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from outrider.cli.cluster import Cluster
 
+pytestmark = pytest.mark.xdist_group("cluster")
+
 SCHEMA = {
     "type": "object",
     "properties": {

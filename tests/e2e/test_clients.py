@@ -13,6 +13,8 @@ from client import COPY_PROMPT, chat, stream
 
 from outrider.cli.cluster import Cluster
 
+pytestmark = pytest.mark.xdist_group("cluster")
+
 TEXT = "The capital of France is Paris, and the capital of Italy is Rome. 🙂"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,20 +12,12 @@ import pytest
 from client import COPY_PROMPT, chat, generate, stream
 
 from outrider.cli.cluster import Cluster
-from outrider.config.draft import DraftOptions
-from outrider.config.verify import VerifyOptions
 from outrider.models.shipped import shipped_head
 from outrider.v1 import common_pb2
 
+pytestmark = pytest.mark.xdist_group("cluster")
+
 QUESTION = "Explain in a few sentences why the sky is blue."
-
-
-@pytest.fixture(scope="module")
-def default_cluster(model_path: Path) -> Iterator[Cluster]:
-    assert shipped_head(str(model_path)) is not None, "the default model's head is not in models/"
-    options = VerifyOptions(model=str(model_path), dtype="float32", device="cpu", max_total_tokens=8192)
-    with Cluster(verify=options, draft=DraftOptions(device="cpu", dtype="float32")) as running:
-        yield running
 
 
 def grown(cluster: Cluster) -> dict[str, float]:
@@ -36,11 +28,12 @@ def grown(cluster: Cluster) -> dict[str, float]:
     return {source: float(value) for source, value in lines}
 
 
-async def test_head_and_n_grams_grow_one_tree_and_change_no_token(default_cluster: Cluster) -> None:
-    plain = await generate(default_cluster, chat(QUESTION, speculate=False, max_tokens=40))
-    drafted = await generate(default_cluster, chat(QUESTION, max_tokens=40))
+async def test_head_and_n_grams_grow_one_tree_and_change_no_token(cluster: Cluster, model_path: Path) -> None:
+    assert shipped_head(str(model_path)) is not None, "the default model's head is not in models/"
+    plain = await generate(cluster, chat(QUESTION, speculate=False, max_tokens=40))
+    drafted = await generate(cluster, chat(QUESTION, max_tokens=40))
     assert drafted.token_ids == plain.token_ids
-    nodes = grown(default_cluster)
+    nodes = grown(cluster)
     assert {"eagle3", "ngram"} <= set(nodes) and nodes["eagle3"] > 0
 
 
@@ -87,18 +80,18 @@ async def loaded(cluster: Cluster) -> AsyncIterator[Load]:
 
 @pytest.mark.slow
 async def test_a_draft_that_is_well_again_is_in_use_within_five_seconds_however_often_it_failed(
-    default_cluster: Cluster,
+    cluster: Cluster,
 ) -> None:
-    async with loaded(default_cluster) as load:
+    async with loaded(cluster) as load:
         await load.accepts()
         for _ in range(8):
-            await asyncio.to_thread(default_cluster.draft.kill)
-            await asyncio.to_thread(default_cluster.restart, "draft")
+            await asyncio.to_thread(cluster.draft.kill)
+            await asyncio.to_thread(cluster.restart, "draft")
             async with asyncio.timeout(5):
                 await load.accepts()
         for count in (2, 8):  # shorter and longer than the session lasts
-            default_cluster.draft.pause()
+            cluster.draft.pause()
             await load.answers(count)
-            default_cluster.draft.resume()
+            cluster.draft.resume()
             async with asyncio.timeout(5):
                 await load.accepts()

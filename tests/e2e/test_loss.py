@@ -13,6 +13,8 @@ from client import COPY_PROMPT, Answer, chat, generate, stream
 
 from outrider.cli.cluster import Cluster
 
+pytestmark = pytest.mark.xdist_group("cluster")
+
 MAX_TOKENS = 40
 
 

@@ -15,6 +15,8 @@ from client import COPY_PROMPT, chat, generate
 from outrider.cli.cluster import Cluster
 from outrider.v1 import common_pb2
 
+pytestmark = pytest.mark.xdist_group("cluster")
+
 SAMPLED = {
     "nucleus": {"temperature": 0.8, "top_p": 0.95, "seed": 7},
     "penalized": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 
 import grpc
 import pytest
@@ -19,9 +19,22 @@ PROMPTS = [[1, 2, 3], [9, 8, 7, 6], [30, 31], [50, 4, 50, 4]]
 MAX_TOKENS = 200
 
 
+@dataclass
+class Replicas:
+    """Two verify replicas with gateways of their own, which dial the same addresses of drafts."""
+
+    clusters: list[Cluster]
+    drafts: list[str]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    folder = tiny_folder(tmp_path_factory.mktemp("tiny"))
+    drafts = [f"unix:{folder}/draft{number}.sock" for number in range(2)]
+    options = tiny_options(folder, draft=tuple(drafts))
+    with ExitStack() as opened:
+        clusters = [Cluster(verify=options, services=("verify", "gateway")) for _ in range(2)]
+        yield Replicas([opened.enter_context(cluster) for cluster in clusters], drafts)
 
 
 @pytest.fixture
@@ -30,14 +43,10 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def start_draft(stack: ExitStack, **options: object) -> Cluster:
+def start_draft(stack: ExitStack, address: str, **options: object) -> Cluster:
     # Alone it is told of no target, and AUTO would take the head of the default one.
-    given = DraftOptions(**{"speculative_algorithm": ("NGRAM",)} | options)  # type: ignore[arg-type]
+    given = DraftOptions(**{"speculative_algorithm": ("NGRAM",), "address": address} | options)  # type: ignore[arg-type]
     return stack.enter_context(Cluster(draft=given, services=("draft",)))
-
-
-def start_verify(stack: ExitStack, folder: Path, *drafts: str) -> Cluster:
-    return stack.enter_context(Cluster(verify=tiny_options(folder, draft=drafts), services=("verify", "gateway")))
 
 
 def ask(cluster: Cluster, speculate: bool = True) -> list[Reply]:
@@ -54,29 +63,10 @@ def check(replies: list[Reply], truth: list[Reply]) -> None:
         assert reply.token_ids == expected.token_ids
 
 
-def test_one_draft_serves_two_verify_replicas(stack: ExitStack, folder: Path) -> None:
-    draft = start_draft(stack)
-    replicas = [start_verify(stack, folder, draft.draft_address) for _ in range(2)]
-    wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_sessions") == 2)
-    truth = ask(replicas[0], speculate=False)
-
-    async def both() -> list[list[Reply]]:
-        return list(await asyncio.gather(*(generate_all(replica, PROMPTS, MAX_TOKENS) for replica in replicas)))
-
-    for replies in asyncio.run(both()):
-        check(replies, truth)
-        assert sum(reply.num_accepted for reply in replies) > 0
-    wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_open_requests") == 0)
-    replicas[0].verify.kill()
-    replies = ask(replicas[1])
-    check(replies, truth)
-    assert sum(reply.num_accepted for reply in replies) > 0, "one replica's end is nothing to the other"
-
-
-def test_a_verify_survives_the_loss_of_one_of_its_drafts(stack: ExitStack, folder: Path) -> None:
-    drafts = [start_draft(stack) for _ in range(2)]
-    verify = start_verify(stack, folder, *(draft.draft_address for draft in drafts))
-    wait_until(lambda: all(metric(draft.metrics_url("draft"), "outrider_draft_sessions") == 1 for draft in drafts))
+def test_a_verify_survives_the_loss_of_one_of_its_drafts(stack: ExitStack, replicas: Replicas) -> None:
+    drafts = [start_draft(stack, address) for address in replicas.drafts]
+    verify = replicas.clusters[1]
+    wait_until(lambda: all(metric(draft.metrics_url("draft"), "outrider_draft_sessions") == 2 for draft in drafts))
     truth = ask(verify, speculate=False)
     check(ask(verify), truth)
     for draft in drafts:
@@ -101,12 +91,11 @@ def test_a_verify_survives_the_loss_of_one_of_its_drafts(stack: ExitStack, folde
 
 @pytest.mark.parametrize("drain_seconds", [pytest.param(0.0, marks=pytest.mark.slow), 20.0])
 def test_a_draft_is_replaced_by_one_with_another_drafter_while_streams_run(
-    stack: ExitStack, folder: Path, tmp_path: Path, drain_seconds: float
+    stack: ExitStack, replicas: Replicas, drain_seconds: float
 ) -> None:
-    old = start_draft(stack, drain_seconds=drain_seconds)
-    address = f"unix:{tmp_path}/new.sock"
-    verify = start_verify(stack, folder, old.draft_address, address)
-    wait_until(lambda: metric(old.metrics_url("draft"), "outrider_draft_sessions") == 1)
+    old = start_draft(stack, replicas.drafts[0], drain_seconds=drain_seconds)
+    address, verify = replicas.drafts[1], replicas.clusters[1]
+    wait_until(lambda: metric(old.metrics_url("draft"), "outrider_draft_sessions") == 2)
     truth = ask(verify, speculate=False)
     new: list[Cluster] = []
 
@@ -117,12 +106,10 @@ def test_a_draft_is_replaced_by_one_with_another_drafter_while_streams_run(
             replies += await generate_all(verify, PROMPTS, MAX_TOKENS)
             if turn == 0:
                 new.append(
-                    await asyncio.to_thread(
-                        start_draft, stack, address=address, match_type="BFS", max_match_window_size=6
-                    )
+                    await asyncio.to_thread(start_draft, stack, address, match_type="BFS", max_match_window_size=6)
                 )
                 await asyncio.to_thread(
-                    wait_until, lambda: metric(new[0].metrics_url("draft"), "outrider_draft_sessions") == 1
+                    wait_until, lambda: metric(new[0].metrics_url("draft"), "outrider_draft_sessions") == 2
                 )
                 old.draft.terminate()
             if turn > 1 and not old.draft.running and replies[-1].num_accepted:
@@ -134,3 +121,23 @@ def test_a_draft_is_replaced_by_one_with_another_drafter_while_streams_run(
         check(replies[start : start + len(PROMPTS)], truth)
     assert not old.draft.running and old.draft.poll() == 0
     assert metric(new[0].metrics_url("draft"), "outrider_draft_commits_total") > 0
+
+
+def test_one_draft_serves_two_verify_replicas(stack: ExitStack, replicas: Replicas) -> None:
+    draft = start_draft(stack, replicas.drafts[0])
+    wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_sessions") == 2)
+    truth = ask(replicas.clusters[0], speculate=False)
+
+    async def both() -> list[list[Reply]]:
+        return list(
+            await asyncio.gather(*(generate_all(replica, PROMPTS, MAX_TOKENS) for replica in replicas.clusters))
+        )
+
+    for replies in asyncio.run(both()):
+        check(replies, truth)
+        assert sum(reply.num_accepted for reply in replies) > 0
+    wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_open_requests") == 0)
+    replicas.clusters[0].verify.kill()
+    replies = ask(replicas.clusters[1])
+    check(replies, truth)
+    assert sum(reply.num_accepted for reply in replies) > 0, "one replica's end is nothing to the other"
