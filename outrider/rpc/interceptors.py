@@ -77,7 +77,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         token = self._token(metadata)
         authorized = token is not None or not self._auth_tokens or method.startswith(_HEALTH_PREFIX)
-        call = _Call(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized, self._message_seconds)
+        call = _BoundaryCall(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized, self._message_seconds)
         if self._for_peers:
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
@@ -112,7 +112,7 @@ def clean_request_id(given: str | bytes | None) -> str:
 
 
 @dataclass(slots=True)
-class _Call:
+class _BoundaryCall:
     """One call at the boundary."""
 
     method: str
@@ -175,7 +175,7 @@ class _Call:
         raise AssertionError("unreachable: abort always raises")
 
 
-def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
+def _wrap(handler: Any, call: _BoundaryCall, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
     """The same handler with the boundary around it, with as many answers.
 
     On the wire one message is a stream of one, either way: only a stream can be read with a time limit.
@@ -191,7 +191,7 @@ def _wrap(handler: Any, call: _Call, lenient: bool) -> grpc.RpcMethodHandler[Any
     )
 
 
-def _responder(handler: Any, call: _Call) -> Callable[[Any, Any], Awaitable[None]]:
+def _responder(handler: Any, call: _BoundaryCall) -> Callable[[Any, Any], Awaitable[None]]:
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     # Written with context.write, not as a generator: when the call is cancelled during a write, the handler's own
