@@ -225,40 +225,8 @@ class HttpConnection(H11Protocol):
             self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread, left)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, the process has its own, and with our connections."""
-
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
-        super().__init__(config)
-        self._connections = connections
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens on `sockets`."""
-        make = partial(
-            HttpConnection, self._connections, config=self.config, server_state=self.server_state, app_state={}
-        )
-        loop, ssl = asyncio.get_running_loop(), self.config.ssl
-        self.lifespan = self.config.lifespan_class(self.config)
-        self.servers = [
-            await loop.create_server(
-                make,
-                sock=one,
-                ssl=ssl,
-                backlog=_BACKLOG,
-                ssl_handshake_timeout=None if ssl is None else self._connections.header_seconds,
-            )
-            for one in sockets or ()
-        ]
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
-        yield
-
-
-class HttpServer:
-    """One listening address."""
+class HttpServer(uvicorn.Server):
+    """One listening address: uvicorn's server with our connections, and without signal handlers."""
 
     def __init__(
         self, app: ASGIApp, address: str, *, option: str, options: GatewayOptions, tls: TlsSource | None = None
@@ -283,22 +251,43 @@ class HttpServer:
         config.load()  # which would set the context anew
         if tls is not None:
             config.ssl = http_context(tls)
+        super().__init__(config)
         self.connections = Connections(options)
-        self._server = _Server(config, self.connections)
         self._task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens; uvicorn calls it. `sockets` are not used."""
+        connection = partial(
+            HttpConnection, self.connections, config=self.config, server_state=self.server_state, app_state={}
+        )
+        self.lifespan = self.config.lifespan_class(self.config)
+        server = await asyncio.get_running_loop().create_server(
+            connection,
+            sock=self._socket,
+            ssl=self.config.ssl,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if self.config.ssl is None else self.connections.header_seconds,
+        )
+        self.servers = [server]
+        self.started = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none: the process has handlers of its own."""
+        yield
 
     async def start(self) -> None:
         """Accepts connections."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http {self.address}")
-        while not self._server.started and not self._task.done():
+        self._task = asyncio.create_task(self.serve(sockets=[self._socket]), name=f"http {self.address}")
+        while not self.started and not self._task.done():
             await asyncio.sleep(0.005)
         if self._task.done():
             await self._task
 
     async def stop(self, grace: float) -> None:
         """Accepts no more; requests still running get `grace` seconds, then they are cancelled."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace))
-        self._server.should_exit = True
+        self.config.timeout_graceful_shutdown = max(1, round(grace))
+        self.should_exit = True
         if self._task is None:
             self._socket.close()
         else:

@@ -129,7 +129,7 @@ async def test_an_error_behind_a_comment_is_an_event(verify: ScriptedVerify, tmp
 async def test_an_idle_connection_outlives_those_of_proxies_and_client_libraries() -> None:
     server = HttpServer(None, "127.0.0.1:0", option="--rest-address", options=GatewayOptions())
     # nginx and the load balancers of clouds keep idle connections for 60 s, httpx for 5 s.
-    assert server._server.config.timeout_keep_alive > 60
+    assert server.config.timeout_keep_alive > 60
     await server.stop(0)
 
 
