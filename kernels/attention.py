@@ -158,10 +158,10 @@ def _checked(
     return torch.empty(len(q), num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
 
 
-__all__ = ["Branches", "branch_attention", "list_branches", "short_tokens"]
+__all__ = ["BranchSlots", "branch_attention", "list_branches", "short_tokens"]
 
 
-class Branches(NamedTuple):
+class BranchSlots(NamedTuple):
     """What M tokens see behind their contexts, themselves included: the tree slots that their masks name."""
 
     slots: Tensor
@@ -172,7 +172,7 @@ class Branches(NamedTuple):
 
 def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, *, base: int, page_size: int
-) -> Branches:
+) -> BranchSlots:
     """Once for all layers, what bit masks over tree regions mean; A = W * 32. One launch, with which nothing overlaps.
 
     A region is a part of a row's page table whose slots hold the keys of a tree that grows over several forwards: of
@@ -193,7 +193,7 @@ def list_branches(
         raise ValueError(f"{list(first.shape)} starts of {table_rows.shape[0]} rows, or a region at {base}")
     count, words = mask.shape
     slots = torch.empty(count, words * 32, dtype=torch.int32, device=mask.device)
-    branches = Branches(slots, torch.empty(count, dtype=torch.int32, device=mask.device))
+    branches = BranchSlots(slots, torch.empty(count, dtype=torch.int32, device=mask.device))
     where = (mask, first, table_rows, page_tables, base, page_size)
     if use_triton(mask):
         from kernels.jit import branches as jit
@@ -212,7 +212,7 @@ def branch_attention(
     table_rows: Tensor,
     first: Tensor,
     cached_len: Tensor,
-    branches: Branches,
+    branches: BranchSlots,
     *,
     page_size: int,
     max_row_tokens: int,

@@ -9,11 +9,11 @@ from torch import Tensor
 from kernels.frontier_state import (
     HEADER_WORDS,
     MAX_ENTRIES,
-    MORE_WORDS,
     NUM_FIELDS,
-    TOLD_WORDS,
+    REROOT_WORDS,
+    SEED_HEADER_WORDS,
     BurstRows,
-    Pool,
+    CandidatePool,
     RegionPlan,
     StepTokens,
 )
@@ -23,7 +23,7 @@ from kernels.reference import frontier as reference
 MAX_WIDTH = 256
 
 
-def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
     """Seeds enter the pool, and slot masks forget what is no longer live. One launch.
 
     Args:
@@ -43,7 +43,9 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
     _backend(header).begin_burst(header, seeds, pool, rows, plan)
 
 
-def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+def reroot_pool(
+    header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
+) -> None:
     """Requests got new roots while the burst was under way: what does not hang below them leaves the pool. One launch.
 
     Of a row with a new root three kinds of entries stay: those whose parent sees the root's tree slot, the root's own
@@ -55,43 +57,42 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         pool: forced entries of rows with a new root must have been run.
         rows: num_free goes up.
         plan: where slot masks lie.
-        told: int32 [B, 4 + R], of each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of a
-            new root that has no index in this pool, NOT_HERE if nothing is below it, or -1; SHIFT: the new root's path
-            score, bits of a float32; NUM_MORE, and that many tree slots behind. A row with -1 twice has its root still.
+        reroots: int32 [B, 4 + R], of each row NEW_ROOT: pool index of its new root, or -1; NEW_ROOT_SLOT: tree slot of
+            a new root that has no index in this pool, NOT_HERE if nothing is below it, or -1; SHIFT: the new root's
+            path score, bits of a float32; NUM_NEW_SLOTS, and that many tree slots behind. A row with -1 twice has its
+            root still.
         step_size: entries that a step adds to the pool.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    if told.shape != (rows.table_rows.shape[0], TOLD_WORDS + rows.free.shape[1]) or not told.is_contiguous():
-        raise ValueError(
-            f"what rows are told, {list(told.shape)}, does not fit {list(rows.free.shape)} free tree slots"
-        )
+    if reroots.shape != (rows.table_rows.shape[0], REROOT_WORDS + rows.free.shape[1]) or not reroots.is_contiguous():
+        raise ValueError(f"new roots of {list(reroots.shape)} do not fit {list(rows.free.shape)} free tree slots")
     if not (rows.free.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("free slots, pool and slot masks must be contiguous")
-    _backend(header).reroot_pool(header, pool, rows, plan, told, step_size)
+    _backend(header).reroot_pool(header, pool, rows, plan, reroots, step_size)
 
 
-def add_seeds(pool: Pool, more: Tensor) -> None:
+def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
     """Further seeds enter the pool of a burst that goes on, behind those it has. One launch.
 
     Args:
         pool: its seeds from FIRST_SEED on are overwritten.
-        more: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_MORE_SEEDS, E at most; two words that do
-            not count; then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_MORE_SEEDS is at most
+        seeds: int32 [4 + 8 * E]: FIRST_SEED, the pool index of the first; NUM_NEW_SEEDS, E at most; two words that do
+            not count; then the seeds' fields as in the pool, each E long. FIRST_SEED + NUM_NEW_SEEDS is at most
             max_seeds.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    if more.dim() != 1 or more.shape[0] < MORE_WORDS or (more.shape[0] - MORE_WORDS) % NUM_FIELDS:
-        raise ValueError(f"further seeds of {list(more.shape)} do not have {NUM_FIELDS} fields")
-    if not (more.is_contiguous() and pool.entries.is_contiguous()):
+    if seeds.dim() != 1 or seeds.shape[0] < SEED_HEADER_WORDS or (seeds.shape[0] - SEED_HEADER_WORDS) % NUM_FIELDS:
+        raise ValueError(f"further seeds of {list(seeds.shape)} do not have {NUM_FIELDS} fields")
+    if not (seeds.is_contiguous() and pool.entries.is_contiguous()):
         raise ValueError("further seeds and pool must be contiguous")
-    _backend(more).add_seeds(pool, more)
+    _backend(seeds).add_seeds(pool, seeds)
 
 
-def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """Fill `step.order` with the best M entries of the pool, the best first, ties to the lower index. One launch.
 
     Entries below the floor or used up, and those that need a tree slot of a row that has no free one left, do not
@@ -116,7 +117,7 @@ def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens
     _backend(header).choose_entries(header, pool, rows, step, branching)
 
 
-def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """Give the chosen entries tree slots and lay them out row by row, in their order within a row. One launch.
 
     Fills all of `step`, takes its entries out of the pool, notes their tree slots there, stores their slot masks and
@@ -136,7 +137,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
 
 
 def append_candidates(
-    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+    header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
     """A step's candidates join the pool and the results; the header's step goes up by one. One launch.
 

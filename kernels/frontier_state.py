@@ -15,22 +15,22 @@ NUM_FIELDS = 8
 STEP, NUM_SEEDS, FLOOR = range(3)
 HEADER_WORDS = 4
 
-# What each row of a burst that goes on is told, in front of tree slots.
-NEW_ROOT, NEW_ROOT_SLOT, SHIFT, NUM_MORE = range(4)
-TOLD_WORDS = 4
+# Words of each row of new roots, in front of its new tree slots.
+NEW_ROOT, NEW_ROOT_SLOT, SHIFT, NUM_NEW_SLOTS = range(4)
+REROOT_WORDS = 4
 NOT_HERE = -2
 """In place of a new root's tree slot: it is not in the pool, and nothing is below it."""
 
-# What stands before seeds that a burst gets as it goes on; then each of their fields.
-FIRST_SEED, NUM_MORE_SEEDS = range(2)
-MORE_WORDS = 4
+# Words in front of new seeds, which a burst gets as it goes on; their fields follow.
+FIRST_SEED, NUM_NEW_SEEDS = range(2)
+SEED_HEADER_WORDS = 4
 
 MAX_ENTRIES = 1 << 20
 """Of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class CandidatePool:
     """What a burst could run: C entries, seeds first, the candidates of its steps from `max_seeds` on.
 
     Attributes:

@@ -13,11 +13,9 @@ from kernels.linear_configs import (
     GemmConfig,
     RowConfig,
     choose_config,
-    fits,
-    pays,
+    fits_row_kernel,
     qkv_config,
-    qkv_fits,
-    usual_config,
+    row_config,
 )
 from kernels.reference import linear as reference
 
@@ -39,7 +37,7 @@ def stream_linear(
     once to `out_dtype`.
 
     Row r of the result depends on row r of `rows` alone, not on r and not on M, as long as `config` and
-    gemm_configs.tile_rows(M) stay the same. Results are deterministic. On one device, calls must follow each other in
+    linear_configs.tile_rows(M) stay the same. Results are deterministic. On one device, calls must follow each other in
     stream order: programs that share a tile meet in one scratch buffer. That buffer grows outside of CUDA graph
     capture only, so run each shape once before it is captured.
 
@@ -101,9 +99,6 @@ def _check_stream(
         raise ValueError("stream_linear takes contiguous tensors")
 
 
-__all__ = ["RowConfig", "fits", "norm_linear", "norm_qkv", "pays", "qkv_fits"]
-
-
 def norm_linear(
     rows: Tensor,
     weight: Tensor,
@@ -124,7 +119,7 @@ def norm_linear(
     A row of the result depends on that row and on `config` alone.
 
     Args:
-        rows: [M, K], contiguous, M and K as `fits` says; bfloat16, float16 or float32.
+        rows: [M, K], contiguous, M and K as `fits_row_kernel` says; bfloat16, float16 or float32.
         weight: [N, K], contiguous, of the same dtype; [2F, K] if gated (gate rows, then up rows).
         norm: [K], the norm's weight; without it rows are taken as they are.
         eps: added to the mean of the squares.
@@ -149,7 +144,7 @@ def norm_linear(
     from kernels.jit import row_linear as jit
 
     whole = norm is not None or gated
-    config = config or usual_config(rows.shape[0], num_out, rows.shape[1], whole)
+    config = config or row_config(rows.shape[0], num_out, rows.shape[1], whole)
     jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
     return out
 
@@ -225,7 +220,7 @@ def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor 
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} weight rows")
     count, size = rows.shape
-    if not fits(count, size, whole=norm is not None):
+    if not fits_row_kernel(count, size, whole=norm is not None):
         limit = MAX_SIZE if norm is not None else MAX_CUT_SIZE
         raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of 16 to {limit} columns can be taken")
     if not (rows.is_contiguous() and weight.is_contiguous()):

@@ -171,7 +171,7 @@ class RowConfig:
         return (self.tile + self.rows(num_rows)) * sum(pieces(size, 1)[1:]) * 2 <= _SHARED_MEMORY
 
 
-def usual_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConfig:
+def row_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConfig:
     """The cut for [num_rows, size] by [num_out, size]. `whole`: rows are normed or gated."""
     if size <= _GROUP_SIZE:
         return RowConfig()
@@ -182,34 +182,34 @@ def usual_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConf
     return RowConfig(tile=32 if size <= _MIDDLE_SIZE else 16, parts=4)
 
 
-def fits(num_rows: int, size: int, whole: bool = True) -> bool:
+def fits_row_kernel(num_rows: int, size: int, whole: bool = True) -> bool:
     """Whether a product of [num_rows, size] can be made so. `whole`: rows are normed or gated."""
     return 1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= (MAX_SIZE if whole else MAX_CUT_SIZE)
 
 
-def pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
+def row_kernel_pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
     """Whether it is the fastest way on an H200, over the kernel for large models, which is after bandwidth alone.
 
     Every cut was tried within a layer: benchmarks/results/draft_layer_h200.json.
     """
-    if not fits(num_rows, size, whole) or num_out * size > _MAX_WEIGHTS:
+    if not fits_row_kernel(num_rows, size, whole) or num_out * size > _MAX_WEIGHTS:
         return False
     if size <= _GROUP_SIZE or not whole:
         return True
     return size <= _MIDDLE_SIZE and num_rows <= (16 if gated else 32)
 
 
-def qkv_fits(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
+def fits_qkv_kernel(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
     """Whether heads that are rotated can be made so. Where they are normed, too, a program takes whole heads."""
     config = qkv_config(size, head_dim, head_norm)
-    return fits(num_rows, size) and config.tile <= head_dim and config.holds(num_rows, size)
+    return fits_row_kernel(num_rows, size) and config.tile <= head_dim and config.holds(num_rows, size)
 
 
 def qkv_config(size: int, head_dim: int, head_norm: bool) -> RowConfig:
     """The cut for heads."""
     if head_norm:
         return RowConfig(tile=head_dim)
-    config = usual_config(MAX_ROWS, head_dim, size, whole=True)
+    config = row_config(MAX_ROWS, head_dim, size, whole=True)
     return replace(config, tile=min(config.tile, head_dim))
 
 

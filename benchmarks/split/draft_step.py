@@ -275,7 +275,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.launch_by_launch:
-        Linear.takes_rows_at_once = lambda *_, **__: False  # type: ignore[method-assign]
+        Linear.uses_row_kernel = lambda *_, **__: False  # type: ignore[method-assign]
     if options.long:
         burst_runner.short_context = lambda _: 0
     on_gpu = torch.cuda.is_available() and options.device != "cpu"

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import frontier_state as state
-from kernels.frontier_state import BurstRows, Pool, RegionPlan, StepTokens
+from kernels.frontier_state import BurstRows, CandidatePool, RegionPlan, StepTokens
 from kernels.jit.filters import order_key
 from kernels.launch import power_of_two
 
@@ -25,11 +25,11 @@ _NUM_FIELDS: tl.constexpr = tl.constexpr(state.NUM_FIELDS)
 _NEW_ROOT: tl.constexpr = tl.constexpr(state.NEW_ROOT)
 _NEW_ROOT_SLOT: tl.constexpr = tl.constexpr(state.NEW_ROOT_SLOT)
 _SHIFT: tl.constexpr = tl.constexpr(state.SHIFT)
-_NUM_MORE: tl.constexpr = tl.constexpr(state.NUM_MORE)
-_TOLD_WORDS: tl.constexpr = tl.constexpr(state.TOLD_WORDS)
+_NUM_NEW_SLOTS: tl.constexpr = tl.constexpr(state.NUM_NEW_SLOTS)
+_REROOT_WORDS: tl.constexpr = tl.constexpr(state.REROOT_WORDS)
 _FIRST_SEED: tl.constexpr = tl.constexpr(state.FIRST_SEED)
-_NUM_MORE_SEEDS: tl.constexpr = tl.constexpr(state.NUM_MORE_SEEDS)
-_MORE_WORDS: tl.constexpr = tl.constexpr(state.MORE_WORDS)
+_NUM_NEW_SEEDS: tl.constexpr = tl.constexpr(state.NUM_NEW_SEEDS)
+_SEED_HEADER_WORDS: tl.constexpr = tl.constexpr(state.SEED_HEADER_WORDS)
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 _FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
@@ -94,21 +94,21 @@ def _begin(
 
 @triton.jit(do_not_specialize=["num_entry_programs", "step_size"])
 def _reroot(
-    header, entries, table_rows, num_free, free, slot_masks, told, num_entry_programs, step_size,
+    header, entries, table_rows, num_free, free, slot_masks, reroots, num_entry_programs, step_size,
     MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, REGION: tl.constexpr, REGION_PAD: tl.constexpr,
     WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs of entries, then one for each row, which gets more tree slots."""
     program = tl.program_id(0)
-    LINE: tl.constexpr = _TOLD_WORDS + REGION
+    LINE: tl.constexpr = _REROOT_WORDS + REGION
     if program < num_entry_programs:
         index = program * BLOCK + tl.arange(0, BLOCK)
         inside = index < tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
         score = _as_float(tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0))
         there = inside & (score != _NEVER)
         row = tl.load(entries + _ROW * CAPACITY + index, mask=there, other=0)
-        root = tl.load(told + row * LINE + _NEW_ROOT, mask=there, other=-1)
-        slot = tl.load(told + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
+        root = tl.load(reroots + row * LINE + _NEW_ROOT, mask=there, other=-1)
+        slot = tl.load(reroots + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
         asked = there & ((root >= 0) | (slot != -1))
         # Another program may count the root's score anew by now; it is -inf before and after, or neither.
         in_pool = asked & (root >= 0)
@@ -119,7 +119,7 @@ def _reroot(
         may_see = asked & (slot >= 0) & (parent >= 0)
         seen = tl.load(slot_masks + (table_row * REGION + parent) * WORDS + (slot >> 5), mask=may_see, other=0)
         alive = (may_see & (((seen >> (slot & 31)) & 1) == 1)) | (index == root)
-        shift = _as_float(tl.load(told + row * LINE + _SHIFT, mask=asked, other=0))
+        shift = _as_float(tl.load(reroots + row * LINE + _SHIFT, mask=asked, other=0))
         base = _as_float(tl.load(entries + _BASE * CAPACITY + index, mask=asked, other=0))
         score = tl.where(alive, tl.minimum(score - shift, 0.0), _NEVER)
         base = tl.minimum(base - shift, 0.0)
@@ -128,11 +128,11 @@ def _reroot(
     else:
         # Names of their own: in the programs of entries the same ones would stand for blocks.
         lone_row = program - num_entry_programs
-        line = told + lone_row * LINE
-        count, start = tl.load(line + _NUM_MORE), tl.load(num_free + lone_row)
+        line = reroots + lone_row * LINE
+        count, start = tl.load(line + _NUM_NEW_SLOTS), tl.load(num_free + lone_row)
         number = tl.arange(0, REGION_PAD)
         more = number < count
-        spare = tl.load(line + _TOLD_WORDS + number, mask=more, other=0)
+        spare = tl.load(line + _REROOT_WORDS + number, mask=more, other=0)
         tl.store(free + lone_row * REGION + (start + number) % REGION, spare, mask=more)
         # Other threads may still have to read where they begin.
         tl.debug_barrier()
@@ -140,13 +140,13 @@ def _reroot(
 
 
 @triton.jit
-def _add(entries, more, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _add(entries, seeds, CAPACITY: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """One program. SIZE seeds at most."""
-    first, count = tl.load(more + _FIRST_SEED), tl.load(more + _NUM_MORE_SEEDS)
+    first, count = tl.load(seeds + _FIRST_SEED), tl.load(seeds + _NUM_NEW_SEEDS)
     index = tl.arange(0, BLOCK)
     used = index < tl.minimum(count, SIZE)
     for field in tl.static_range(_NUM_FIELDS):
-        value = tl.load(more + _MORE_WORDS + field * SIZE + index, mask=used, other=0)
+        value = tl.load(seeds + _SEED_HEADER_WORDS + field * SIZE + index, mask=used, other=0)
         tl.store(entries + field * CAPACITY + first + index, value, mask=used)
 
 
@@ -318,7 +318,7 @@ def _append(
     tl.store(header + _STEP, step + 1)
 
 
-def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
     """As kernels.frontier.begin_burst."""
     region, words = plan.slot_masks.shape[1:]
     of_seeds = triton.cdiv(pool.max_seeds, _SEEDS)
@@ -329,24 +329,27 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
     )  # fmt: skip
 
 
-def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+def reroot_pool(
+    header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
+) -> None:
     """As kernels.frontier.reroot_pool."""
     region, words = plan.slot_masks.shape[1:]
     of_entries = triton.cdiv(pool.capacity, _SEEDS)
     _reroot[(of_entries + rows.table_rows.shape[0],)](
-        header, pool.entries, rows.table_rows, rows.num_free, rows.free, plan.slot_masks, told, of_entries, step_size,
+        header, pool.entries, rows.table_rows, rows.num_free, rows.free, plan.slot_masks, reroots,
+        of_entries, step_size,
         MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, REGION=region, REGION_PAD=power_of_two(region), WORDS=words,
         BLOCK=_SEEDS, num_warps=4,
     )  # fmt: skip
 
 
-def add_seeds(pool: Pool, more: Tensor) -> None:
+def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
     """As kernels.frontier.add_seeds."""
-    size = (more.shape[0] - state.MORE_WORDS) // state.NUM_FIELDS
-    _add[(1,)](pool.entries, more, CAPACITY=pool.capacity, SIZE=size, BLOCK=power_of_two(size), num_warps=4)
+    size = (seeds.shape[0] - state.SEED_HEADER_WORDS) // state.NUM_FIELDS
+    _add[(1,)](pool.entries, seeds, CAPACITY=pool.capacity, SIZE=size, BLOCK=power_of_two(size), num_warps=4)
 
 
-def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """As kernels.frontier.place_entries."""
     width, num_rows = step.order.shape[0], rows.table_rows.shape[0]
     tables, region, words = plan.slot_masks.shape
@@ -363,7 +366,7 @@ def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPla
 
 
 def append_candidates(
-    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+    header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
     """As kernels.frontier.append_candidates."""
     width, branching = tokens.shape
@@ -478,7 +481,7 @@ def _choose(
         tl.store(tally, 0)
 
 
-def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """As kernels.frontier.choose_entries."""
     width = step.order.shape[0]
     most = max(2 * power_of_two(width), 128)

@@ -10,24 +10,24 @@ from kernels.frontier_state import (
     FEATURE,
     FIRST_SEED,
     FLOOR,
-    MORE_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
     NUM_FIELDS,
-    NUM_MORE,
-    NUM_MORE_SEEDS,
+    NUM_NEW_SEEDS,
+    NUM_NEW_SLOTS,
     NUM_SEEDS,
     PARENT,
     POSITION,
+    REROOT_WORDS,
     ROW,
     SCORE,
+    SEED_HEADER_WORDS,
     SHIFT,
     SLOT,
     STEP,
     TOKEN,
-    TOLD_WORDS,
     BurstRows,
-    Pool,
+    CandidatePool,
     RegionPlan,
     StepTokens,
 )
@@ -35,7 +35,7 @@ from kernels.frontier_state import (
 _NEVER = float("-inf")
 
 
-def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan) -> None:
+def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
     """As kernels.frontier.begin_burst."""
     count = int(header[NUM_SEEDS])
     pool.entries[:, :count] = seeds[:, :count]
@@ -44,16 +44,23 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: Pool, rows: BurstRows, plan
     plan.slot_masks[table_rows] = plan.slot_masks[table_rows] & rows.live[:, None, :]
 
 
-def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, told: Tensor, step_size: int) -> None:
+def reroot_pool(
+    header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
+) -> None:
     """As kernels.frontier.reroot_pool."""
     limit = min(pool.max_seeds + int(header[STEP]) * step_size, pool.capacity)
     scores, bases = _scores(pool)[:limit], pool.entries[BASE].view(torch.float32)[:limit]
-    shifts = told[:, SHIFT].contiguous().view(torch.float32)
+    shifts = reroots[:, SHIFT].contiguous().view(torch.float32)
     ran = (scores == _NEVER).tolist()
-    for row, line in enumerate(told[:, :TOLD_WORDS].tolist()):
-        root, slot, count, start = line[NEW_ROOT], line[NEW_ROOT_SLOT], line[NUM_MORE], int(rows.num_free[row])
-        places = (torch.arange(count, device=told.device) + start) % rows.free.shape[1]
-        rows.free[row, places] = told[row, TOLD_WORDS : TOLD_WORDS + count]
+    for row, line in enumerate(reroots[:, :REROOT_WORDS].tolist()):
+        root, slot, count, start = (
+            line[NEW_ROOT],
+            line[NEW_ROOT_SLOT],
+            line[NUM_NEW_SLOTS],
+            int(rows.num_free[row]),
+        )
+        places = (torch.arange(count, device=reroots.device) + start) % rows.free.shape[1]
+        rows.free[row, places] = reroots[row, REROOT_WORDS : REROOT_WORDS + count]
         rows.num_free[row] = start + count
         if root < 0 and slot == -1:
             continue
@@ -71,13 +78,13 @@ def reroot_pool(header: Tensor, pool: Pool, rows: BurstRows, plan: RegionPlan, t
         bases[stays] = (bases[stays] - shifts[row]).clamp(max=0.0)
 
 
-def add_seeds(pool: Pool, more: Tensor) -> None:
+def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
     """As kernels.frontier.add_seeds."""
-    first, count = more[FIRST_SEED], more[NUM_MORE_SEEDS]
-    pool.entries[:, first : first + count] = more[MORE_WORDS:].view(NUM_FIELDS, -1)[:, :count]
+    first, count = seeds[FIRST_SEED], seeds[NUM_NEW_SEEDS]
+    pool.entries[:, first : first + count] = seeds[SEED_HEADER_WORDS:].view(NUM_FIELDS, -1)[:, :count]
 
 
-def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens, branching: int) -> None:
+def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
     """As kernels.frontier.choose_entries."""
     limit = pool.max_seeds + int(header[STEP]) * step.order.shape[0] * branching
     scores = _scores(pool)[:limit]
@@ -89,7 +96,7 @@ def choose_entries(header: Tensor, pool: Pool, rows: BurstRows, step: StepTokens
     step.order[: len(best)] = best.int()
 
 
-def place_entries(pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
+def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
     """As kernels.frontier.place_entries."""
     chosen = [entry for entry in step.order.tolist() if entry >= 0]
     step.order.fill_(-1)
@@ -142,7 +149,14 @@ def _clear(step: StepTokens, plan: RegionPlan) -> None:
 
 
 def _write(
-    pool: Pool, rows: BurstRows, step: StepTokens, plan: RegionPlan, place: int, index: int, entry: list[int], slot: int
+    pool: CandidatePool,
+    rows: BurstRows,
+    step: StepTokens,
+    plan: RegionPlan,
+    place: int,
+    index: int,
+    entry: list[int],
+    slot: int,
 ) -> None:
     """One token at its place; its ancestors of this step have been written."""
     row, parent, feature = entry[ROW], entry[PARENT], entry[FEATURE]
@@ -170,7 +184,7 @@ def _write(
 
 
 def append_candidates(
-    header: Tensor, pool: Pool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
+    header: Tensor, pool: CandidatePool, step: StepTokens, tokens: Tensor, scores: Tensor, results: Tensor
 ) -> None:
     """As kernels.frontier.append_candidates."""
     width, branching = tokens.shape
@@ -193,5 +207,5 @@ def append_candidates(
     header[STEP] += 1
 
 
-def _scores(pool: Pool) -> Tensor:
+def _scores(pool: CandidatePool) -> Tensor:
     return pool.entries[SCORE].view(torch.float32)

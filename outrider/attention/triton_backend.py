@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kernels.attention import branch_attention, list_branches, prefill_attention, tree_attention
 from kernels.elementwise import rope_write, rotary_angles
-from kernels.linear import norm_qkv, qkv_fits
+from kernels.linear import norm_qkv
+from kernels.linear_configs import fits_qkv_kernel
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
@@ -56,7 +57,7 @@ class TritonPlan(AttentionPlan):
         """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         num_rows, size = stream.shape
-        if not qkv.takes_rows_at_once(stream) or not qkv_fits(num_rows, size, k.shape[-1], qk_norm is not None):
+        if not qkv.uses_row_kernel(stream) or not fits_qkv_kernel(num_rows, size, k.shape[-1], qk_norm is not None):
             return None
         head_norm, head_eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
         q = norm_qkv(

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from kernels.elementwise import silu_mul
 from kernels.launch import use_triton
-from kernels.linear import fits, norm_linear, pays, stream_linear
-from kernels.linear_configs import worth_streaming
+from kernels.linear import norm_linear, stream_linear
+from kernels.linear_configs import fits_row_kernel, row_kernel_pays, worth_streaming
 from outrider.layers.norm import RMSNorm
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
@@ -55,7 +55,7 @@ class Linear:
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
-        if self.takes_rows_at_once(rows, whole=False):
+        if self.uses_row_kernel(rows, whole=False):
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return stream_linear(rows, self.weight, bias=self.bias, residual=residual)
@@ -78,11 +78,11 @@ class Linear:
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm) -> Tensor:
         """`gated` of the normed residual stream [M, in], in one launch where rows are few and not wide."""
-        if not self.takes_rows_at_once(stream, gated=True):
+        if not self.uses_row_kernel(stream, gated=True):
             return self.gated(norm(stream))
         return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
 
-    def takes_rows_at_once(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
+    def uses_row_kernel(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
         """Whether products of `rows` [M, in] are those of small models, which take norm and residual along.
 
         `whole`: the rows are to be normed, and `gated`.
@@ -91,8 +91,8 @@ class Linear:
             return False
         count, (num_out, size) = rows.shape[0], self.weight.shape
         if not rows.is_cuda:
-            return fits(count, size, whole)
-        return rows.dtype != torch.float32 and pays(count, num_out, size, whole, gated)
+            return fits_row_kernel(count, size, whole)
+        return rows.dtype != torch.float32 and row_kernel_pays(count, num_out, size, whole, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
         """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""
@@ -108,7 +108,7 @@ class Linear:
 
 def has_small_products(width: int) -> bool:
     """Whether a model whose residual stream is so wide is one of small products, on a GPU and not in float32."""
-    return pays(1, width, width, whole=True)
+    return row_kernel_pays(1, width, width, whole=True)
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 
 
-class Attention:
+class SelfAttention:
     """Grouped-query attention over rows [M, input_size]; `layer` is its layer of the KV cache."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Attention:
         self.output.pack()
 
 
-class Mlp:
+class GatedMlp:
     """A gated MLP."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Mlp:
         return found
 
     def finish_loading(self) -> None:
-        """See Attention."""
+        """See SelfAttention."""
         self.gate_up.pack()
         self.down.pack()
 
@@ -123,9 +123,9 @@ class DecoderLayer:
     ) -> None:
         shape = (config.hidden_size,)
         self.attention_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device) if input_norm else None
-        self.attention = Attention(config, layer, dtype, device, input_size or config.hidden_size)
+        self.attention = SelfAttention(config, layer, dtype, device, input_size or config.hidden_size)
         self.mlp_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
-        self.mlp = Mlp(config, dtype, device)
+        self.mlp = GatedMlp(config, dtype, device)
 
     def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] after the layer."""
@@ -148,7 +148,7 @@ class DecoderLayer:
         return found
 
     def finish_loading(self) -> None:
-        """See Attention."""
+        """See SelfAttention."""
         self.attention.finish_loading()
         self.mlp.finish_loading()
 

@@ -14,7 +14,7 @@ from benchmarks.simulate.split import Scene, Simulation, parse_costs
 from benchmarks.simulate.world import Costs, World
 from benchmarks.split.bursts import RowState, row_states, seeds_of
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
-from kernels.frontier_state import Pool as DevicePool
+from kernels.frontier_state import CandidatePool as DevicePool
 from kernels.reference import frontier
 from outrider.drafting.model.buffers import BurstInput, RerootInput
 from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, Seeds, StepBucket

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from compile_only import compile_only
 
-from kernels.frontier_state import MORE_WORDS, NUM_FIELDS, TOLD_WORDS, Pool, StepTokens
+from kernels.frontier_state import NUM_FIELDS, REROOT_WORDS, SEED_HEADER_WORDS, CandidatePool, StepTokens
 
 if TYPE_CHECKING:
     from frontier_burst import Burst
@@ -24,7 +24,7 @@ def _burst(width: int) -> Burst:
     burst = Burst([Entry(0, 3, 0.0, 5)], [[1, 2, 3], [4]], width, region=_REGION, device="cpu")
     capacity = _MAX_SEEDS + _MAX_STEPS * width * _BRANCHING
     burst.seeds = torch.zeros(NUM_FIELDS, _MAX_SEEDS, dtype=torch.int32)
-    burst.pool = Pool(torch.zeros(NUM_FIELDS, capacity, dtype=torch.int32), _MAX_SEEDS)
+    burst.pool = CandidatePool(torch.zeros(NUM_FIELDS, capacity, dtype=torch.int32), _MAX_SEEDS)
     burst.step = StepTokens.new(width, 2, _REGION // 32, torch.device("cpu"), capacity)
     burst.results = torch.zeros(_MAX_STEPS, width * (2 + 2 * _BRANCHING), dtype=torch.int32)
     return burst
@@ -37,10 +37,10 @@ def main() -> None:
 
     for width in (8, 32, 64, 128):
         burst = _burst(width)
-        told = torch.zeros(2, TOLD_WORDS + _REGION, dtype=torch.int32)
+        told = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
         frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
         frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
-        frontier.add_seeds(burst.pool, torch.zeros(MORE_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
+        frontier.add_seeds(burst.pool, torch.zeros(SEED_HEADER_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
         frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
         frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
         tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)

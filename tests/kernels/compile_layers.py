@@ -16,7 +16,7 @@ def main() -> None:
     compiled = compile_only()
     from kernels.attention_tiles import short_config
     from kernels.jit import branches, row_linear
-    from kernels.linear_configs import qkv_config, usual_config
+    from kernels.linear_configs import qkv_config, row_config
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.int32)
@@ -32,7 +32,7 @@ def main() -> None:
             q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
             made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype),
         )  # fmt: skip
-        gated, down = usual_config(count, mlp, size, True), usual_config(count, size, mlp, False)
+        gated, down = row_config(count, mlp, size, True), row_config(count, size, mlp, False)
         row_linear.norm_linear(
             stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated, True
         )

@@ -13,15 +13,15 @@ from torch import Tensor
 from kernels import frontier
 from kernels.frontier_state import (
     FIRST_SEED,
-    MORE_WORDS,
     NOT_HERE,
     NUM_FIELDS,
-    NUM_MORE_SEEDS,
+    NUM_NEW_SEEDS,
+    REROOT_WORDS,
     SCORE,
+    SEED_HEADER_WORDS,
     SLOT,
-    TOLD_WORDS,
     BurstRows,
-    Pool,
+    CandidatePool,
     RegionPlan,
     StepTokens,
 )
@@ -82,7 +82,7 @@ class Burst:
             self.seeds[:, index] = torch.tensor(entry.words(), dtype=torch.int32)
         self.seeds = self.seeds.to(device)
         capacity = max_seeds + MAX_STEPS * width * BRANCHING
-        self.pool = Pool(torch.full((NUM_FIELDS, capacity), 55, dtype=torch.int32).to(device), max_seeds)
+        self.pool = CandidatePool(torch.full((NUM_FIELDS, capacity), 55, dtype=torch.int32).to(device), max_seeds)
         full = torch.full((num_rows, region), 99, dtype=torch.int32)
         for row, slots in enumerate(free):
             full[row, : len(slots)] = torch.tensor(slots, dtype=torch.int32)
@@ -160,24 +160,24 @@ class Burst:
 
     def told(self, roots: dict[int, tuple[int, int, float]], more: dict[int, list[int]]) -> Tensor:
         """What rows are told: by row the new root's pool index, tree slot and path score; by row more tree slots."""
-        told = torch.full((len(self.rows.table_rows), TOLD_WORDS + self.region), 88, dtype=torch.int32)
-        told[:, :TOLD_WORDS] = torch.tensor([-1, -1, 0, 0], dtype=torch.int32)
+        told = torch.full((len(self.rows.table_rows), REROOT_WORDS + self.region), 88, dtype=torch.int32)
+        told[:, :REROOT_WORDS] = torch.tensor([-1, -1, 0, 0], dtype=torch.int32)
         for row, (index, slot, score) in roots.items():
             bits = int(torch.tensor([score]).view(torch.int32))
             told[row, :3] = torch.tensor([index, slot, bits], dtype=torch.int32)
         for row, slots in more.items():
             told[row, 3] = len(slots)
-            told[row, TOLD_WORDS : TOLD_WORDS + len(slots)] = torch.tensor(slots, dtype=torch.int32)
+            told[row, REROOT_WORDS : REROOT_WORDS + len(slots)] = torch.tensor(slots, dtype=torch.int32)
         return told.to(self.header.device)
 
     def reroot(self, told: Tensor, functions: ModuleType = frontier) -> None:
         functions.reroot_pool(self.header, self.pool, self.rows, self.plan, told, self.width * BRANCHING)
 
     def add(self, seeds: list[Entry], functions: ModuleType = frontier) -> None:
-        more = torch.full((MORE_WORDS + NUM_FIELDS * MORE,), 66, dtype=torch.int32)
-        more[FIRST_SEED], more[NUM_MORE_SEEDS] = self.num_seeds, len(seeds)
+        more = torch.full((SEED_HEADER_WORDS + NUM_FIELDS * MORE,), 66, dtype=torch.int32)
+        more[FIRST_SEED], more[NUM_NEW_SEEDS] = self.num_seeds, len(seeds)
         for index, entry in enumerate(seeds):
-            more[MORE_WORDS:].view(NUM_FIELDS, MORE)[:, index] = torch.tensor(entry.words(), dtype=torch.int32)
+            more[SEED_HEADER_WORDS:].view(NUM_FIELDS, MORE)[:, index] = torch.tensor(entry.words(), dtype=torch.int32)
         functions.add_seeds(self.pool, more.to(self.header.device))
         self.num_seeds += len(seeds)
 

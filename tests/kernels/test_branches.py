@@ -10,7 +10,7 @@ from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import Branches, branch_attention, list_branches, short_tokens, tree_attention
+from kernels.attention import BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
 from kernels.attention_tiles import SHORT_SPLITS, TileConfig
 from kernels.compiling import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
@@ -50,7 +50,7 @@ class Step:
         """As attention takes them."""
         return self.page_tables, self.table_rows, self.first, self.cached_len
 
-    def branches(self) -> Branches:
+    def branches(self) -> BranchSlots:
         """By the kernel."""
         where = (self.mask, self.first, self.table_rows, self.page_tables)
         return list_branches(*where, base=self.base, page_size=self.page_size)
@@ -66,10 +66,10 @@ class Step:
             max_row_tokens=self.q.shape[0], scale=self.q.shape[2] ** -0.5, **settings,
         )  # type: ignore[arg-type]  # fmt: skip
 
-    def listed(self) -> Branches:
+    def listed(self) -> BranchSlots:
         """By the reference."""
         count, words = self.mask.shape
-        found = Branches(*(torch.zeros(*size, dtype=torch.int32) for size in ((count, words * 32), (count,))))
+        found = BranchSlots(*(torch.zeros(*size, dtype=torch.int32) for size in ((count, words * 32), (count,))))
         where = (tensor.cpu() for tensor in (self.mask, self.first, self.table_rows, self.page_tables))
         reference.list_branches(*where, self.base, self.page_size, *found)
         return found
@@ -257,7 +257,7 @@ def test_branches_in_a_round_s_own_slots_are_its_tree(device: str) -> None:
 def test_what_does_not_fit_is_refused(device: str) -> None:
     made = make_step([2, 1], [0, 5], [3, 4], device=device)
     with pytest.raises(ValueError, match="branches of 2 tokens for 3"):
-        branches = Branches(made.branches().slots[:2], made.branches().lens[:2])
+        branches = BranchSlots(made.branches().slots[:2], made.branches().lens[:2])
         branch_attention(
             made.q, made.k, made.v, *made.lengths, branches, page_size=4, max_row_tokens=3, num_splits=1, scale=1.0
         )

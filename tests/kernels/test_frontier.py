@@ -301,7 +301,7 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="cannot hold"):
         deep = torch.zeros(99, burst.results.shape[1], dtype=torch.int32, device=device)
         append_candidates(burst.header, burst.pool, burst.step, tokens, tokens.float(), deep)
-    with pytest.raises(ValueError, match="what rows are told"):
+    with pytest.raises(ValueError, match="new roots"):
         burst.reroot(burst.told({}, {})[:, 1:])
     step = type(burst.step).new(2, 1, 7, torch.device(device))
     with pytest.raises(ValueError, match="regions"):

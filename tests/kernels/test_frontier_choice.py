@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.frontier_state import NUM_FIELDS, ROW, SCORE, SLOT, STEP, BurstRows, Pool, StepTokens
+from kernels.frontier_state import NUM_FIELDS, ROW, SCORE, SLOT, STEP, BurstRows, CandidatePool, StepTokens
 from kernels.jit.frontier import _shorten
 from kernels.launch import triton_on_cpu
 from kernels.reference import frontier as reference
@@ -44,7 +44,7 @@ def pool_of(
     entries[ROW] = torch.zeros(count, dtype=torch.int32) if rows is None else rows.int()
     entries[SLOT] = torch.full((count,), -1, dtype=torch.int32) if slots is None else slots.int()
     entries[SCORE] = scores.float().view(torch.int32)
-    burst.pool = Pool(entries.to(device), count - num_candidates)
+    burst.pool = CandidatePool(entries.to(device), count - num_candidates)
     burst.step = StepTokens.new(width, 3, 1, torch.device(device), count)
     burst.step.keys.fill_(1 << 51)
     burst.header[STEP] = step
@@ -55,7 +55,7 @@ def expected(burst: Burst) -> list[int]:
     """What the reference chooses."""
     rows = BurstRows(*(getattr(burst.rows, field.name).cpu() for field in fields(burst.rows)))
     step = StepTokens.new(burst.width, 3, 1, torch.device("cpu"))
-    pool = Pool(burst.pool.entries.cpu(), burst.pool.max_seeds)
+    pool = CandidatePool(burst.pool.entries.cpu(), burst.pool.max_seeds)
     reference.choose_entries(burst.header.cpu(), pool, rows, step, BRANCHING)
     return step.order.tolist()
 

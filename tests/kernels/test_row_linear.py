@@ -14,12 +14,12 @@ from kernels.linear_configs import (
     MAX_ROWS,
     MAX_SIZE,
     RowConfig,
-    fits,
-    pays,
+    fits_qkv_kernel,
+    fits_row_kernel,
     pieces,
     qkv_config,
-    qkv_fits,
-    usual_config,
+    row_config,
+    row_kernel_pays,
 )
 from kernels.reference import elementwise as rope_reference
 from kernels.reference import linear as reference
@@ -173,29 +173,37 @@ def test_pieces_hold_every_column(size: int, wanted: int) -> None:
 
 
 def test_what_fits() -> None:
-    assert fits(1, 16) and fits(MAX_ROWS, MAX_SIZE)
-    assert not fits(MAX_ROWS + 1, 576) and not fits(1, MAX_SIZE + 1) and not fits(0, 576)
-    assert qkv_fits(32, 576, 64, True) and qkv_fits(32, 1024, 128, False) and qkv_fits(32, 576, 32, False)
-    assert not qkv_fits(32, 1024, 128, True) and not qkv_fits(32, MAX_SIZE + 1, 128, False)
+    assert fits_row_kernel(1, 16) and fits_row_kernel(MAX_ROWS, MAX_SIZE)
+    assert (
+        not fits_row_kernel(MAX_ROWS + 1, 576) and not fits_row_kernel(1, MAX_SIZE + 1) and not fits_row_kernel(0, 576)
+    )
+    assert (
+        fits_qkv_kernel(32, 576, 64, True)
+        and fits_qkv_kernel(32, 1024, 128, False)
+        and fits_qkv_kernel(32, 576, 32, False)
+    )
+    assert not fits_qkv_kernel(32, 1024, 128, True) and not fits_qkv_kernel(32, MAX_SIZE + 1, 128, False)
 
 
 @pytest.mark.parametrize("size", [64, 576, 640, 896, 1024, 1536])
 def test_the_usual_cuts_fit_a_processor(size: int) -> None:
-    assert usual_config(MAX_ROWS, size, size, whole=True).holds(MAX_ROWS, size)
+    assert row_config(MAX_ROWS, size, size, whole=True).holds(MAX_ROWS, size)
     assert qkv_config(size, 64, False).holds(MAX_ROWS, size)
 
 
 def test_products_pay_where_they_were_measured_to() -> None:
-    assert pays(64, 576, 576, whole=True) and pays(64, 3072, 576, whole=True, gated=True)
-    assert pays(32, 576, 1536, whole=False) and pays(64, 1024, 3072, whole=False)
-    assert not pays(32, 6144, 1024, whole=True, gated=True) and not pays(64, 4096, 1024, whole=True)
-    assert pays(32, 4096, 1024, whole=True) and pays(8, 5120, 1024, whole=True, gated=True)
-    assert not pays(1, 4096, 4096, whole=False) and not pays(1, 64, MAX_SIZE + 1, whole=True)
+    assert row_kernel_pays(64, 576, 576, whole=True) and row_kernel_pays(64, 3072, 576, whole=True, gated=True)
+    assert row_kernel_pays(32, 576, 1536, whole=False) and row_kernel_pays(64, 1024, 3072, whole=False)
+    assert not row_kernel_pays(32, 6144, 1024, whole=True, gated=True) and not row_kernel_pays(
+        64, 4096, 1024, whole=True
+    )
+    assert row_kernel_pays(32, 4096, 1024, whole=True) and row_kernel_pays(8, 5120, 1024, whole=True, gated=True)
+    assert not row_kernel_pays(1, 4096, 4096, whole=False) and not row_kernel_pays(1, 64, MAX_SIZE + 1, whole=True)
 
 
 def test_more_programs_than_run_at_once_take_more_rows() -> None:
-    assert usual_config(32, 576, 1536, whole=False).block_m == 16
-    assert usual_config(32, 2048, 2048, whole=False).block_m == 32
+    assert row_config(32, 576, 1536, whole=False).block_m == 16
+    assert row_config(32, 2048, 2048, whole=False).block_m == 32
 
 
 def test_shapes_are_checked() -> None:

@@ -13,15 +13,15 @@ from torch import Tensor
 from kernels.frontier_state import (
     FIRST_SEED,
     HEADER_WORDS,
-    MORE_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
     NOT_HERE,
     NUM_FIELDS,
-    NUM_MORE,
-    NUM_MORE_SEEDS,
+    NUM_NEW_SEEDS,
+    NUM_NEW_SLOTS,
+    REROOT_WORDS,
+    SEED_HEADER_WORDS,
     SHIFT,
-    TOLD_WORDS,
     BurstRows,
 )
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Reroots, RowStates, StepBucket
@@ -146,9 +146,9 @@ class RerootInput:
     """What a burst that goes on is told, in host memory twice and on the device once: further seeds, then its rows."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
-        self._line = TOLD_WORDS + shape.region
+        self._line = REROOT_WORDS + shape.region
         self._num_seeds = shape.max_width
-        self._begin = MORE_WORDS + NUM_FIELDS * shape.max_width
+        self._begin = SEED_HEADER_WORDS + NUM_FIELDS * shape.max_width
         size = self._begin + shape.num_rows * self._line
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
@@ -176,14 +176,14 @@ class RerootInput:
         words = self._host[self._turn]
         self._fill_seeds(words, reroots)
         told = words[self._begin : end].reshape(count, self._line)
-        told[:, :TOLD_WORDS] = _NOTHING_TOLD
+        told[:, :REROOT_WORDS] = _NOTHING_TOLD
         rows, indices, roots = reroots.rows.tolist(), reroots.indices.tolist(), reroots.slots.tolist()
         shifts = reroots.shifts.view(np.int32).tolist()
         for row, index, root, shift, free in zip(rows, indices, roots, shifts, reroots.free, strict=True):
             line = told[row]
             line[NEW_ROOT], line[NEW_ROOT_SLOT] = index, NOT_HERE if index < 0 and root < 0 else root
-            line[SHIFT], line[NUM_MORE] = shift, len(free)
-            line[TOLD_WORDS : TOLD_WORDS + len(free)] = free
+            line[SHIFT], line[NUM_NEW_SLOTS] = shift, len(free)
+            line[REROOT_WORDS : REROOT_WORDS + len(free)] = free
         self._copies.to_device(self._turn, end)
         self._turn = (self._turn + 1) % NUM_COPIES
 
@@ -191,9 +191,9 @@ class RerootInput:
         count = 0 if reroots.seeds is None else len(reroots.seeds)
         if count > self._num_seeds:
             raise ValueError(f"{count} further seeds; a step runs {self._num_seeds} nodes")
-        words[FIRST_SEED], words[NUM_MORE_SEEDS] = reroots.first_seed, count
+        words[FIRST_SEED], words[NUM_NEW_SEEDS] = reroots.first_seed, count
         if reroots.seeds is not None:
-            words[MORE_WORDS : self._begin].reshape(NUM_FIELDS, -1)[:, :count] = reroots.seeds.fields
+            words[SEED_HEADER_WORDS : self._begin].reshape(NUM_FIELDS, -1)[:, :count] = reroots.seeds.fields
 
     def _end(self, num_rows: int) -> int:
         return self._begin + num_rows * self._line

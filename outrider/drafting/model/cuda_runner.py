@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.frontier import add_seeds, append_candidates, begin_burst, choose_entries, place_entries, reroot_pool
-from kernels.frontier_state import NUM_FIELDS, Pool, StepTokens
+from kernels.frontier_state import NUM_FIELDS, CandidatePool, StepTokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
@@ -197,11 +197,11 @@ class CudaRunner(BurstRunner):
         if store is not None and features is not None:
             store.index_copy_(0, step.targets[:count], features)
 
-    def _pool(self, bucket: StepBucket) -> Pool:
+    def _pool(self, bucket: StepBucket) -> CandidatePool:
         """The pool as bursts of this shape lay it out."""
         max_seeds = self.shape.max_seeds
         size = max_seeds + self.shape.max_steps * bucket.num_candidates
-        return Pool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
+        return CandidatePool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), max_seeds)
 
     def _step_tokens(self, bucket: StepBucket) -> StepTokens:
         bucket = bucket.sizes
