@@ -27,8 +27,8 @@ from gateway.sglang.generate import GenerateRoute
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError
-from outrider.rpc.call import name_client
-from outrider.rpc.interceptors import clean_request_id, matching_token
+from outrider.rpc.call import clean_request_id, name_client
+from outrider.rpc.interceptors import matching_token
 from outrider.rpc.transport import is_local
 
 _logger = logs.get_logger(__name__)

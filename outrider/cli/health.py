@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.service import TlsFiles, read_secret
 from outrider.errors import ConfigError
-from outrider.rpc.interceptors import AUTHORIZATION_KEY
+from outrider.rpc.call import AUTHORIZATION_KEY
 from outrider.rpc.tls import channel_credentials, load_material
 from outrider.rpc.transport import check_address, check_token, split_host_port, unix_path
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+import uuid
 from contextvars import ContextVar
 
+AUTHORIZATION_KEY = "authorization"
+REQUEST_ID_KEY = "x-request-id"
 CLIENT_KEY = "x-outrider-client"
 """Metadata: on whose behalf a call is made, for fair turns. Letters and digits, one part a level, "/" between them."""
-
 USER_KEY = "x-user"
 """Metadata of a client's call: which of its users it is made for."""
 
-MAX_CLIENT_CHARACTERS = 64
+MAX_CHARACTERS = 64
+"""Of a client or a request id in metadata."""
 
 client: ContextVar[str] = ContextVar("outrider_client", default="")
 """The client that the current task works for; empty where none is known."""
@@ -28,6 +31,7 @@ deadline: ContextVar[float | None] = ContextVar("outrider_deadline", default=Non
 """When the current task's answer is of no use any more, by time.monotonic(); None for never."""
 
 _NOT_IN_CLIENT = re.compile(r"[^A-Za-z0-9/]")
+_NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
 
 def seconds_left() -> float | None:
@@ -64,8 +68,17 @@ def salted_tenant(cache_salt: str) -> str:
 
 def clean_client(given: str | bytes | None) -> str:
     """The client that a peer names, with harmless characters alone, of bounded length."""
+    return _clean(given, _NOT_IN_CLIENT)
+
+
+def clean_request_id(given: str | bytes | None) -> str:
+    """A client's request id with harmless characters alone, of bounded length; a fresh one if nothing is left."""
+    return _clean(given, _NOT_IN_REQUEST_ID) or uuid.uuid4().hex
+
+
+def _clean(given: str | bytes | None, illegal: re.Pattern[str]) -> str:
     text = given.decode("ascii", "replace") if isinstance(given, bytes) else given or ""
-    return _NOT_IN_CLIENT.sub("", text)[:MAX_CLIENT_CHARACTERS]
+    return illegal.sub("", text)[:MAX_CHARACTERS]
 
 
 def _tenant_digest(kind: str, text: str) -> str:

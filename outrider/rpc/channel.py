@@ -10,8 +10,7 @@ from weakref import WeakSet
 import grpc
 
 from outrider import logs
-from outrider.rpc.call import CLIENT_KEY, client, seconds_left
-from outrider.rpc.interceptors import AUTHORIZATION_KEY, REQUEST_ID_KEY
+from outrider.rpc.call import AUTHORIZATION_KEY, CLIENT_KEY, REQUEST_ID_KEY, client, seconds_left
 from outrider.rpc.tls import TlsSource, channel_credentials
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_address, check_token
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import secrets
-import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -22,16 +20,20 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from outrider import logs
 from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError
-from outrider.rpc.call import CLIENT_KEY, USER_KEY, clean_client, client, name_client
+from outrider.rpc.call import (
+    AUTHORIZATION_KEY,
+    CLIENT_KEY,
+    REQUEST_ID_KEY,
+    USER_KEY,
+    clean_client,
+    clean_request_id,
+    client,
+    name_client,
+)
 from outrider.rpc.status import status_from_error
-
-REQUEST_ID_KEY = "x-request-id"
-AUTHORIZATION_KEY = "authorization"
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _OWN_PREFIX = "/outrider."
-_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:-]")
-_MAX_ID = 64
 
 _Deserializer = Callable[[bytes], Any]
 _LENGTH_DELIMITED = 2
@@ -103,12 +105,6 @@ def matching_token(authorization: bytes, tokens: Collection[bytes]) -> bytes | N
     given = given.strip()
     found = [token for token in tokens if hmac.compare_digest(given, token)]
     return found[0] if found and scheme.lower() == b"bearer" else None
-
-
-def clean_request_id(given: str | bytes | None) -> str:
-    """Return a client's request id with only harmless characters, at most 64; a fresh one if nothing is left."""
-    text = given.decode("ascii", "replace") if isinstance(given, bytes) else given or ""
-    return _NOT_IN_ID.sub("", text)[:_MAX_ID] or uuid.uuid4().hex
 
 
 @dataclass(slots=True)

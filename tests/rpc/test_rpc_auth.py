@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import logs
-from outrider.rpc.interceptors import BoundaryInterceptor, clean_request_id
+from outrider.rpc.call import clean_request_id
+from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest

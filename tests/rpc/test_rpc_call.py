@@ -95,7 +95,7 @@ async def test_a_channel_passes_the_client_on(start: Any, carrying: None) -> Non
 @given(st.one_of(st.none(), st.text(), st.binary()))
 def test_what_a_peer_calls_a_client_is_short_and_harmless(given: Any) -> None:
     cleaned = call.clean_client(given)
-    assert len(cleaned) <= call.MAX_CLIENT_CHARACTERS and cleaned.replace("/", "a").isalnum() | (cleaned == "")
+    assert len(cleaned) <= call.MAX_CHARACTERS and cleaned.replace("/", "a").isalnum() | (cleaned == "")
     assert cleaned.isascii() and call.clean_client(cleaned) == cleaned
 
 
