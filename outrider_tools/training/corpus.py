@@ -12,7 +12,7 @@ import numpy as np
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
-from outrider_tools.training.generate import Generator, Job, greedy_answers
+from outrider_tools.training.generate import Generator, Job
 from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.parallel import Peers
 from outrider_tools.training.prompts import ChatForm, Question, all_openings, read_questions
@@ -141,7 +141,7 @@ class Corpus:
             told=lambda done: self._report.generated("questions", done * self._peers.count, 0),
         )
         whole = [
-            [*first, *answer[:-1]]
+            [*first, *answer[:-1].tolist()]
             for first, answer in zip(firsts, answers, strict=False)
             if answer[-1] in stops and len(first) + len(answer) > MIN_QUESTION
         ]
@@ -165,21 +165,13 @@ class Corpus:
         )
         heats = options.temperatures
         jobs = [Job(prompt, heats[i % len(heats)], options.answer_tokens) for i, prompt in enumerate(prompts)]
-        answers = generator.arrays(
+        answers = generator.run(
             jobs,
             token_budget=self._peers.share(options.tokens),
             seconds=self._seconds,
             told=lambda done: self._report.generated("answers", done * self._peers.count, options.tokens),
         )
         return Texts.join(prompts[: len(answers)], answers)
-
-
-def greedy_texts(
-    model: CausalLM, form: ChatForm, questions: Sequence[Question], max_new_tokens: int, num_rows: int
-) -> Texts:
-    """The target's answers at temperature 0 to questions in a chat."""
-    prompts = [form.ask(question.text) for question in questions]
-    return Texts.join(prompts, greedy_answers(model, prompts, max_new_tokens, model.config.eos_token_ids, num_rows))
 
 
 WORK_FOLDER = "work"

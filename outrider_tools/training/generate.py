@@ -28,10 +28,22 @@ PAGE_SIZE = 16
 MIN_EXPONENTIAL = 2.0**-24
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt, at what temperature it is continued (0 is greedy), and by how many tokens at most."""
+
+    prompt: Sequence[int]
+    temperature: float
+    max_new_tokens: int
+    seed: int = 0
+    """Keys the shared noise, with choice 0, where a generator draws with that."""
+
+
 class Decoder:
     """Rows of tokens on the device, each with pages of its own. A row runs until it ends by itself.
 
-    Every row holds `length` tokens with valid KV and behind them the token that its next step runs.
+    Every row holds `length` tokens with valid KV and behind them the token that its next step runs. With `shared_noise`
+    tokens are drawn as the verify service draws them, by the seeds of the jobs; else by torch's generator.
     """
 
     def __init__(
@@ -41,6 +53,7 @@ class Decoder:
         num_rows: int,
         max_length: int,
         stop_ids: Sequence[int],
+        shared_noise: bool,
     ) -> None:
         self.num_rows = num_rows
         self.max_length = max_length
@@ -60,6 +73,9 @@ class Decoder:
         self._length, self._limit = zeros(torch.int32), zeros(torch.int32)
         self._inverse_temperature, self._noise = zeros(torch.float32), zeros(torch.float32)
         self._active = zeros(torch.bool)
+        self._shared_noise = shared_noise
+        self._seeds = [0] * num_rows
+        self._noise_keys = zeros(torch.int32, 3)
         self._stop_ids = torch.tensor(list(stop_ids), dtype=torch.int32, device=device)
         self._rows = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._first = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
@@ -70,27 +86,24 @@ class Decoder:
         """KV slot of a position of a row."""
         return row * self._row_slots + position
 
-    def begin(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperatures: Sequence[float],
-    ) -> None:
-        """Rows start anew: with their prompts, which have KV but for the last token, to at most `limits` tokens."""
+    def begin(self, jobs: dict[int, Job]) -> None:
+        """Rows start anew: with the prompts of their jobs, which have KV but for the last token."""
         device = self._tokens.device
-        where = put(rows, device).long()
-        width = max(len(prompt) for prompt in prompts)
-        padded = torch.zeros(len(rows), width, dtype=torch.int32)
+        rows = put(list(jobs), device).long()
+        prompts = [job.prompt for job in jobs.values()]
+        padded = torch.zeros(len(jobs), max(map(len, prompts)), dtype=torch.int32)
         for i, prompt in enumerate(prompts):
             padded[i, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-        self._tokens[where, :width] = padded.to(device)
-        self._length[where] = put([len(prompt) - 1 for prompt in prompts], device)
-        self._limit[where] = put(limits, device)
-        inverse = torch.tensor([1.0 / t if t > 0 else 1.0 for t in temperatures])
-        self._inverse_temperature[where] = inverse.to(device)
-        self._noise[where] = torch.tensor([float(t > 0) for t in temperatures]).to(device)
-        self._active[where] = True
+        self._tokens[rows, : padded.shape[1]] = padded.to(device)
+        self._length[rows] = put([len(prompt) - 1 for prompt in prompts], device)
+        self._limit[rows] = put([len(job.prompt) + job.max_new_tokens for job in jobs.values()], device)
+        temperatures = [job.temperature for job in jobs.values()]
+        self._inverse_temperature[rows] = torch.tensor([1.0 / t if t > 0 else 1.0 for t in temperatures]).to(device)
+        self._noise[rows] = torch.tensor([float(t > 0) for t in temperatures]).to(device)
+        self._noise_keys[rows] = noise_keys([job.seed for job in jobs.values()]).to(device)
+        for row, job in jobs.items():
+            self._seeds[row] = job.seed
+        self._active[rows] = True
 
     def step(self) -> None:
         """Every active row gets a token."""
@@ -138,9 +151,19 @@ class Decoder:
     def _sample(self, logits: Tensor) -> Tensor:
         """int32 [R]: the likeliest token, or one drawn by adding Gumbel noise."""
         scores = logits * self._inverse_temperature.unsqueeze(1)
-        # Never 0, whose logarithm would make any token win, and would spoil greedy rows.
-        gumbel = torch.empty_like(scores).exponential_().clamp_(min=MIN_EXPONENTIAL).log_()
-        return scores.addcmul_(gumbel, self._noise.unsqueeze(1), value=-1.0).argmax(1).to(torch.int32)
+        if self._shared_noise and not logits.is_cuda:
+            positions, sampled = (self._length + 1).tolist(), (self._active & (self._noise > 0)).tolist()
+            for row in range(self.num_rows):
+                if sampled[row]:
+                    drawn = gumbel(self._seeds[row], 0, positions[row], vocab_size=logits.shape[1])
+                    scores[row] += torch.from_numpy(np.asarray(drawn))
+            return scores.argmax(1).to(torch.int32)
+        if self._shared_noise:
+            noise = device_gumbel(self._noise_keys, self._length + 1, logits.shape[1])
+        else:
+            # Never 0, whose logarithm would make any token win, and would spoil greedy rows.
+            noise = torch.empty_like(scores).exponential_().clamp_(min=MIN_EXPONENTIAL).log_().neg_()
+        return scores.addcmul_(noise, self._noise.unsqueeze(1)).argmax(1).to(torch.int32)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step while no row is active: it writes nothing that counts."""
@@ -165,45 +188,28 @@ PREFILL_TOKENS = 16384
 Told = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A prompt, at what temperature it is continued (0 is greedy), and by how many tokens at most."""
-
-    prompt: Sequence[int]
-    temperature: float
-    max_new_tokens: int
-
-
 class Generator:
     """Continues prompts until a stop token, which is part of the answer, or until the job's limit.
 
-    Sampled text depends on `seed`, on the jobs and their order, and on `num_rows`.
+    Sampled text depends on `seed`, on the jobs and their order, and on `num_rows`; with `shared_noise` on jobs alone.
     """
 
-    def __init__(self, model: CausalLM, num_rows: int, max_length: int, stop_ids: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        num_rows: int,
+        max_length: int,
+        stop_ids: Sequence[int],
+        seed: int = 0,
+        shared_noise: bool = False,
+    ) -> None:
         """`max_length`: tokens of prompt and answer together at most."""
         self._model = model
         self._attention = TritonAttention()
         torch.manual_seed(seed)
-        self._decoder = self._make_decoder(num_rows, max_length, stop_ids)
-
-    def _make_decoder(self, num_rows: int, max_length: int, stop_ids: Sequence[int]) -> Decoder:
-        """Called once, when model and attention are there."""
-        return Decoder(self._model, self._attention, num_rows, max_length, stop_ids)
+        self._decoder = Decoder(model, self._attention, num_rows, max_length, stop_ids, shared_noise)
 
     def run(
-        self,
-        jobs: Sequence[Job],
-        *,
-        token_budget: int | None = None,
-        seconds: float | None = None,
-        told: Told | None = None,
-    ) -> list[list[int]]:
-        """`arrays`, as lists."""
-        found = self.arrays(jobs, token_budget=token_budget, seconds=seconds, told=told)
-        return [answer.tolist() for answer in found]
-
-    def arrays(
         self,
         jobs: Sequence[Job],
         *,
@@ -252,12 +258,7 @@ class Generator:
                 told(done)
 
     def _admit(self, jobs: dict[int, Job]) -> None:
-        self._decoder.begin(
-            list(jobs),
-            [list(job.prompt) for job in jobs.values()],
-            [len(job.prompt) + job.max_new_tokens for job in jobs.values()],
-            [job.temperature for job in jobs.values()],
-        )
+        self._decoder.begin(jobs)
         part: dict[int, Sequence[int]] = {}
         size = 0
         for row, job in jobs.items():
@@ -287,70 +288,6 @@ class Generator:
             max_row_tokens=max(counts),
         )
         self._model.forward(batch, decoder.kv, self._attention)
-
-
-def greedy_answers(
-    model: CausalLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int], num_rows: int
-) -> list[list[int]]:
-    """What the target answers at temperature 0, without the prompts."""
-    jobs = [Job(prompt, 0.0, max_new_tokens) for prompt in prompts]
-    max_length = max(len(prompt) for prompt in prompts) + max_new_tokens
-    return Generator(model, min(num_rows, len(jobs)), max_length, stop_ids).run(jobs)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyedJob(Job):
-    """A job whose noise is keyed by `seed` and choice 0."""
-
-    seed: int
-
-
-class _KeyedDecoder(Decoder):
-    """Draws with the shared noise. A row's key is set before it begins."""
-
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: AttentionBackend,
-        num_rows: int,
-        max_length: int,
-        stop_ids: Sequence[int],
-    ) -> None:
-        # First, since a captured step reads them.
-        self._keys = torch.zeros(num_rows, 3, dtype=torch.int32, device=model.device)
-        self._seeds = [0] * num_rows
-        super().__init__(model, attention, num_rows, max_length, stop_ids)
-
-    def set_seeds(self, rows: Sequence[int], seeds: list[int]) -> None:
-        """Key rows' noise."""
-        for row, seed in zip(rows, seeds, strict=True):
-            self._seeds[row] = seed
-        self._keys[put(rows, self._keys.device).long()] = noise_keys(seeds).to(self._keys.device)
-
-    def _sample(self, logits: Tensor) -> Tensor:
-        scores = logits * self._inverse_temperature.unsqueeze(1)
-        if logits.is_cuda:
-            noise = device_gumbel(self._keys, self._length + 1, logits.shape[1])
-            return scores.addcmul_(noise, self._noise.unsqueeze(1)).argmax(1).to(torch.int32)
-        positions, sampled = (self._length + 1).tolist(), (self._active & (self._noise > 0)).tolist()
-        for row, position in enumerate(positions):
-            if sampled[row]:
-                drawn = gumbel(self._seeds[row], 0, position, vocab_size=logits.shape[1])
-                scores[row] += torch.from_numpy(np.asarray(drawn))
-        return scores.argmax(1).to(torch.int32)
-
-
-class KeyedGenerator(Generator):
-    """Continues `KeyedJob`s. Neither their order nor `num_rows` nor a seed of its own plays a part in the noise."""
-
-    _decoder: _KeyedDecoder
-
-    def _make_decoder(self, num_rows: int, max_length: int, stop_ids: Sequence[int]) -> _KeyedDecoder:
-        return _KeyedDecoder(self._model, self._attention, num_rows, max_length, stop_ids)
-
-    def _admit(self, jobs: dict[int, Job]) -> None:
-        self._decoder.set_seeds(list(jobs), [job.seed for job in jobs.values() if isinstance(job, KeyedJob)])
-        super()._admit(jobs)
 
 
 @dataclass(frozen=True)
@@ -387,8 +324,9 @@ def answer_questions(
     """
     prompts = [form.ask(question.text) for question in questions]
     seeds = [seed + number for number in range(len(prompts))]
-    jobs = [KeyedJob(prompt, temperature, max_new_tokens, key) for prompt, key in zip(prompts, seeds, strict=True)]
+    jobs = [Job(prompt, temperature, max_new_tokens, key) for prompt, key in zip(prompts, seeds, strict=True)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    generator = KeyedGenerator(model, min(num_rows, len(jobs)), longest, model.config.eos_token_ids)
+    stops = model.config.eos_token_ids
+    generator = Generator(model, min(num_rows, len(jobs)), longest, stops, shared_noise=True)
     texts = Texts.join(prompts, generator.run(jobs, told=told))
     return Answers(texts, temperature, seeds, [question.category for question in questions])

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from outrider.errors import ConfigError, OutriderError
 
 # A rank waits this long for the others, since the making of text ends at different times. A dead one ends all at once.
-PATIENCE = timedelta(hours=6)
-# After the first failure, seconds until the other processes are killed.
-GRACE_SECONDS = 5.0
+MAX_WAIT = timedelta(hours=6)
 
 
 class Peers:
@@ -113,58 +107,25 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
     Raises:
         ConfigError: what a rank raised as such, or that it failed.
     """
-    context = get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
-        processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(rank, count, device_type, folder, os.getpid(), function, arguments))
-            for rank in range(count)
-        ]
+        context = spawn(_rank, (count, device_type, folder, function, arguments), count, join=False)
         try:
-            for process in processes:
-                process.start()
-            running: dict[object, BaseProcess] = {process.sentinel: process for process in processes}
-            while running:
-                for sentinel in wait([process.sentinel for process in running.values()]):
-                    process = running.pop(sentinel)
-                    process.join()
-                    if process.exitcode:
-                        # Others may be about to fail for the same reason, and the first to have failed says why.
-                        wait([process.sentinel for process in running.values()], timeout=0.2)
-                        raise ConfigError(_reason(Path(folder), processes))
+            while not context.join():
+                pass
+        except ProcessExitedException as error:
+            message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
+            failed = Path(folder, f"failed-{error.error_index}")
+            raise ConfigError(failed.read_text("utf-8") if failed.exists() else message) from None
         finally:
-            _end(processes)
+            for process in context.processes:
+                process.kill()
+                process.join()
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    alive = [process for process in processes if process.pid is not None and process.is_alive()]
-    for process in alive:
-        process.terminate()
-    end = time.monotonic() + GRACE_SECONDS
-    for process in alive:
-        process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _reason(folder: Path, processes: Sequence[BaseProcess]) -> str:
-    """Of the rank that failed first. One that was killed left no word, and others fail for want of it."""
-    for rank, process in enumerate(processes):
-        if process.exitcode is not None and process.exitcode < 0:
-            return f"process {rank} of {len(processes)} was ended by {signal.Signals(-process.exitcode).name}"
-    found = [json.loads(path.read_text("utf-8")) for path in folder.glob("failed-*.json")]
-    if not found:
-        return f"one of {len(processes)} processes ended with an error before it could say why"
-    return str(min(found, key=lambda failure: float(failure["when"]))["message"])
-
-
-def _rank(
-    rank: int, count: int, device_type: str, folder: str, parent: int, function: str, arguments: tuple[Any, ...]
-) -> None:
-    """What a process runs."""
-    _end_with(parent)
-    # Ctrl-C reaches every process of the terminal; the parent ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _rank(rank: int, count: int, device_type: str, folder: str, function: str, arguments: tuple[Any, ...]) -> None:
+    """What a process runs. It leaves out exit handlers, which would wait for peers, or abort in a thread of gloo."""
+    # What the kernel sends when the parent dies ends this process at once, whatever it waits for.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
         if device.type == "cuda":
@@ -174,36 +135,20 @@ def _rank(
             init_method=f"file://{folder}/meeting",
             rank=rank,
             world_size=count,
-            timeout=PATIENCE,
+            timeout=MAX_WAIT,
             device_id=device if device.type == "cuda" else None,
         )
         peers = Peers(rank, count, device)
         module, _, name = function.partition(":")
         getattr(importlib.import_module(module), name)(*arguments, device, peers)
         peers.leave()
-        # Without exit handlers: gloo's threads, which are still there, have aborted a process that was done.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except BaseException as error:
+        code = 0
+    except Exception as error:
         text = str(error) if isinstance(error, OutriderError) else f"process {rank} of {count} failed: {error!r}"
         if not isinstance(error, OutriderError):
             traceback.print_exc()
-        record = json.dumps({"when": time.time(), "message": text})
-        part = Path(folder, f"part-{rank}")
-        part.write_text(record, "utf-8")
-        part.rename(Path(folder, f"failed-{rank}.json"))
-        # Not by way of exit handlers, which would wait for peers.
-        os._exit(1)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, however that comes about (Linux)."""
-    try:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        os._exit(1)
+        Path(folder, f"failed-{rank}").write_text(text, "utf-8")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

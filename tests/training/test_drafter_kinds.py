@@ -14,8 +14,8 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
 from outrider.models.drafters.loader import algorithm_of
 from outrider_tools.training import trainer as trainer_module
-from outrider_tools.training.corpus import greedy_texts
 from outrider_tools.training.drafters import export_drafter, make_learner
+from outrider_tools.training.generate import answer_questions
 from outrider_tools.training.learner import Head
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.standalone import SmallModel, small_config
@@ -29,7 +29,9 @@ HEADS = ("EAGLE", "NEXTN")
 @pytest.fixture(scope="module")
 def texts(target: Target) -> Texts:
     questions = [Question(word * 3) for word in ("abc", "x", "why? ", "1 + 2 = ", "zz", "Q")]
-    return greedy_texts(target.model, ChatForm(target.folder), questions, 40, 6)
+    return answer_questions(
+        target.model, ChatForm(target.folder), questions, temperature=0.0, max_new_tokens=40, num_rows=6
+    ).texts
 
 
 @pytest.mark.parametrize("kind", HEADS)

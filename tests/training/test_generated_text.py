@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
 from outrider.models.loader import load_model
-from outrider_tools.training.generate import Generator, Job, greedy_answers
+from outrider_tools.training.generate import Generator, Job
 from outrider_tools.training.target import Target
 
 
 def prompts(count: int) -> list[list[int]]:
     random = torch.Generator().manual_seed(4)
     return [torch.randint(3, 259, (1 + 3 * i,), generator=random).tolist() for i in range(count)]
+
+
+def run(generator: Generator, jobs: Sequence[Job], **bounds: Any) -> list[list[int]]:
+    return [answer.tolist() for answer in generator.run(jobs, **bounds)]
 
 
 def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Target) -> None:
@@ -21,7 +28,7 @@ def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Targe
     first = model.generate(torch.tensor([asked[1]]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 9 - 5 :]
     stop = int(first[-1])
     jobs = [Job(prompt, 0.0, limit) for prompt, limit in zip(asked, limits, strict=True)]
-    answers = Generator(target.model, 2, 64, [stop]).run(jobs)
+    answers = run(Generator(target.model, 2, 64, [stop]), jobs)
     for prompt, limit, answer in zip(asked, limits, answers, strict=True):
         expected = model.generate(
             torch.tensor([prompt]), max_new_tokens=limit, do_sample=False, eos_token_id=stop, pad_token_id=0
@@ -32,7 +39,7 @@ def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Targe
 
 def test_sampled_tokens_follow_the_targets_distribution(target: Target) -> None:
     jobs = [Job([5, 9, 30], 1.3, 1)] * 800
-    drawn = torch.tensor(Generator(target.model, 200, 8, [2], seed=1).run(jobs)).flatten()
+    drawn = torch.tensor(run(Generator(target.model, 200, 8, [2], seed=1), jobs)).flatten()
     hidden = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         chances = (hidden(torch.tensor([[5, 9, 30]])).logits[0, -1] / 1.3).softmax(0)
@@ -44,31 +51,31 @@ def test_sampled_tokens_follow_the_targets_distribution(target: Target) -> None:
 
 def test_same_seed_same_text_and_the_budget_ends_it(target: Target) -> None:
     jobs = [Job(prompt, 1.0, 10) for prompt in prompts(4)] * 3
-    first, second = (Generator(target.model, 4, 32, [2], seed=7).run(jobs) for _ in range(2))
+    first, second = (run(Generator(target.model, 4, 32, [2], seed=7), jobs) for _ in range(2))
     assert first == second
-    assert first != Generator(target.model, 4, 32, [2], seed=8).run(jobs)
-    cut = Generator(target.model, 4, 32, [2], seed=7).run(jobs, token_budget=1)
+    assert first != run(Generator(target.model, 4, 32, [2], seed=8), jobs)
+    cut = run(Generator(target.model, 4, 32, [2], seed=7), jobs, token_budget=1)
     assert 4 <= len(cut) < len(jobs)
-    assert Generator(target.model, 4, 32, [2], seed=7).run(jobs, seconds=0.0) == []
+    assert run(Generator(target.model, 4, 32, [2], seed=7), jobs, seconds=0.0) == []
 
 
 def test_jobs_that_do_not_fit_are_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="do not fit 16"):
-        Generator(target.model, 1, 16, [2]).run([Job([5] * 10, 0.0, 7)])
+        run(Generator(target.model, 1, 16, [2]), [Job([5] * 10, 0.0, 7)])
 
 
 @pytest.mark.gpu
 def test_captured_steps_give_the_text_of_the_cpu(target: Target) -> None:
     model = load_model(target.folder, torch.float32, "cuda")
-    asked = prompts(9)
-    assert greedy_answers(model, asked, 20, [2], 4) == greedy_answers(target.model, asked, 20, [2], 9)
+    jobs = [Job(prompt, 0.0, 20) for prompt in prompts(9)]
+    assert run(Generator(model, 4, 64, [2]), jobs) == run(Generator(target.model, 9, 64, [2]), jobs)
 
 
 @pytest.mark.gpu
 def test_captured_noise_is_new_at_every_step_and_the_same_for_a_seed(target: Target) -> None:
     model = load_model(target.folder, torch.bfloat16, "cuda")
     jobs = [Job([5, 9, 30], 8.0, 24)] * 64
-    first, second = (Generator(model, 32, 32, [], seed=3).run(jobs) for _ in range(2))
+    first, second = (run(Generator(model, 32, 32, [], seed=3), jobs) for _ in range(2))
     assert first == second
     assert len(set(map(tuple, first))) == 64
     assert all(len(set(answer)) > 12 for answer in first)

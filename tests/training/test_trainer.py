@@ -14,7 +14,7 @@ from training_world import make_head, make_trainer, random_texts
 
 from outrider.errors import ConfigError
 from outrider_tools.training import trainer as trainer_module
-from outrider_tools.training.corpus import greedy_texts
+from outrider_tools.training.generate import answer_questions
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.target import Target
@@ -29,7 +29,9 @@ def some_texts(target: Target) -> Texts:
 
 def test_loss_falls_and_deep_guesses_get_better(target: Target) -> None:
     questions = [Question(word * 3) for word in ("abc", "x", "why? ", "1 + 2 = ", "zz", "Q")]
-    texts = greedy_texts(target.model, ChatForm(target.folder), questions, 60, 4)
+    texts = answer_questions(
+        target.model, ChatForm(target.folder), questions, temperature=0.0, max_new_tokens=60, num_rows=4
+    ).texts
     head = make_head(target, 259)
     points = make_trainer(target, head, texts, replace(OPTIONS, steps=120, warmup_share=0.1)).run().points
     # What is left is the entropy of a random target.
