@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -123,114 +124,40 @@ def _text(token: object) -> str:
     return token if isinstance(token, str) else ""
 
 
-OPENINGS: dict[str, tuple[str, ...]] = {
-    "writing": (
-        "Write a short story about",
-        "Write an email to",
-        "Write a poem",
-        "Draft a speech",
-        "Rewrite this paragraph",
-        "Help me write",
-        "Edit the following text",
-        "Come up with a title for",
-        "Describe a scene where",
-        "Compose a letter",
-    ),
-    "roleplay": (
-        "Imagine you are",
-        "You are a",
-        "Pretend that you are",
-        "Act as a",
-        "Let's play a game",
-        "Speak like a",
-        "Suppose you were a",
-    ),
-    "reasoning": (
-        "If all",
-        "There are three",
-        "Which of these",
-        "Who is older",
-        "Is it possible that",
-        "What would happen if",
-        "A man has",
-        "Explain why",
-        "Which is better,",
-        "Do you think",
-    ),
-    "math": (
-        "Solve",
-        "What is the value of",
-        "Calculate",
-        "Find the area",
-        "A store sells",
-        "How many",
-        "Prove that",
-        "If x",
-        "What is the probability",
-        "The sum of",
-    ),
-    "coding": (
-        "Write a Python function",
-        "Write a program that",
-        "def ",
-        "How do I fix this code",
-        "Write an SQL query",
-        "Implement a",
-        "What does this code do",
-        "Create a JavaScript",
-        "Write HTML",
-        "Write a C++ program",
-    ),
-    "extraction": (
-        "Extract the names",
-        "Summarize the following",
-        "Classify the following",
-        "List all the",
-        "Turn this into JSON",
-        "Read the text below",
-        "Given the following",
-        "From the table",
-        "Identify the",
-    ),
-    "stem": (
-        "What is the difference between",
-        "How does a",
-        "Explain how",
-        "What causes",
-        "Describe the process of",
-        "What is the function of",
-        "Why do",
-        "In physics,",
-    ),
-    "humanities": (
-        "Discuss the",
-        "Who was",
-        "How did",
-        "What are the main",
-        "Compare",
-        "Why did",
-        "What is the meaning of",
-        "What role did",
-        "Explain the history of",
-    ),
-    "life": (
-        "I want to",
-        "I need",
-        "Can you",
-        "Please",
-        "My friend",
-        "What should I",
-        "Give me some tips",
-        "Plan a trip",
-        "Hi",
-        "How can I",
-        "Recommend",
-    ),
-}
+# How users begin: first words of some invented questions, so that those are of many kinds, a line for each.
+OPENINGS = (
+    # Writing.
+    "Write a short story about | Write an email to | Write a poem | Draft a speech | "
+    "Rewrite this paragraph | Help me write | Edit the following text | Come up with a title for | "
+    "Describe a scene where | Compose a letter",
+    # Roleplay.
+    "Imagine you are | You are a | Pretend that you are | Act as a | Let's play a game | Speak like a | "
+    "Suppose you were a",
+    # Reasoning.
+    "If all | There are three | Which of these | Who is older | Is it possible that | What would happen if | "
+    "A man has | Explain why | Which is better, | Do you think",
+    # Math.
+    "Solve | What is the value of | Calculate | Find the area | A store sells | How many | Prove that | "
+    "If x | What is the probability | The sum of",
+    # Coding.
+    "Write a Python function | Write a program that | def  | How do I fix this code | Write an SQL query | "
+    "Implement a | What does this code do | Create a JavaScript | Write HTML | Write a C++ program",
+    # Extraction.
+    "Extract the names | Summarize the following | Classify the following | List all the | "
+    "Turn this into JSON | Read the text below | Given the following | From the table | Identify the",
+    # Stem.
+    "What is the difference between | How does a | Explain how | What causes | Describe the process of | "
+    "What is the function of | Why do | In physics,",
+    # Humanities.
+    "Discuss the | Who was | How did | What are the main | Compare | Why did | What is the meaning of | "
+    "What role did | Explain the history of",
+    # Life.
+    "I want to | I need | Can you | Please | My friend | What should I | Give me some tips | Plan a trip | "
+    "Hi | How can I | Recommend",
+)
 
 
 def all_openings() -> list[str]:
     """A kind after the other in turn, so that any part of the list has all of them."""
-    rows = list(OPENINGS.values())
-    longest = max(len(row) for row in rows)
-    return [row[place] for place in range(longest) for row in rows if place < len(row)]
+    turns = zip_longest(*(kind.split(" | ") for kind in OPENINGS))
+    return [opening for turn in turns for opening in turn if opening is not None]
