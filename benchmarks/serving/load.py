@@ -26,11 +26,11 @@ from pathlib import Path
 from benchmarks.common import add_service_arguments, cost_of, device_name, make_cluster
 from outrider.cli.cluster import Cluster
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient
+from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, write_report
 from outrider_tools.bench.requests import Prompt, read_prompts
-from outrider_tools.bench.runner import Point, Run, run_point
+from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 
 WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""
@@ -103,20 +103,20 @@ def services(arguments: argparse.Namespace) -> Cluster:
 
 def make_client(cluster: Cluster, arguments: argparse.Namespace) -> Client:
     """Of the door that was chosen."""
-    ask = Ask(temperature=arguments.temperature, ignore_eos=True)
+    ask = RequestOptions(temperature=arguments.temperature, ignore_eos=True)
     if arguments.backend == "grpc":
         return GrpcClient(cluster.gateway_address, ask)
     return RestClient(cluster.rest_url, replace(ask, chat=arguments.backend == "openai-chat"))
 
 
-async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Memory) -> Run:
+async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Memory) -> LoadRun:
     """Warm up, then load and watch."""
     client = make_client(cluster, arguments)
     prompts = make_prompts(arguments.prompts, arguments.max_tokens, seed=0)
-    point = Point(concurrency=arguments.streams, seconds=60 * arguments.minutes)
+    point = LoadPoint(concurrency=arguments.streams, seconds=60 * arguments.minutes)
     told = 0.0
 
-    def tell(run: Run) -> None:
+    def tell(run: LoadRun) -> None:
         nonlocal told
         if run.window - told >= 30:
             told = run.window
@@ -125,7 +125,7 @@ async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Memory)
 
     try:
         warm = min(WARM_SECONDS, 30 * arguments.minutes)
-        await run_point(client, prompts[::-1], Point(concurrency=arguments.streams, seconds=warm))
+        await run_point(client, prompts[::-1], LoadPoint(concurrency=arguments.streams, seconds=warm))
         watching = asyncio.create_task(memory.watch())
         try:
             return await run_point(client, prompts, point, tell)

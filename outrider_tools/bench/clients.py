@@ -16,13 +16,13 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from outrider_tools.bench.requests import Prompt, Record
+from outrider_tools.bench.requests import Prompt, RequestRecord
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestOptions:
     """What all requests have in common. None leaves a field to the server."""
 
     temperature: float | None = 0.0
@@ -39,7 +39,7 @@ class Ask:
 class Client(Protocol):
     """One door of a gateway."""
 
-    async def send(self, prompt: Prompt, record: Record, clock: Clock) -> None:
+    async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
         """Ask, and note in `record` what comes and when. Never raises what a server or network does."""
 
     async def close(self) -> None:
@@ -49,12 +49,12 @@ class Client(Protocol):
 class GrpcClient:
     """The gRPC door."""
 
-    def __init__(self, address: str, ask: Ask, api_key: str = "", tls: TlsSource | None = None) -> None:
+    def __init__(self, address: str, ask: RequestOptions, api_key: str = "", tls: TlsSource | None = None) -> None:
         self._channel = open_channel(address, auth_token=api_key, tls=tls, option="--connect")
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         self._ask = ask
 
-    async def send(self, prompt: Prompt, record: Record, clock: Clock) -> None:
+    async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
         """Ask, and note what comes."""
         call = self._stub.Generate(self._encode(prompt))
         try:
@@ -99,7 +99,9 @@ class GrpcClient:
 class RestClient:
     """The REST door, by server-sent events."""
 
-    def __init__(self, base_url: str, ask: Ask, api_key: str = "", verify: Any = True, timeout: float = 600.0) -> None:
+    def __init__(
+        self, base_url: str, ask: RequestOptions, api_key: str = "", verify: Any = True, timeout: float = 600.0
+    ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.AsyncClient(
             base_url=base_url.rstrip("/").removesuffix("/v1"),
@@ -111,7 +113,7 @@ class RestClient:
         )
         self._ask = ask
 
-    async def send(self, prompt: Prompt, record: Record, clock: Clock) -> None:
+    async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
         """Ask, and note what comes."""
         path, body = self._encode(prompt)
         try:
@@ -159,7 +161,7 @@ def _messages(prompt: Prompt) -> list[tuple[str, str]]:
     return [("system", prompt.system)] * bool(prompt.system) + [("user", prompt.text)]
 
 
-def _take_usage(record: Record, usage: common_pb2.Usage) -> None:
+def _take_usage(record: RequestRecord, usage: common_pb2.Usage) -> None:
     record.prompt_tokens = usage.prompt_tokens
     record.cached_tokens = usage.cached_prompt_tokens
     record.rounds = usage.num_rounds
@@ -167,7 +169,7 @@ def _take_usage(record: Record, usage: common_pb2.Usage) -> None:
     record.accepted_tokens = usage.num_accepted_tokens
 
 
-def _take_event(record: Record, text: str, clock: Clock) -> bool:
+def _take_event(record: RequestRecord, text: str, clock: Clock) -> bool:
     """Note an event; whether it was an error, which ends the stream."""
     fields = json.loads(text)
     if "error" in fields:
@@ -198,7 +200,7 @@ def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
 
 async def first_answer(client: Client, prompt: Prompt, seconds: float) -> None:
     """Wait for one answer, so that a wrong address or option is told at once. Raises OutriderError."""
-    record = Record(due=0.0)
+    record = RequestRecord(due=0.0)
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(seconds):

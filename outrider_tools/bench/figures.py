@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.report import Row
-from outrider_tools.bench.requests import Record
-from outrider_tools.bench.runner import Run
+from outrider_tools.bench.requests import RequestRecord
+from outrider_tools.bench.runner import LoadRun
 
 PERCENTILES = (50, 90, 99)
 MAX_DEPTHS = 16
@@ -55,7 +55,7 @@ class Acceptance:
     source: str
 
 
-def acceptance(records: Sequence[Record], page: MetricsPage | None) -> Acceptance | None:
+def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Acceptance | None:
     """Of a run, from its records or, where they do not tell depths, from what the metrics page gained; None without.
 
     The page counts every client's requests, and is asked for that reason only where the door tells no origins.
@@ -80,17 +80,17 @@ def acceptance(records: Sequence[Record], page: MetricsPage | None) -> Acceptanc
     return Acceptance(length, {}, "responses") if rounds else None
 
 
-def errors_of(records: Iterable[Record]) -> Counter[str]:
+def errors_of(records: Iterable[RequestRecord]) -> Counter[str]:
     """Requests that failed, by code."""
     return Counter(record.error for record in records if record.error)
 
 
-def rows_of(run: Run, case: str, page: MetricsPage | None = None) -> list[Row]:
+def rows_of(run: LoadRun, case: str, page: MetricsPage | None = None) -> list[Row]:
     """A run's result rows; `page` is what the gateway's metrics gained meanwhile."""
     return list(_rows(run, case, page))
 
 
-def _rows(run: Run, case: str, page: MetricsPage | None) -> Iterator[Row]:
+def _rows(run: LoadRun, case: str, page: MetricsPage | None) -> Iterator[Row]:
     complete = [record for record in run.records if not record.error]
     ended = [record for record in complete if record.end <= run.window]
     window = run.window or 1e-9
@@ -129,7 +129,7 @@ def _latency(case: str, name: str, values: Iterable[tuple[float, int]]) -> Itera
     yield Row(case, f"{name}_max", spread.largest * 1e3, "ms")
 
 
-def _speculation(run: Run, case: str, page: MetricsPage | None) -> Iterator[Row]:
+def _speculation(run: LoadRun, case: str, page: MetricsPage | None) -> Iterator[Row]:
     complete = [record for record in run.records if not record.error]
     found = acceptance(complete, page)
     if found is None:

@@ -127,7 +127,7 @@ ACCEPTED, BONUS, PLAIN = 1, 2, 3
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request. Times are in seconds since the start of the measurement."""
 
     due: float

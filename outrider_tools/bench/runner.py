@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider_tools.bench.clients import Client
-from outrider_tools.bench.requests import Prompt, Record, arrivals
+from outrider_tools.bench.requests import Prompt, RequestRecord, arrivals
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """One load to measure."""
 
     concurrency: int = 0
@@ -31,11 +31,11 @@ class Point:
 
 
 @dataclass
-class Run:
+class LoadRun:
     """What a load gave."""
 
-    point: Point
-    records: list[Record] = field(default_factory=list)
+    point: LoadPoint
+    records: list[RequestRecord] = field(default_factory=list)
     window: float = 0.0
     """Seconds that count for throughput."""
     cpu_seconds: float = 0.0
@@ -43,25 +43,25 @@ class Run:
 
 
 async def run_point(
-    client: Client, prompts: Sequence[Prompt], point: Point, tell: Callable[[Run], None] = lambda run: None
-) -> Run:
+    client: Client, prompts: Sequence[Prompt], point: LoadPoint, tell: Callable[[LoadRun], None] = lambda run: None
+) -> LoadRun:
     """Send `prompts`, round and round, until the point's count or time is reached; then wait for what is under way.
 
     `tell` is called once a second with the run so far.
     """
-    return await _Driver(client, prompts, point).run(tell)
+    return await _LoadDriver(client, prompts, point).run(tell)
 
 
-class _Driver:
-    def __init__(self, client: Client, prompts: Sequence[Prompt], point: Point) -> None:
+class _LoadDriver:
+    def __init__(self, client: Client, prompts: Sequence[Prompt], point: LoadPoint) -> None:
         self._client = client
         self._prompts = prompts
         self._point = point
-        self._run = Run(point)
+        self._run = LoadRun(point)
         self._next = 0
         self._begin = 0.0
 
-    async def run(self, tell: Callable[[Run], None]) -> Run:
+    async def run(self, tell: Callable[[LoadRun], None]) -> LoadRun:
         self._begin = time.perf_counter()
         before = time.process_time()
         teller = asyncio.create_task(self._tell(tell))
@@ -79,7 +79,7 @@ class _Driver:
     def _clock(self) -> float:
         return time.perf_counter() - self._begin
 
-    async def _tell(self, tell: Callable[[Run], None]) -> None:
+    async def _tell(self, tell: Callable[[LoadRun], None]) -> None:
         while True:
             await asyncio.sleep(1.0)
             self._run.window = self._clock()
@@ -121,8 +121,8 @@ class _Driver:
         async with places:
             await self._send(prompt, due)
 
-    async def _send(self, prompt: Prompt, due: float) -> Record:
-        record = Record(due)
+    async def _send(self, prompt: Prompt, due: float) -> RequestRecord:
+        record = RequestRecord(due)
         self._run.records.append(record)
         try:
             async with asyncio.timeout(self._point.timeout):

@@ -21,11 +21,11 @@ from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource
-from outrider_tools.bench.clients import Ask, Client, GrpcClient, RestClient, first_answer
+from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, first_answer
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
-from outrider_tools.bench.runner import Point, Run, run_point
+from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_report(parser.add_argument_group("the report"))
 
 
-def points_of(arguments: argparse.Namespace) -> list[Point]:
+def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:
     """The loads to measure: every rate with every concurrency. Raises ConfigError."""
     rates: list[float] = arguments.request_rate
     concurrencies: list[int] = arguments.max_concurrency or [0]
@@ -60,7 +60,7 @@ def points_of(arguments: argparse.Namespace) -> list[Point]:
     if count is None:
         count = 0 if arguments.duration else DEFAULT_PROMPTS
     return [
-        Point(
+        LoadPoint(
             concurrency=most,
             rate=rate,
             burstiness=arguments.burstiness,
@@ -234,20 +234,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(
-    arguments: argparse.Namespace, points: Sequence[Point], console: Console
-) -> tuple[list[Row], list[Run]]:
+    arguments: argparse.Namespace, points: Sequence[LoadPoint], console: Console
+) -> tuple[list[Row], list[LoadRun]]:
     """All points, one after the other, on one client."""
     key = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
     client = _client(arguments, key)
     rows: list[Row] = []
-    runs: list[Run] = []
+    runs: list[LoadRun] = []
     try:
         warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
         await first_answer(client, replace(warm[0], max_tokens=min(4, warm[0].max_tokens)), arguments.timeout)
         if arguments.num_warmups:
             console.print(f"warming up with {arguments.num_warmups} requests")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
-            await run_point(client, warm, Point(concurrency=most, num_prompts=arguments.num_warmups))
+            await run_point(client, warm, LoadPoint(concurrency=most, num_prompts=arguments.num_warmups))
         for place, point in enumerate(points):
             case = case_of(arguments, point)
             console.print(f"measuring {case}")
@@ -264,7 +264,7 @@ async def _measure(
 
 
 def _client(arguments: argparse.Namespace, key: str) -> Client:
-    ask = Ask(
+    ask = RequestOptions(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
@@ -318,7 +318,7 @@ async def _page(arguments: argparse.Namespace, key: str, console: Console) -> Me
         return None
 
 
-def case_of(arguments: argparse.Namespace, point: Point) -> str:
+def case_of(arguments: argparse.Namespace, point: LoadPoint) -> str:
     """A point in words: label, load, decoding."""
     words = [arguments.label]
     words += [f"b{point.concurrency}"] if point.concurrency else []
@@ -328,7 +328,7 @@ def case_of(arguments: argparse.Namespace, point: Point) -> str:
     return " ".join([*words, *(["plain"] if arguments.plain else [])])
 
 
-def _tell(console: Console, so_far: Run) -> None:
+def _tell(console: Console, so_far: LoadRun) -> None:
     done = sum(1 for record in so_far.records if record.end)
     failed = sum(errors_of(so_far.records).values())
     if console.is_terminal or round(so_far.window) % 10 == 0:
@@ -353,7 +353,7 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[LoadRun]) -> None:
     more: dict[str, Any] = {}
     if arguments.save_detailed:
         more["requests"] = [[record.as_dict() for record in one.records] for one in runs]

@@ -23,7 +23,7 @@ from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level, problem
 from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
 from outrider_tools.doctor.models import check_models
-from outrider_tools.doctor.peers import check_peers, peers_of
+from outrider_tools.doctor.services import check_services, endpoints_of
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
     """The options with each service told of those that it calls."""
     linked = link(options)
-    for name, field, peer in LINKS:
-        if getattr(arguments, peer) is not None:
-            changes: dict[str, Any] = {field: getattr(arguments, peer)}
+    for name, field, endpoint in LINKS:
+        if getattr(arguments, endpoint) is not None:
+            changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
             linked[name] = replace(linked[name], **changes)
     return linked
 
@@ -82,11 +82,11 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     if not arguments.skip_models:
         findings += check_models(cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"]))
     try:
-        peers = peers_of(options, peer_tls(arguments, "connect"))
+        endpoints = endpoints_of(options, peer_tls(arguments, "connect"))
     except ConfigError as error:
         findings.append(problem("options", error.message, "correct the option"))
-        peers = []
-    told, serving = asyncio.run(check_peers(peers, arguments.running, arguments.timeout))
+        endpoints = []
+    told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
     return [*findings, *check_doors(options, serving), *check_exposure(options), *told]
 
 

@@ -33,7 +33,7 @@ _DRAFT = "outrider_draft_"
 
 
 @dataclass(frozen=True)
-class Figure:
+class TopFigure:
     """A name and its value, ready to be shown."""
 
     name: str
@@ -43,13 +43,13 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """One page."""
 
     kind: str
     """gateway, verify, draft, or unknown."""
     source: str
-    figures: tuple[Figure, ...]
+    figures: tuple[TopFigure, ...]
     error: str = ""
 
 
@@ -61,131 +61,131 @@ def kind_of(page: MetricsPage) -> str:
     return "unknown"
 
 
-def view_of(source: str, now: MetricsPage, before: MetricsPage, seconds: float) -> View:
+def page_view(source: str, now: MetricsPage, before: MetricsPage, seconds: float) -> PageView:
     """A page's figures, over the `seconds` between its readings."""
     kind = kind_of(now)
     make = _MAKERS.get(kind)
     if make is None:
-        return View(kind, source, (), "none of our services' pages")
-    return View(kind, source, tuple(make(now, now.since(before), max(seconds, 1e-6))))
+        return PageView(kind, source, (), "none of our services' pages")
+    return PageView(kind, source, tuple(make(now, now.since(before), max(seconds, 1e-6))))
 
 
-def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
+def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[TopFigure]:
     places = now.total(f"{_GATEWAY}max_answers")
     yield _count("running", now.total("vllm:num_requests_running"))
     yield _count("waiting", now.total("vllm:num_requests_waiting"))
     answers = now.total(f"{_GATEWAY}answers_in_flight")
-    yield Figure("answers", f"{answers:.0f} of {places:.0f}", alarm=places > 0 and answers >= 0.9 * places)
-    yield Figure("tokens/s", f"{gained.total('vllm:generation_tokens') / seconds:.1f}")
-    yield Figure("requests/s", f"{gained.total('vllm:request_success') / seconds:.2f}")
+    yield TopFigure("answers", f"{answers:.0f} of {places:.0f}", alarm=places > 0 and answers >= 0.9 * places)
+    yield TopFigure("tokens/s", f"{gained.total('vllm:generation_tokens') / seconds:.1f}")
+    yield TopFigure("requests/s", f"{gained.total('vllm:request_success') / seconds:.2f}")
     lengths = gained.histogram(f"{_GATEWAY}accept_length")
-    yield Figure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
+    yield TopFigure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
     drafted = gained.total("vllm:spec_decode_num_drafts")
     yield _by_depth(gained, "vllm:spec_decode_num_accepted_tokens_per_pos", drafted)
     yield _ms("ttft p50", gained.histogram("vllm:time_to_first_token_seconds"), 0.5)
     yield _ms("ttft p99", gained.histogram("vllm:time_to_first_token_seconds"), 0.99)
     yield _ms("itl p50", gained.histogram("vllm:inter_token_latency_seconds"), 0.5)
     yield _ms("itl p99", gained.histogram("vllm:inter_token_latency_seconds"), 0.99)
-    yield Figure("pages", f"{100 * now.total('vllm:kv_cache_usage_perc'):.0f}%")
-    yield Figure("drafts", f"{now.total(f'{_GATEWAY}healthy_drafts'):.0f}")
+    yield TopFigure("pages", f"{100 * now.total('vllm:kv_cache_usage_perc'):.0f}%")
+    yield TopFigure("drafts", f"{now.total(f'{_GATEWAY}healthy_drafts'):.0f}")
     yield from _replicas(now)
     yield from _errors(gained, f"{_GATEWAY}errors")
     if now.total(f"{_GATEWAY}draining"):
-        yield Figure("draining", "yes", alarm=True)
+        yield TopFigure("draining", "yes", alarm=True)
 
 
-def _replicas(now: MetricsPage) -> Iterator[Figure]:
+def _replicas(now: MetricsPage) -> Iterator[TopFigure]:
     states = [labels.rpartition(",")[2] for labels, value in now.labelled(f"{_GATEWAY}verify_state") if value]
     ready = sum(state == "ready" for state in states)
-    yield Figure("replicas", f"{ready} of {len(states)} ready", alarm=ready < len(states))
+    yield TopFigure("replicas", f"{ready} of {len(states)} ready", alarm=ready < len(states))
 
 
-def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
+def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[TopFigure]:
     rounds = gained.total(f"{_VERIFY}rounds")
     lengths = gained.histogram(f"{_VERIFY}accept_length")
     yield _count("running", now.total(f"{_VERIFY}running_requests"))
     yield _count("waiting", now.total(f"{_VERIFY}waiting_requests"))
-    yield Figure("tokens/s", f"{gained.total(f'{_VERIFY}committed_tokens') / seconds:.1f}")
-    yield Figure("rounds/s", f"{rounds / seconds:.1f}")
+    yield TopFigure("tokens/s", f"{gained.total(f'{_VERIFY}committed_tokens') / seconds:.1f}")
+    yield TopFigure("rounds/s", f"{rounds / seconds:.1f}")
     # By request and round: a round of verify may hold many requests.
-    yield Figure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
+    yield TopFigure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
     yield _by_depth(gained, f"{_VERIFY}accepted_tokens_per_position", lengths.count)
     drafted = gained.total(f"{_VERIFY}drafted_rounds")
-    yield Figure("hit rate", _share(gained.total(f"{_VERIFY}hit_rounds"), drafted))
-    yield Figure("nodes/round", f"{gained.histogram(f'{_VERIFY}round_draft_tokens').mean:.1f}")
+    yield TopFigure("hit rate", _share(gained.total(f"{_VERIFY}hit_rounds"), drafted))
+    yield TopFigure("nodes/round", f"{gained.histogram(f'{_VERIFY}round_draft_tokens').mean:.1f}")
     yield _ms("round p50", gained.histogram(f"{_VERIFY}round_seconds"), 0.5)
     yield _ms("gap p50", gained.histogram(f"{_VERIFY}host_gap_seconds"), 0.5)
     if gained.histogram(f"{_VERIFY}gpu_seconds").count:
         yield _ms("gpu p50", gained.histogram(f"{_VERIFY}gpu_seconds"), 0.5)
     hold = gained.total(f"{_VERIFY}hold_seconds") / rounds * 1e3 if rounds else 0.0
-    yield Figure("hold", f"{hold:.2f} ms a round")
+    yield TopFigure("hold", f"{hold:.2f} ms a round")
     used, pages = now.total(f"{_VERIFY}kv_pages_used"), now.total(f"{_VERIFY}kv_pages")
-    yield Figure("pages", f"{used:.0f} of {pages:.0f}", alarm=pages > 0 and used > 0.95 * pages)
+    yield TopFigure("pages", f"{used:.0f} of {pages:.0f}", alarm=pages > 0 and used > 0.95 * pages)
     healthy = now.total(f"{_VERIFY}healthy_drafts")
     known = len(list(now.labelled(f"{_VERIFY}draft_connected")))
-    yield Figure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
+    yield TopFigure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
     for address, answer in now.labelled(f"{_VERIFY}draft_answer_seconds"):
-        yield Figure(f"answer of {_short(address)}", f"{answer * 1e3:.2f} ms")
-    yield Figure("plain rounds", _share(gained.total(f"{_VERIFY}fallback_rounds"), rounds))
+        yield TopFigure(f"answer of {_short(address)}", f"{answer * 1e3:.2f} ms")
+    yield TopFigure("plain rounds", _share(gained.total(f"{_VERIFY}fallback_rounds"), rounds))
     for name in ("preemptions", "failed_requests", "refused_requests", "slow_readers", "declines"):
         count = gained.total(f"{_VERIFY}{name}")
         if count or name == "preemptions":
-            yield Figure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
+            yield TopFigure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
 
 
-def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[Figure]:
+def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[TopFigure]:
     yield _count("sessions", now.total(f"{_DRAFT}sessions"))
     yield _count("requests", now.total(f"{_DRAFT}open_requests"))
     yield _count("live nodes", now.total(f"{_DRAFT}live_nodes"))
-    yield Figure("nodes/s", f"{gained.total(f'{_DRAFT}nodes_grown') / seconds:.0f}")
+    yield TopFigure("nodes/s", f"{gained.total(f'{_DRAFT}nodes_grown') / seconds:.0f}")
     for source, count in gained.labelled(f"{_DRAFT}nodes_grown"):
-        yield Figure(f"  {source}", f"{count / seconds:.0f}")
+        yield TopFigure(f"  {source}", f"{count / seconds:.0f}")
     outcomes = dict(gained.labelled(f"{_DRAFT}commits"))
     commits = sum(outcomes.values())
-    yield Figure("commits/s", f"{commits / seconds:.1f}")
+    yield TopFigure("commits/s", f"{commits / seconds:.1f}")
     for outcome, count in outcomes.items():
-        yield Figure(f"  {outcome}", _share(count, commits))
+        yield TopFigure(f"  {outcome}", _share(count, commits))
     yield _ms("growth p50", gained.histogram(f"{_DRAFT}growth_seconds"), 0.5)
     places = gained.total(f"{_DRAFT}burst_places")
     if places:
-        yield Figure("bursts/s", f"{gained.total(f'{_DRAFT}bursts') / seconds:.1f}")
-        yield Figure("burst fill", _share(gained.total(f"{_DRAFT}burst_nodes"), places))
+        yield TopFigure("bursts/s", f"{gained.total(f'{_DRAFT}bursts') / seconds:.1f}")
+        yield TopFigure("burst fill", _share(gained.total(f"{_DRAFT}burst_nodes"), places))
     for name in ("declines", "messages_dropped"):
         count = gained.total(f"{_DRAFT}{name}")
-        yield Figure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
+        yield TopFigure(name.replace("_", " "), f"{count:.0f}", alarm=count > 0)
 
 
-def _by_depth(gained: MetricsPage, family: str, rounds: float) -> Figure:
+def _by_depth(gained: MetricsPage, family: str, rounds: float) -> TopFigure:
     """Share of rounds that accepted a draft token at each depth, the root's children first."""
     depths = sorted((int(labels.rpartition(",")[2]), count) for labels, count in gained.labelled(family))
     shares = [f"{100 * count / rounds:.0f}" for _, count in depths[:MAX_DEPTHS] if rounds and count]
-    return Figure("accepted by depth, %", " ".join(shares) or "-")
+    return TopFigure("accepted by depth, %", " ".join(shares) or "-")
 
 
-def _errors(gained: MetricsPage, family: str) -> Iterator[Figure]:
+def _errors(gained: MetricsPage, family: str) -> Iterator[TopFigure]:
     found = {labels: count for labels, count in gained.labelled(family) if count}
-    yield Figure("errors", f"{sum(found.values()):.0f}", alarm=bool(found))
+    yield TopFigure("errors", f"{sum(found.values()):.0f}", alarm=bool(found))
     for labels, count in sorted(found.items()):
-        yield Figure(f"  {labels.replace(',', ' ')}", f"{count:.0f}", alarm=True)
+        yield TopFigure(f"  {labels.replace(',', ' ')}", f"{count:.0f}", alarm=True)
 
 
-def _count(name: str, value: float) -> Figure:
-    return Figure(name, f"{value:.0f}")
+def _count(name: str, value: float) -> TopFigure:
+    return TopFigure(name, f"{value:.0f}")
 
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
-def _ms(name: str, histogram: Histogram, share: float) -> Figure:
-    return Figure(name, f"{histogram.quantile(share) * 1e3:.2f} ms" if histogram.count else "-")
+def _ms(name: str, histogram: Histogram, share: float) -> TopFigure:
+    return TopFigure(name, f"{histogram.quantile(share) * 1e3:.2f} ms" if histogram.count else "-")
 
 
 def _short(address: str) -> str:
     return address.rpartition("/")[2]
 
 
-_MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[Figure]]] = {
+_MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigure]]] = {
     "gateway": _gateway,
     "verify": _verify,
     "draft": _draft,
@@ -228,22 +228,22 @@ class Watch:
         self._former: dict[str, tuple[float, MetricsPage]] = {}
         self._keyed: set[str] = set()
 
-    def read(self) -> list[View]:
+    def read(self) -> list[PageView]:
         """All pages, side by side; one that cannot be read is a view with an error."""
         with ThreadPoolExecutor(max_workers=len(self._urls)) as pool:
             return list(pool.map(self._one, self._urls))
 
-    def _one(self, url: str) -> View:
+    def _one(self, url: str) -> PageView:
         source = urlsplit(url).netloc
         try:
             page = self._page(url)
         except UnavailableError as error:
             self._former.pop(url, None)
-            return View("unknown", source, (), error.message)
+            return PageView("unknown", source, (), error.message)
         at = time.monotonic()
         before_at, before = self._former.get(url, (at, page))
         self._former[url] = at, page
-        return view_of(source, page, before, at - before_at)
+        return page_view(source, page, before, at - before_at)
 
     def _page(self, url: str) -> MetricsPage:
         """The key is the gateway's: it goes to pages alone that ask for one."""
@@ -284,7 +284,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _readings(watch: Watch, interval: float, count: int | None) -> Iterator[list[View]]:
+def _readings(watch: Watch, interval: float, count: int | None) -> Iterator[list[PageView]]:
     done = 0
     while count is None or done < count:
         time.sleep(interval)
@@ -294,7 +294,7 @@ def _readings(watch: Watch, interval: float, count: int | None) -> Iterator[list
 
 def _lines(console: Console, watch: Watch, interval: float, count: int | None) -> int:
     """A line for each page and reading: what a log or a pipe wants."""
-    views: list[View] = []
+    views: list[PageView] = []
     for views in _readings(watch, interval, count):
         for view in views:
             console.print(line_of(view), soft_wrap=True)
@@ -302,7 +302,7 @@ def _lines(console: Console, watch: Watch, interval: float, count: int | None) -
 
 
 def _live(console: Console, watch: Watch, interval: float, count: int | None) -> int:
-    views: list[View] = []
+    views: list[PageView] = []
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for views in _readings(watch, interval, count):
             live.update(picture_of(views), refresh=True)
@@ -310,7 +310,7 @@ def _live(console: Console, watch: Watch, interval: float, count: int | None) ->
     return 0
 
 
-def line_of(view: View) -> str:
+def line_of(view: PageView) -> str:
     """A view in one line."""
     at = time.strftime("%H:%M:%S")
     if view.error:
@@ -319,13 +319,13 @@ def line_of(view: View) -> str:
     return printable(f"{at} {view.kind} {view.source}  {figures}")
 
 
-def picture_of(views: Sequence[View]) -> Group:
+def picture_of(views: Sequence[PageView]) -> Group:
     """All views side by side."""
     head = Text(f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves", "dim")
     return Group(head, Columns([_panel(view) for view in views], padding=(0, 1)))
 
 
-def _panel(view: View) -> Panel:
+def _panel(view: PageView) -> Panel:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

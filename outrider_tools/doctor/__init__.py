@@ -1,1 +1,1 @@
-"""`outrider doctor`: checks of machine, options, models and peers."""
+"""`outrider doctor`: checks of machine, options, models and services."""

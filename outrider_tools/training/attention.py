@@ -110,7 +110,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
     return output
 
 
-class OwnColumns:
+class OwnKeyMerger:
     """Merges own keys into the flash part, forward and backward; each is a function of tensors that may be compiled."""
 
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
@@ -119,7 +119,7 @@ class OwnColumns:
 
 
 def own_attention(
-    q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[Tensor], spans: Spans, columns: OwnColumns
+    q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[Tensor], spans: Spans, columns: OwnKeyMerger
 ) -> Tensor:
     """Attend to the true keys of the sequence up to the query's position, and to its own column of later steps.
 
@@ -143,7 +143,7 @@ class _OwnAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: OwnColumns, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: OwnKeyMerger, *own: Tensor) -> Tensor:
         output, log_sum, extra = _flash(q, k, v, spans)
         total = log_sum
         if own:

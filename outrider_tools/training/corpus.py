@@ -12,12 +12,12 @@ import numpy as np
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
-from outrider_tools.training.generate import Generator, Job
+from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
-from outrider_tools.training.parallel import Peers
+from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm, Question, all_openings, read_questions
 from outrider_tools.training.report import Report
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 
 # Invented questions of fewer tokens are mere greetings, or nothing.
@@ -32,7 +32,7 @@ RANK_SEEDS = 7919
 class Corpus:
     """Makes the texts, or reads them where they were made with the same options before.
 
-    Each of `peers` makes its share and leaves it in the folder, where all of them then read all of it.
+    Each of `ranks` makes its share and leaves it in the folder, where all of them then read all of it.
 
     Attributes:
         held_out: invented questions that are not trained on, as token ids. Set by `texts`.
@@ -45,7 +45,7 @@ class Corpus:
         options: CorpusOptions,
         folder: Path,
         report: Report,
-        peers: Peers | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.held_out: list[list[int]] = []
         self._model = model
@@ -53,8 +53,8 @@ class Corpus:
         self._options = options
         self._folder = folder
         self._report = report
-        self._peers = peers or Peers()
-        self._seed = options.seed + RANK_SEEDS * self._peers.rank
+        self._ranks = ranks or RankGroup()
+        self._seed = options.seed + RANK_SEEDS * self._ranks.rank
 
     def texts(self, given: Sequence[Question]) -> Texts:
         """Conversations that the target had with the `given` questions and its own.
@@ -67,12 +67,12 @@ class Corpus:
         record, path = self._folder / "texts.json", self._folder / "texts.safetensors"
         found = json.loads(record.read_text("utf-8")) if record.exists() and path.exists() else None
         # The first rank's view counts, and none goes on to write before all have looked.
-        if self._peers.same(int(found is not None and found["options"] == wanted)):
+        if self._ranks.broadcast_int(int(found is not None and found["options"] == wanted)):
             found = json.loads(record.read_text("utf-8"))
             self.held_out = found["held_out"]
             return Texts.load(path)
         self._make(given)
-        if self._peers.first:
+        if self._ranks.is_main:
             texts = self._gather().without(
                 self._form.before + question + self._form.after for question in self.held_out
             )
@@ -82,27 +82,27 @@ class Corpus:
             part = record.with_name(record.name + ".part")
             part.write_text(json.dumps({"options": wanted, "held_out": self.held_out}), "utf-8")
             os.replace(part, record)
-        self._peers.wait()
+        self._ranks.barrier()
         self.held_out = json.loads(record.read_text("utf-8"))["held_out"]
         return Texts.load(path)
 
     def _make(self, given: Sequence[Question]) -> None:
         """This rank's share, to its own file."""
-        peers, options = self._peers, self._options
+        ranks, options = self._ranks, self._options
         invented = self._invent(len(given))
-        if peers.first:
+        if ranks.is_main:
             self.held_out, invented = invented[: options.held_out], invented[options.held_out :]
-        prompts = [self._form.ask(question.text) for question in given[peers.rank :: peers.count]]
+        prompts = [self._form.ask(question.text) for question in given[ranks.rank :: ranks.count]]
         prompts *= options.given_repeats
         prompts += [self._form.before + question + self._form.after for question in invented]
-        self._answer(prompts).save(self._part(peers.rank))
-        peers.wait()
+        self._answer(prompts).save(self._part(ranks.rank))
+        ranks.barrier()
 
     def _part(self, rank: int) -> Path:
         return self._folder / f"texts.{rank}.safetensors"
 
     def _gather(self) -> Texts:
-        paths = [self._part(rank) for rank in range(self._peers.count)]
+        paths = [self._part(rank) for rank in range(self._ranks.count)]
         texts = Texts.together([Texts.load(path) for path in paths])
         for path in paths:
             path.unlink()
@@ -119,7 +119,7 @@ class Corpus:
         if count < 0:
             wanted = options.tokens / ANSWER_TOKENS - num_given * options.given_repeats
             count = options.held_out + max(0, int(wanted / KEPT_SHARE))
-        count = self._peers.share(count)
+        count = self._ranks.ceil_share(count)
         if not count:
             return []
         before, stops = self._form.before, self._model.config.eos_token_ids
@@ -130,7 +130,7 @@ class Corpus:
         firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
         firsts = [first[: options.question_tokens - 1] for first in firsts]
         jobs = [
-            Job([*before, *first], options.question_temperature, options.question_tokens - len(first))
+            GenerationJob([*before, *first], options.question_temperature, options.question_tokens - len(first))
             for first in firsts
         ]
         rows = min(options.num_rows, count)
@@ -138,7 +138,7 @@ class Corpus:
         answers = generator.run(
             jobs,
             seconds=self._seconds,
-            told=lambda done: self._report.generated("questions", done * self._peers.count, 0),
+            on_progress=lambda done: self._report.generated("questions", done * self._ranks.count, 0),
         )
         whole = [
             [*first, *answer[:-1].tolist()]
@@ -164,12 +164,12 @@ class Corpus:
             self._seed + 1,
         )
         heats = options.temperatures
-        jobs = [Job(prompt, heats[i % len(heats)], options.answer_tokens) for i, prompt in enumerate(prompts)]
+        jobs = [GenerationJob(prompt, heats[i % len(heats)], options.answer_tokens) for i, prompt in enumerate(prompts)]
         answers = generator.run(
             jobs,
-            token_budget=self._peers.share(options.tokens),
+            token_budget=self._ranks.ceil_share(options.tokens),
             seconds=self._seconds,
-            told=lambda done: self._report.generated("answers", done * self._peers.count, options.tokens),
+            on_progress=lambda done: self._report.generated("answers", done * self._ranks.count, options.tokens),
         )
         return Texts.join(prompts[: len(answers)], answers)
 
@@ -189,9 +189,9 @@ class RunTexts:
 
 
 def run_texts(
-    target: Target, form: ChatForm, options: RunOptions, work: Path, report: Report, peers: Peers | None = None
+    target: TargetModel, form: ChatForm, options: RunOptions, work: Path, report: Report, ranks: RankGroup | None = None
 ) -> RunTexts:
-    """Questions and text of a run, the same for all `peers`.
+    """Questions and text of a run, the same for all `ranks`.
 
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
@@ -200,7 +200,7 @@ def run_texts(
     if options.text is not None:
         texts, own, num_given = _earlier(options.text, target)
     else:
-        corpus = Corpus(target.model, form, options.corpus, work, report, peers)
+        corpus = Corpus(target.model, form, options.corpus, work, report, ranks)
         texts, own, num_given = corpus.texts(given), corpus.held_out, len(given)
     asked = held_out or [Question(form.decode(prompt)) for prompt in own]
     if not asked:
@@ -219,7 +219,7 @@ def _questions(options: RunOptions) -> tuple[list[Question], list[Question]]:
     return given, held_out
 
 
-def _earlier(folder: Path, target: Target) -> tuple[Texts, list[list[int]], int]:
+def _earlier(folder: Path, target: TargetModel) -> tuple[Texts, list[list[int]], int]:
     """Text, questions that were held back, and how many were given, of a run's folder or of the folder `work` in it."""
     if (folder / WORK_FOLDER / TEXTS).is_file():
         folder = folder / WORK_FOLDER

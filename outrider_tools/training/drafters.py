@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
-from outrider_tools.training.eagle import EagleHead
-from outrider_tools.training.eagle3 import Eagle3Head, HeadShape, InitialHead, default_feature_layers
-from outrider_tools.training.learner import Drafter, Learner
-from outrider_tools.training.mtp import MtpHead
+from outrider_tools.training.eagle import TrainableEagleHead
+from outrider_tools.training.eagle3 import Eagle3Shape, StoredEagle3Head, TrainableEagle3Head, default_feature_layers
+from outrider_tools.training.learner import Learner, TrainableDrafter
+from outrider_tools.training.mtp import TrainableMtpHead
 from outrider_tools.training.options import RunOptions
-from outrider_tools.training.standalone import SmallModel, small_config
-from outrider_tools.training.target import Target
+from outrider_tools.training.standalone import TrainableLM, small_config
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary
 
 # Options that an initial head decides.
@@ -36,7 +36,7 @@ MODEL_FILES = (
 )
 
 
-def make_learner(target: Target, texts: Texts, options: RunOptions) -> Learner:
+def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Learner:
     """The untrained drafter that `options.algorithm` names, on the target's device; the same for the same options and
     texts.
 
@@ -48,9 +48,9 @@ def make_learner(target: Target, texts: Texts, options: RunOptions) -> Learner:
     return Learner(target, module, options.trainer, options.feature_weight)
 
 
-def _eagle3(target: Target, texts: Texts, options: RunOptions) -> Drafter:
+def _eagle3(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
     if options.init_from is not None:
-        return InitialHead(options.init_from, target.config).head(target)
+        return StoredEagle3Head(options.init_from, target.config).head(target)
     config = target.config
     layers = options.feature_layers
     if not layers:
@@ -58,22 +58,22 @@ def _eagle3(target: Target, texts: Texts, options: RunOptions) -> Drafter:
             raise ConfigError(f"--feature-layers: must be given for a target of {config.num_layers} layers")
         layers = default_feature_layers(config.num_layers)
     chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
-    shape = HeadShape(config, options.draft_vocab_size, layers, options.intermediate_size)
-    head = Eagle3Head(shape, torch.from_numpy(chosen))
+    shape = Eagle3Shape(config, options.draft_vocab_size, layers, options.intermediate_size)
+    head = TrainableEagle3Head(shape, torch.from_numpy(chosen))
     head.start(target)
     return head
 
 
-def _standalone(target: Target, texts: Texts, options: RunOptions) -> Drafter:
-    model = SmallModel(small_config(target.config, options.layers, options.hidden))
+def _standalone(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
+    model = TrainableLM(small_config(target.config, options.layers, options.hidden))
     model.start(target)
     return model
 
 
-MAKERS: dict[str, Callable[[Target, Texts, RunOptions], Drafter]] = {
+MAKERS: dict[str, Callable[[TargetModel, Texts, RunOptions], TrainableDrafter]] = {
     "EAGLE3": _eagle3,
-    "EAGLE": lambda target, texts, options: EagleHead(target.config),
-    "NEXTN": lambda target, texts, options: MtpHead(target.config),
+    "EAGLE": lambda target, texts, options: TrainableEagleHead(target.config),
+    "NEXTN": lambda target, texts, options: TrainableMtpHead(target.config),
     "STANDALONE": _standalone,
 }
 
@@ -91,7 +91,7 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
                 raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
     if options.init_from is None:
         return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
-    shape = InitialHead(options.init_from, target).shape
+    shape = StoredEagle3Head(options.init_from, target).shape
     for name in INITIAL_HEAD_SIZES:
         given, own = getattr(options, name), getattr(shape, name)
         if given and given != own:
@@ -100,7 +100,9 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     return replace(options, **{name: getattr(shape, name) for name in INITIAL_HEAD_SIZES})
 
 
-def export_drafter(module: Drafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> int:
+def export_drafter(
+    module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> int:
     """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
 
     A head's embedding (and, but for EAGLE-3, output matrix) is the target's and is left out. A language model gets the
@@ -115,7 +117,7 @@ def export_drafter(module: Drafter, target_folder: Path, folder: Path, dtype: to
         for name, tensor in module.public_state().items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name in MODEL_FILES if isinstance(module, SmallModel) else ():
+    for name in MODEL_FILES if isinstance(module, TrainableLM) else ():
         if (target_folder / name).is_file():
             shutil.copyfile(target_folder / name, folder / name)
     path, part = folder / "model.safetensors", folder / "model.safetensors.part"

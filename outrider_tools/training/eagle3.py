@@ -15,9 +15,17 @@ from outrider.models.drafters.base import EMBEDDING, OUTPUT
 from outrider.models.drafters.config import HeadConfig, eagle3_config
 from outrider.models.drafters.loader import StoredTensor, algorithm_of, check_tensors, head_name, stored_tensors
 from outrider.models.drafters.token_ids import ids_of_offsets
-from outrider_tools.training.layers import INPUT_NORM, MLP_NORM, Layer, Norm, llama_fields, llama_layer, matrix
-from outrider_tools.training.learner import Head, channel_sizes
-from outrider_tools.training.target import Target
+from outrider_tools.training.layers import (
+    INPUT_NORM,
+    MLP_NORM,
+    TrainableLayer,
+    TrainableNorm,
+    llama_fields,
+    llama_layer,
+    matrix,
+)
+from outrider_tools.training.learner import TrainableHead, channel_sizes
+from outrider_tools.training.target import TargetModel
 
 # Of an initial head's layer: what it has in common with the target's, and what no trainable head has.
 SHARED = ("hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
@@ -30,7 +38,7 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShape:
+class Eagle3Shape:
     """Sizes of a head. Its attention has the target's own; so has its MLP, unless `intermediate_size` is given."""
 
     target: ModelConfig
@@ -44,17 +52,17 @@ class HeadShape:
         return self.intermediate_size or self.target.intermediate_size
 
 
-class _MidLayer(Layer):
+class _MidLayer(TrainableLayer):
     """Its queries, keys and values are of twice the width: the token's embedding and the feature before it."""
 
-    hidden_norm: Norm
+    hidden_norm: TrainableNorm
 
     def __init__(self, config: ModelConfig, mlp_size: int) -> None:
         plain = replace(llama_layer(config), intermediate_size=mlp_size)
         super().__init__(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
 
 
-class Eagle3Head(Head):
+class TrainableEagle3Head(TrainableHead):
     """See the module. Its vocabulary may be a part of the target's."""
 
     d2t: Tensor
@@ -65,7 +73,7 @@ class Eagle3Head(Head):
     learned: bool
     """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
-    def __init__(self, shape: HeadShape, target_ids: Tensor) -> None:
+    def __init__(self, shape: Eagle3Shape, target_ids: Tensor) -> None:
         """`target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
         super().__init__(shape.target)
         config = shape.target
@@ -74,7 +82,7 @@ class Eagle3Head(Head):
         self.learned = False
         self.fc = matrix(len(shape.feature_layers) * config.hidden_size, config.hidden_size)
         self.midlayer = _MidLayer(config, shape.mlp_size)
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = matrix(config.hidden_size, shape.draft_vocab_size)
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
         known[target_ids] = True
@@ -89,57 +97,57 @@ class Eagle3Head(Head):
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     @property
-    def decoder_layer(self) -> Layer:
-        """See Head."""
+    def decoder_layer(self) -> TrainableLayer:
+        """See TrainableHead."""
         return self.midlayer
 
     @property
     def output_weight(self) -> Tensor:
-        """See Drafter."""
+        """See TrainableDrafter."""
         return self.lm_head.weight
 
     @property
     def inherited(self) -> list[Tensor]:
-        """See Drafter: output matrix and the norm before it."""
+        """See TrainableDrafter: output matrix and the norm before it."""
         return [self.lm_head.weight, self.norm.weight]
 
     @torch.no_grad()
-    def start(self, target: Target) -> None:
+    def start(self, target: TargetModel) -> None:
         """Take the target's final norm and rows of its output matrix: a new head then speaks its language."""
         self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
         self.norm.weight.copy_(target.stored("model.norm.weight").float())
 
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See Drafter: the scale of each feature channel is its root mean square."""
+        """See TrainableDrafter: the scale of each feature channel is its root mean square."""
         sizes = channel_sizes(features)
         if self.learned:
             self.fc.weight.mul_(sizes / self.feature_scale)
         self.feature_scale.copy_(sizes)
 
     def project(self, features: Tensor) -> Tensor:
-        """See Head."""
+        """See TrainableHead."""
         projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
         return projected
 
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """See Head."""
+        """See TrainableHead."""
         layer = self.midlayer
         return feature, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], -1)
 
     def output_rows(self, feature: Tensor) -> Tensor:
-        """See Drafter."""
+        """See TrainableDrafter."""
         rows: Tensor = self.norm(feature)
         return rows
 
     def public_state(self) -> dict[str, Tensor]:
-        """See Drafter."""
+        """See TrainableDrafter."""
         state = dict(self.state_dict())
         state["fc.weight"] = self.fc.weight.detach() / state.pop("feature_scale")
         return state
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
-        """See Drafter."""
+        """See TrainableDrafter."""
         shape, target = self.shape, self.config
         found = llama_fields(
             target,
@@ -158,7 +166,7 @@ class Eagle3Head(Head):
         return found
 
 
-class InitialHead:
+class StoredEagle3Head:
     """A head in a folder, checked against the target that it is to be trained for.
 
     Attributes:
@@ -175,16 +183,18 @@ class InitialHead:
         self._stored = stored_tensors(folder, head_name)
         config = eagle3_config(read_json(folder / "config.json"), self._stored, target.num_layers)
         self._check(config, target)
-        self.shape = HeadShape(target, config.draft_vocab_size, config.feature_layers, config.decoder.intermediate_size)
+        self.shape = Eagle3Shape(
+            target, config.draft_vocab_size, config.feature_layers, config.decoder.intermediate_size
+        )
         self.target_ids, self._order = self._vocabulary(self._stored.pop("d2t", None))
 
-    def head(self, target: Target) -> Eagle3Head:
+    def head(self, target: TargetModel) -> TrainableEagle3Head:
         """A trainable head, on the target's device, that computes what the head in the folder does.
 
         Raises:
             ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
-        head = Eagle3Head(self.shape, self.target_ids)
+        head = TrainableEagle3Head(self.shape, self.target_ids)
         weights = {
             name.replace("midlayer.", "layers.0.", 1): weight.detach() for name, weight in head.named_parameters()
         }
@@ -222,7 +232,7 @@ class InitialHead:
             if value != needed:
                 raise self._misfit(name, value, needed)
 
-    def _check_embedding(self, stored: StoredTensor, target: Target) -> None:
+    def _check_embedding(self, stored: StoredTensor, target: TargetModel) -> None:
         vocab_size, hidden = self.shape.target.vocab_size, self.shape.target.hidden_size
         if stored.shape != (vocab_size, hidden):
             raise self._misfit(stored.name, list(stored.shape), [vocab_size, hidden])

@@ -22,7 +22,7 @@ from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.report import Report
-from outrider_tools.training.rollout import CHUNK_ROOTS, Branches, Ranking, TextDraft, tree_accepts
+from outrider_tools.training.rollout import CHUNK_ROOTS, CandidateRanker, NodeRollout, TextRollout, tree_accepts
 from outrider_tools.training.target import target_states
 
 DEPTH = 10
@@ -36,11 +36,12 @@ def evaluate(
     *,
     depth: int = DEPTH,
     tree: TreeShape | None = None,
-    told: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Measure `model` on answers that the target gave. `depth` limits the rates, `tree.depth` chains and trees.
 
-    At a temperature the drafter ranks with the noise that the answers were drawn by. `told(done, total)` answers.
+    At a temperature the drafter ranks with the noise that the answers were drawn by. `on_progress` gets the number of
+    answers that are done, and of all.
 
     Raises:
         ConfigError: the draft model is of another vocabulary or hidden size.
@@ -57,8 +58,8 @@ def evaluate(
         # Chains may be deeper than the rates.
         tally.count(agree, accepts, first)
         tallies.append((category, loops(answers.texts.answer(number).tolist()), tally))
-        if told is not None:
-            told(number + 1, len(answers.categories))
+        if on_progress is not None:
+            on_progress(number + 1, len(answers.categories))
     names = dict.fromkeys(category for category, _, _ in tallies if category)
     whole = _sum(tally for _, _, tally in tallies)
     if whole is None:
@@ -85,7 +86,7 @@ def _measure(
     """What `teacher_forced` gives for an answer, and the accepted nodes [T] of trees."""
     draft = read_text(target, model, token_ids)
     seed = answers.seeds[number]
-    ranking = Ranking(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
+    ranking = CandidateRanker(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
     agree = teacher_forced(draft, ranking, depth)
     first_root = int(answers.texts.prompt_lens[number]) - 1
     # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
@@ -94,17 +95,17 @@ def _measure(
 
 
 @torch.inference_mode()
-def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextDraft:
+def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextRollout:
     """`model` over a text, int64 [T], with the target's features if it takes any."""
     features = None
     if model.feature_layers:
         spans = Spans.whole(token_ids.shape[0], token_ids.device)
         features = target_states(target, token_ids, spans, model.feature_layers)[0].to(model.dtype)
-    return TextDraft(model, token_ids, features)
+    return TextRollout(model, token_ids, features)
 
 
 @torch.inference_mode()
-def teacher_forced(draft: TextDraft, ranking: Ranking, depth: int) -> Flags:
+def teacher_forced(draft: TextRollout, ranking: CandidateRanker, depth: int) -> Flags:
     """Whether the drafter's best token is the text's: bool [depth, T].
 
     Entry [d, t] is of the guess d + 1 tokens past the root t, after features of the positions before t and the text's
@@ -125,8 +126,8 @@ def teacher_forced(draft: TextDraft, ranking: Ranking, depth: int) -> Flags:
     return flags
 
 
-def _force(draft: TextDraft, ranking: Ranking, roots: Tensor, found: Tensor) -> None:
-    branches = Branches(draft, roots)
+def _force(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, found: Tensor) -> None:
+    branches = NodeRollout(draft, roots)
     features, owners = branches.root_features, torch.arange(roots.shape[0], device=roots.device)
     for step in range(found.shape[0]):
         places = roots + step
@@ -136,7 +137,7 @@ def _force(draft: TextDraft, ranking: Ranking, roots: Tensor, found: Tensor) -> 
         found[step, roots] = _hits(draft, ranking, rows, places)
 
 
-def _hits(draft: TextDraft, ranking: Ranking, rows: Tensor, places: Tensor) -> Tensor:
+def _hits(draft: TextRollout, ranking: CandidateRanker, rows: Tensor, places: Tensor) -> Tensor:
     """Whether the best token after each place [N] is the text's."""
     guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
     return torch.cat(guesses) == draft.following(places + 1)
@@ -208,8 +209,10 @@ def measure(
             max_new_tokens=max_new_tokens,
             num_rows=num_rows,
             seed=seed,
-            told=partial(report.generated, name, total=0),
+            on_progress=partial(report.generated, name, total=0),
         )
         name = f"evaluation, temperature {temperature:g}"
-        found.append(evaluate(target, drafter, answers, depth=depth, tree=tree, told=partial(report.counted, name)))
+        found.append(
+            evaluate(target, drafter, answers, depth=depth, tree=tree, on_progress=partial(report.counted, name))
+        )
     return found

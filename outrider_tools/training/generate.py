@@ -29,7 +29,7 @@ MIN_EXPONENTIAL = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """A prompt, at what temperature it is continued (0 is greedy), and by how many tokens at most."""
 
     prompt: Sequence[int]
@@ -86,7 +86,7 @@ class Decoder:
         """KV slot of a position of a row."""
         return row * self._row_slots + position
 
-    def begin(self, jobs: dict[int, Job]) -> None:
+    def begin(self, jobs: dict[int, GenerationJob]) -> None:
         """Rows start anew: with the prompts of their jobs, which have KV but for the last token."""
         device = self._tokens.device
         rows = put(list(jobs), device).long()
@@ -185,7 +185,7 @@ STEPS_PER_LOOK = 8
 # Prompt tokens of one forward.
 PREFILL_TOKENS = 16384
 
-Told = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 
 
 class Generator:
@@ -211,16 +211,16 @@ class Generator:
 
     def run(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[GenerationJob],
         *,
         token_budget: int | None = None,
         seconds: float | None = None,
-        told: Told | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> list[NDArray[np.int32]]:
         """Answers in the order of the jobs, without their prompts.
 
         Once `token_budget` tokens are there, or `seconds` have passed, no more jobs begin: the list then ends early.
-        `told(n)` hears how many tokens are there.
+        `on_progress(n)` is told how many tokens are there.
 
         Raises:
             ValueError: a job does not fit `max_length`.
@@ -254,10 +254,10 @@ class Generator:
                 number = running.pop(row)
                 answers[number] = tokens[len(jobs[number].prompt) :].copy()
                 done += len(answers[number])
-            if told is not None:
-                told(done)
+            if on_progress is not None:
+                on_progress(done)
 
-    def _admit(self, jobs: dict[int, Job]) -> None:
+    def _admit(self, jobs: dict[int, GenerationJob]) -> None:
         self._decoder.begin(jobs)
         part: dict[int, Sequence[int]] = {}
         size = 0
@@ -316,7 +316,7 @@ def answer_questions(
     max_new_tokens: int,
     num_rows: int = 256,
     seed: int = 0,
-    told: Told | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> Answers:
     """Ask the target; the answer to question i has the seed `seed` + i and choice 0. End of sequence is obeyed.
 
@@ -324,9 +324,9 @@ def answer_questions(
     """
     prompts = [form.ask(question.text) for question in questions]
     seeds = [seed + number for number in range(len(prompts))]
-    jobs = [Job(prompt, temperature, max_new_tokens, key) for prompt, key in zip(prompts, seeds, strict=True)]
+    jobs = [GenerationJob(prompt, temperature, max_new_tokens, key) for prompt, key in zip(prompts, seeds, strict=True)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     stops = model.config.eos_token_ids
     generator = Generator(model, min(num_rows, len(jobs)), longest, stops, shared_noise=True)
-    texts = Texts.join(prompts, generator.run(jobs, told=told))
+    texts = Texts.join(prompts, generator.run(jobs, on_progress=on_progress))
     return Answers(texts, temperature, seeds, [question.category for question in questions])

@@ -52,7 +52,7 @@ def llama_fields(
     return fields | changes | {name: target_fields[name] for name in SHARED_FIELDS if name in target_fields}
 
 
-class Norm(nn.Module):
+class TrainableNorm(nn.Module):
     """RMS norm; the mean is taken in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -74,7 +74,7 @@ def matrix(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
     return made
 
 
-class Attention(nn.Module):
+class TrainableAttention(nn.Module):
     """Projections of grouped-query attention; what is done with them is the caller's."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -88,8 +88,8 @@ class Attention(nn.Module):
         self.v_proj = matrix(width, kv_size, config.qkv_bias)
         self.o_proj = matrix(size, config.hidden_size, config.output_bias)
         if config.qk_norm:
-            self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = TrainableNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = TrainableNorm(config.head_dim, config.rms_norm_eps)
         self._qk_norm = config.qk_norm
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         return projected
 
 
-class Mlp(nn.Module):
+class TrainableMlp(nn.Module):
     """A gated MLP."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -123,22 +123,22 @@ class Mlp(nn.Module):
         return output
 
 
-class Layer(nn.Module):
+class TrainableLayer(nn.Module):
     """Attention and MLP. What attention does with its projections, and what they are made of, is the caller's."""
 
-    input_layernorm: Norm
-    post_attention_layernorm: Norm
+    input_layernorm: TrainableNorm
+    post_attention_layernorm: TrainableNorm
 
     def __init__(
         self, config: ModelConfig, norms: Sequence[str] = (INPUT_NORM, MLP_NORM), width: int | None = None
     ) -> None:
-        """`norms`: names of its norms. `width`: see Attention."""
+        """`norms`: names of its norms. `width`: see TrainableAttention."""
         super().__init__()
-        self.self_attn = Attention(config, width)
-        self.mlp = Mlp(config)
+        self.self_attn = TrainableAttention(config, width)
+        self.mlp = TrainableMlp(config)
         # States on disk have their parameters by number, so this order stays.
         for name in norms:
-            self.add_module(name, Norm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(name, TrainableNorm(config.hidden_size, config.rms_norm_eps))
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after the layer, from the one that entered it and what attention found [M, H, D]."""

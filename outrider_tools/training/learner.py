@@ -1,6 +1,7 @@
 """How drafters learn: the base of their modules, and their unrolled steps against the target's own distribution.
 
-A new kind of head is a `Head`, or a `Drafter` with a `runner` of its own, in one file, and an entry in `drafters`.
+A new kind of head is one file with a `TrainableHead`, or a `TrainableDrafter` with a `runner` of its own, and an entry
+in `drafters.MAKERS`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.nn import functional
 
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider_tools.training.attention import OwnColumns, Spans, own_attention
-from outrider_tools.training.layers import Layer
+from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
+from outrider_tools.training.layers import TrainableLayer
 from outrider_tools.training.loss import TargetLoss
 from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.target import Target, target_states
+from outrider_tools.training.target import TargetModel, target_states
 from outrider_tools.training.texts import TextBatch
 
 # Compiled variants of a piece: one for each number of own keys, and a few for each number of targets.
@@ -55,7 +56,7 @@ Runner = Callable[[DraftInput, int], Iterator[Tensor]]
 [M, hidden] of each. Bases whose tokens lie behind their sequence hold nothing of meaning."""
 
 
-class Drafter(nn.Module, ABC):
+class TrainableDrafter(nn.Module, ABC):
     """What is trained. Its state_dict, buffers included, is what a state on disk holds.
 
     Attributes:
@@ -101,7 +102,7 @@ class Drafter(nn.Module, ABC):
         return []
 
 
-class Head(Drafter):
+class TrainableHead(TrainableDrafter):
     """Guesses the token after next from the target's features and the next token; has one layer.
 
     At base t the input is the feature of position t with token t + 1, and the first guess is token t + 2. Step j of
@@ -120,7 +121,7 @@ class Head(Drafter):
 
     @property
     @abstractmethod
-    def decoder_layer(self) -> Layer:
+    def decoder_layer(self) -> TrainableLayer:
         """Its layer."""
 
     @abstractmethod
@@ -144,9 +145,9 @@ class Head(Drafter):
         return stream, *self.decoder_layer.self_attn.project(rows, cos, sin)
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
-        """See Drafter. Step j computes what drafting j + 1 tokens past the root does: see `attention`."""
+        """See TrainableDrafter. Step j computes what drafting j + 1 tokens past the root does: see `attention`."""
         project, before, after = wrap(self.project), wrap(self.before_attention), wrap(self.finish)
-        columns = OwnColumns(wrap)
+        columns = OwnKeyMerger(wrap)
 
         def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
             spans, num_tokens = given.spans, given.token_ids.shape[0]
@@ -181,8 +182,8 @@ class Learner:
 
     def __init__(
         self,
-        target: Target,
-        module: Drafter,
+        target: TargetModel,
+        module: TrainableDrafter,
         options: TrainerOptions,
         feature_weight: float = 0.0,
         *,
@@ -226,14 +227,14 @@ class Learner:
         given, hidden = self._given(batch)
         places, counts = self._places(batch)
         hidden = hidden.index_select(0, places.targets)
-        wanted = self._loss.wanted(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
+        target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
         count = counts.sum(dtype=torch.float32)
         losses, rates = [], []
         with self._target.autocast():
             for step, feature in enumerate(self._run(given, self._num_steps)):
                 # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
                 rows = _pick_rows(feature, *places.at(self.module.lead + step))
-                loss, hits = self._loss(self._output_rows(rows), self._output, wanted, count)
+                loss, hits = self._loss(self._output_rows(rows), self._output, target_probs, count)
                 if self._feature_weight:
                     loss = loss + self._feature_weight * _distance(rows, hidden, counts)
                 losses.append(loss)

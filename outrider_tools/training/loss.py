@@ -23,20 +23,20 @@ MIN_HIT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a drafter should have said at R places.
+class TargetProbs:
+    """The target's distribution at R places, over the draft vocabulary.
 
     Attributes:
-        chances: [R, draft vocabulary], the target's, of all its vocabulary: what is outside the draft's is missing.
-        best: int64 [R], draft id of the target's likeliest token; -1 where it is outside the draft vocabulary.
+        probs: [R, draft vocabulary]; the probability of tokens outside the draft vocabulary is missing.
+        top_ids: int64 [R], draft id of the target's likeliest token; -1 where it is outside the draft vocabulary.
     """
 
-    chances: Tensor
-    best: Tensor
+    probs: Tensor
+    top_ids: Tensor
 
 
 class TargetLoss:
-    """What is wanted, and the loss against it; `wrap` is applied to what passes over logits: a compiler, or nothing.
+    """The target's distribution, and the loss against it. `wrap` (a compiler, or nothing) gets what passes over logits.
 
     With a `hit_weight` above 0 the loss is (1 - hit_weight) * cross-entropy + hit_weight * hit loss (`_hit_slopes`).
     """
@@ -45,57 +45,59 @@ class TargetLoss:
         """Raises ConfigError for a weight that is no share."""
         if not 0.0 <= hit_weight <= 1.0:
             raise ConfigError(f"hit_weight {hit_weight}: choose a share of the loss from 0 to 1")
-        self._chances = wrap(_chances)
+        self._target_probs = wrap(_target_probs)
         self._slopes = wrap(_mixed(hit_weight) if hit_weight else _slopes)
 
     @torch.no_grad()
-    def wanted(self, model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> Wanted:
+    def target_probs(
+        self, model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor
+    ) -> TargetProbs:
         """The target's distribution at `hidden` [R, hidden_size]. Rows where bool `counts` [R] is False want nothing.
 
         `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
         tokens that the drafter does not have.
         """
-        chances, best = [], []
+        probs, top_ids = [], []
         parts = zip(_chunks(hidden, draft_ids.shape[0]), _chunks(counts, draft_ids.shape[0]), strict=True)
         for rows, counting in parts:
-            found = self._chances(model.logits(rows), target_ids, draft_ids, counting)
-            chances.append(found[0].to(hidden.dtype))
-            best.append(found[1])
-        return Wanted(torch.cat(chances), torch.cat(best))
+            found = self._target_probs(model.logits(rows), target_ids, draft_ids, counting)
+            probs.append(found[0].to(hidden.dtype))
+            top_ids.append(found[1])
+        return TargetProbs(torch.cat(probs), torch.cat(top_ids))
 
-    def __call__(self, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over R rows [R, hidden] of -sum(chances * log softmax(rows @ weight^T)), divided by the scalar `count`.
+    def __call__(self, rows: Tensor, weight: Tensor, target_probs: TargetProbs, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over R rows [R, hidden] of -sum(probs * log softmax(rows @ weight^T)), divided by the scalar `count`.
 
-        `weight` is [draft vocabulary, hidden]. Chances that add up to less than one weigh their row accordingly.
+        `weight` is [draft vocabulary, hidden]. Probabilities that add up to less than one weigh their row accordingly.
 
         Returns:
             the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
         """
-        loss, hits = _SoftCrossEntropy.apply(rows, weight, wanted, count, self._slopes)  # type: ignore[no-untyped-call]
+        loss, hits = _SoftCrossEntropy.apply(rows, weight, target_probs, count, self._slopes)  # type: ignore[no-untyped-call]
         return loss, hits
 
 
-def _chances(logits: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _target_probs(logits: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     log_sum = logits.logsumexp(1, keepdim=True)
-    chances = (logits.index_select(1, target_ids) - log_sum).exp() * counts.unsqueeze(1)
+    probs = (logits.index_select(1, target_ids) - log_sum).exp() * counts.unsqueeze(1)
     # No draft id is -2, so that a row that wants nothing is no hit.
-    return chances, torch.where(counts, draft_ids[logits.argmax(1)], -2)
+    return probs, torch.where(counts, draft_ids[logits.argmax(1)], -2)
 
 
-def _slopes(logits: Tensor, chances: Tensor, best: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _slopes(logits: Tensor, probs: Tensor, top_ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of one chunk: each row's loss, whether it agrees, and the gradient of sum / count, in the dtype of the logits.
 
     In float32 inside. Written so that a compiler makes two passes of it.
     """
-    scores, wanted = logits.float(), chances.float()
-    mass = wanted.sum(1, keepdim=True)
+    scores, target_probs = logits.float(), probs.float()
+    mass = target_probs.sum(1, keepdim=True)
     log_sum = scores.logsumexp(1, keepdim=True)
-    loss = (mass * log_sum).squeeze(1) - (wanted * scores).sum(1)
-    grad = ((scores - log_sum).exp() * mass - wanted) / count
-    return loss, scores.argmax(1) == best, grad.to(logits.dtype)
+    loss = (mass * log_sum).squeeze(1) - (target_probs * scores).sum(1)
+    grad = ((scores - log_sum).exp() * mass - target_probs) / count
+    return loss, scores.argmax(1) == top_ids, grad.to(logits.dtype)
 
 
-def _hit_slopes(logits: Tensor, chances: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _hit_slopes(logits: Tensor, probs: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """Of one chunk: each row's hit loss, and the gradient of sum / count in float32.
 
     With shared noise the choices of a target p and a draft q are equal with a chance from hit / (2 - hit) to hit, where
@@ -103,22 +105,22 @@ def _hit_slopes(logits: Tensor, chances: Tensor, count: Tensor) -> tuple[Tensor,
     the draft vocabulary, so hit is at most its mass, and rows weigh as in the cross-entropy. The gradient is in
     proportion to q: tokens that q has too little of rise, the others fall, and no logit of the far tail matters.
     """
-    wanted = chances.float()
-    drafted = (logits.float() * SHARPNESS).softmax(1)
-    mass = wanted.sum(1, keepdim=True)
-    hit = torch.minimum(drafted, wanted).sum(1, keepdim=True).clamp(min=MIN_HIT)
+    target_probs = probs.float()
+    draft_probs = (logits.float() * SHARPNESS).softmax(1)
+    mass = target_probs.sum(1, keepdim=True)
+    hit = torch.minimum(draft_probs, target_probs).sum(1, keepdim=True).clamp(min=MIN_HIT)
     loss = mass * (mass.clamp(min=MIN_HIT).log() - hit.log())
-    lacking = (drafted < wanted).float()
-    share = (drafted * lacking).sum(1, keepdim=True)
-    return loss.squeeze(1), drafted * (share - lacking) * (mass / hit) * (SHARPNESS / count)
+    lacking = (draft_probs < target_probs).float()
+    share = (draft_probs * lacking).sum(1, keepdim=True)
+    return loss.squeeze(1), draft_probs * (share - lacking) * (mass / hit) * (SHARPNESS / count)
 
 
 def _mixed(hit_weight: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """`_slopes` of both losses together."""
 
-    def slopes(logits: Tensor, chances: Tensor, best: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss, hits, grad = _slopes(logits.float(), chances, best, count)
-        hit_loss, hit_grad = _hit_slopes(logits, chances, count)
+    def slopes(logits: Tensor, probs: Tensor, top_ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, hits, grad = _slopes(logits.float(), probs, top_ids, count)
+        hit_loss, hit_grad = _hit_slopes(logits, probs, count)
         loss = loss.lerp(hit_loss, hit_weight)
         return loss, hits, grad.lerp(hit_grad, hit_weight).to(logits.dtype)
 
@@ -130,7 +132,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, wanted: Wanted, count: Tensor, slopes: Callable[..., Any]
+        ctx: Any, rows: Tensor, weight: Tensor, target_probs: TargetProbs, count: Tensor, slopes: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         num_rows = rows.shape[0]
         cast = weight.to(rows.dtype)
@@ -142,7 +144,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for part in _chunks(rows, weight.shape[0]):
             place = slice(start, start + part.shape[0])
             start = place.stop
-            losses, hits[place], grad = slopes(part @ cast.t(), wanted.chances[place], wanted.best[place], count)
+            losses, hits[place], grad = slopes(
+                part @ cast.t(), target_probs.probs[place], target_probs.top_ids[place], count
+            )
             loss += losses.sum()
             grad_rows[place] = grad @ cast
             grad_weight += (grad.t() @ part).float()

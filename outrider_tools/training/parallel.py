@@ -23,10 +23,10 @@ from outrider.errors import ConfigError, OutriderError
 MAX_WAIT = timedelta(hours=6)
 
 
-class Peers:
+class RankGroup:
     """The processes of a training, as one of them sees them; by default it is alone.
 
-    Every method but `first` must be called by all of them, in the same order.
+    Every method but `is_main` must be called by all of them, in the same order.
 
     Attributes:
         rank: from 0 on.
@@ -40,27 +40,27 @@ class Peers:
         self._buffer: Tensor | None = None
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process speaks for all."""
         return self.rank == 0
 
-    def share(self, number: int) -> int:
+    def ceil_share(self, number: int) -> int:
         """This rank's part of a count, rounded up."""
         return -(-number // self.count)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here. A broadcast would not do: with NCCL its source does not wait for who receives."""
-        self.mean(torch.zeros(1))
+        self.all_reduce_mean(torch.zeros(1))
 
-    def same(self, number: int) -> int:
+    def broadcast_int(self, number: int) -> int:
         """The first rank's number."""
         if self.count == 1:
             return number
-        told = torch.tensor([number], dtype=torch.int64, device=self._device)
-        distributed.broadcast(told, 0)
-        return int(told.item())
+        value = torch.tensor([number], dtype=torch.int64, device=self._device)
+        distributed.broadcast(value, 0)
+        return int(value.item())
 
-    def mean(self, values: Tensor) -> Tensor:
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
         """Mean of the ranks' values, float32 of any shape, on any device."""
         if self.count == 1:
             return values
@@ -68,7 +68,7 @@ class Peers:
         distributed.all_reduce(total)
         return (total / self.count).to(values.device)
 
-    def spread(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors on the training's device by the first rank's."""
         if self.count > 1:
             for tensor in tensors:
@@ -91,16 +91,16 @@ class Peers:
         self._buffer[:size].div_(self._buffer[size])
         torch._foreach_copy_(gradients, views)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """No more is shared: the first rank may go on for long alone."""
         if self.count > 1:
-            self.wait()
+            self.barrier()
             distributed.destroy_process_group()
         self.count = 1
 
 
 def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> None:
-    """Run `function`, "module:name", with (`arguments`..., device, peers) in `count` new processes, and wait for them.
+    """Run `function`, "module:name", with (`arguments`..., device, ranks) in `count` new processes, and wait for them.
 
     Rank r gets GPU r. What one process raises ends all of them; none is left when this returns.
 
@@ -123,7 +123,7 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
 
 
 def _rank(rank: int, count: int, device_type: str, folder: str, function: str, arguments: tuple[Any, ...]) -> None:
-    """What a process runs. It leaves out exit handlers, which would wait for peers, or abort in a thread of gloo."""
+    """What a process runs. Exit handlers are left out: they would wait for the others, or abort in a thread of gloo."""
     # What the kernel sends when the parent dies ends this process at once, whatever it waits for.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -138,10 +138,10 @@ def _rank(rank: int, count: int, device_type: str, folder: str, function: str, a
             timeout=MAX_WAIT,
             device_id=device if device.type == "cuda" else None,
         )
-        peers = Peers(rank, count, device)
+        ranks = RankGroup(rank, count, device)
         module, _, name = function.partition(":")
-        getattr(importlib.import_module(module), name)(*arguments, device, peers)
-        peers.leave()
+        getattr(importlib.import_module(module), name)(*arguments, device, ranks)
+        ranks.close()
         code = 0
     except Exception as error:
         text = str(error) if isinstance(error, OutriderError) else f"process {rank} of {count} failed: {error!r}"

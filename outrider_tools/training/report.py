@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outrider_tools.training.trainer import Point
+from outrider_tools.training.trainer import CurvePoint
 
 # Lines of one kind come no more often, where no bar can be drawn.
 EVERY_SECONDS = 5.0
@@ -75,7 +75,7 @@ class Report:
         share = f" of {total / size:.{digits}f}" if total else ""
         self.progress(what, done, total, f"{done / size:.{digits}f}{share} {unit}")
 
-    def point(self, step: int, total: int, point: Point) -> None:
+    def point(self, step: int, total: int, point: CurvePoint) -> None:
         """A point of the loss curve."""
         rates = " ".join(f"{rate:.2f}" for rate in point.rates)
         note = f"step {step} of {total or '?'}, loss {point.loss:.3f}, agreement by depth {rates}"

@@ -21,7 +21,7 @@ from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
 from outrider_tools.training.options import TreeShape
 
 
-class Ranking:
+class CandidateRanker:
     """Edge scores of one answer's candidates, as `HostProposer` and `Proposer` compute them for a node at a time.
 
     The noise of a token depends on its position alone, so it is computed once for all nodes of all trees.
@@ -73,14 +73,14 @@ def noise_keys(seeds: list[int]) -> Tensor:
 
 
 @dataclass(slots=True)
-class BranchBatch(TokenBatch):
-    """`bases` int64 [N], how many rows of the text each node sees; `parents` as in `Branches.run`."""
+class NodeBatch(TokenBatch):
+    """`bases` int64 [N], how many rows of the text each node sees; `parents` as in `NodeRollout.run`."""
 
     bases: Tensor
     parents: Tensor
 
 
-class BranchAttention(AttentionBackend):
+class NodeAttention(AttentionBackend):
     """Attention of nodes to the text before their root, and to the path from there to them."""
 
     def __init__(self, text: SpanAttention) -> None:
@@ -90,13 +90,13 @@ class BranchAttention(AttentionBackend):
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """See AttentionBackend."""
-        if not isinstance(batch, BranchBatch):
+        if not isinstance(batch, NodeBatch):
             raise ValueError("nodes below a text's roots need a batch that says where they stand")
-        return _BranchPlan(self, batch, HeadSplit(batch, kv, num_heads, rotary))
+        return _NodePlan(self, batch, HeadSplit(batch, kv, num_heads, rotary))
 
 
-class _BranchPlan(AttentionPlan):
-    def __init__(self, backend: BranchAttention, batch: BranchBatch, split: HeadSplit) -> None:
+class _NodePlan(AttentionPlan):
+    def __init__(self, backend: NodeAttention, batch: NodeBatch, split: HeadSplit) -> None:
         self._backend = backend
         self._batch = batch
         self._split = split
@@ -132,7 +132,7 @@ class _BranchPlan(AttentionPlan):
 CHUNK_LOGITS = 2**27
 
 
-class TextDraft:
+class TextRollout:
     """See the module.
 
     Attributes:
@@ -169,14 +169,14 @@ class TextDraft:
             yield place, self.model.logits(rows[place])
 
 
-class Branches:
+class NodeRollout:
     """What a draft model computes below some roots of a text, a level of nodes at a time."""
 
-    def __init__(self, draft: TextDraft, roots: Tensor) -> None:
+    def __init__(self, draft: TextRollout, roots: Tensor) -> None:
         """`roots` int64 [R], places in the text, at least `draft.offset`."""
         self._draft = draft
         self._bases = roots - draft.offset
-        self._attention = BranchAttention(draft.attention)
+        self._attention = NodeAttention(draft.attention)
         self._depth = 0
 
     @property
@@ -200,7 +200,7 @@ class Branches:
             rows for `logits`, and features for the nodes' children.
         """
         bases = self._bases[owners]
-        batch = BranchBatch(tokens, bases + self._depth, bases, parents)
+        batch = NodeBatch(tokens, bases + self._depth, bases, parents)
         self._depth += 1
         return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self._attention)
 
@@ -222,7 +222,7 @@ class _Level:
 
 @torch.inference_mode()
 def tree_accepts(
-    draft: TextDraft, ranking: Ranking, shape: TreeShape, first_root: int = 1, all_roots: bool = True
+    draft: TextRollout, ranking: CandidateRanker, shape: TreeShape, first_root: int = 1, all_roots: bool = True
 ) -> Tensor:
     """Accepted nodes after each root from `first_root` on, int64 [T]; 0 for those before.
 
@@ -246,7 +246,7 @@ def tree_accepts(
     return accepted
 
 
-def _grow(draft: TextDraft, ranking: Ranking, roots: Tensor, shape: TreeShape) -> Tensor:
+def _grow(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, shape: TreeShape) -> Tensor:
     """Accepted nodes [R] of the trees of some roots."""
     num_roots = roots.shape[0]
     # The root itself is level 0: one node that is always there, run with the feature of its own row.
@@ -256,7 +256,7 @@ def _grow(draft: TextDraft, ranking: Ranking, roots: Tensor, shape: TreeShape) -
         torch.ones(num_roots, 1, dtype=torch.bool, device=roots.device),
         torch.arange(num_roots, device=roots.device).unsqueeze(1),
     )
-    branches = Branches(draft, roots)
+    branches = NodeRollout(draft, roots)
     features = branches.root_features
     scores = torch.empty(num_roots, 0, device=roots.device)
     on_text = torch.empty(num_roots, 0, dtype=torch.bool, device=roots.device)
@@ -279,7 +279,7 @@ def _grow(draft: TextDraft, ranking: Ranking, roots: Tensor, shape: TreeShape) -
 
 
 def _candidates(
-    draft: TextDraft, ranking: Ranking, rows: Tensor, positions: Tensor, branching: int
+    draft: TextRollout, ranking: CandidateRanker, rows: Tensor, positions: Tensor, branching: int
 ) -> tuple[Tensor, Tensor]:
     """Edge scores and target ids of the best children of N nodes, [N, branching] both."""
     edges, ids = [], []

@@ -19,20 +19,20 @@ from outrider_tools.training.drafters import export_drafter, make_learner, resol
 from outrider_tools.training.evaluate import load_drafter, measure
 from outrider_tools.training.figures import length_table, rate_table
 from outrider_tools.training.options import STATE_FILE, RunOptions, check_resumed
-from outrider_tools.training.parallel import Peers
+from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
 from outrider_tools.training.report import Report
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import coverage
 from outrider_tools.training.trainer import Trainer
 
 RECORD_FILE = "training.json"
 
 
-def train_rank(model_folder: Path, out: Path, options: RunOptions, device: torch.device, peers: Peers) -> None:
+def train_rank(model_folder: Path, out: Path, options: RunOptions, device: torch.device, ranks: RankGroup) -> None:
     """`train` in one of several processes; the first one speaks."""
-    with Report() if peers.first else Report(io.StringIO()) as report:
-        train(model_folder, out, device, options, report, peers)
+    with Report() if ranks.is_main else Report(io.StringIO()) as report:
+        train(model_folder, out, device, options, report, ranks)
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
     device: torch.device,
     options: RunOptions,
     report: Report,
-    peers: Peers | None = None,
+    ranks: RankGroup | None = None,
 ) -> None:
     """Train a drafter and write it to `out`; what can be taken up again later lies in its folder `work`.
 
@@ -50,17 +50,17 @@ def train(
     Raises:
         ConfigError: something given does not fit, or prompts for training are also for the evaluation.
     """
-    peers = peers or Peers()
-    processes = peers.count
+    ranks = ranks or RankGroup()
+    processes = ranks.count
     work = out / WORK_FOLDER
     work.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
-    target = Target(model_folder, device)
+    target = TargetModel(model_folder, device)
     options = resolved(options, target.config)
     form = ChatForm(model_folder)
     clock.lap("load")
 
-    found = run_texts(target, form, options, work, report, peers)
+    found = run_texts(target, form, options, work, report, ranks)
     texts = found.texts
     clock.lap("text")
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
@@ -68,9 +68,9 @@ def train(
     check_resumed(work, options)
     learner = make_learner(target, texts, options)
     module, ids = learner.module, learner.module.target_ids
-    history = Trainer(learner, texts, options.trainer, work / STATE_FILE, peers).run(report.point)
-    peers.leave()
-    if not peers.first:
+    history = Trainer(learner, texts, options.trainer, work / STATE_FILE, ranks).run(report.point)
+    ranks.close()
+    if not ranks.is_main:
         return
     clock.lap("training")
     num_bytes = export_drafter(module, model_folder, out)

@@ -13,10 +13,10 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.weights import TensorReader
-from outrider_tools.training.attention import OwnColumns, Spans, own_attention
-from outrider_tools.training.layers import Layer, Norm, matrix
-from outrider_tools.training.learner import Drafter, DraftInput, Runner, Wrap
-from outrider_tools.training.target import EMBEDDING, Target
+from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
+from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
+from outrider_tools.training.learner import DraftInput, Runner, TrainableDrafter, Wrap
+from outrider_tools.training.target import EMBEDDING, TargetModel
 
 
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
@@ -45,7 +45,7 @@ def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> Mode
     )
 
 
-class SmallModel(Drafter):
+class TrainableLM(TrainableDrafter):
     """A decoder-only language model under Hugging Face's names, without their leading `model.`. It has no features to
     run ahead on, so it learns from one step."""
 
@@ -55,22 +55,22 @@ class SmallModel(Drafter):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(TrainableLayer(config) for _ in range(config.num_layers))
+        self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_embeddings else matrix(config.hidden_size, config.vocab_size)
 
     @property
     def output_weight(self) -> Tensor:
-        """See Drafter."""
+        """See TrainableDrafter."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @property
     def inherited(self) -> list[Tensor]:
-        """See Drafter: embedding and output matrix."""
+        """See TrainableDrafter: embedding and output matrix."""
         return [self.embed_tokens.weight, *([] if self.lm_head is None else [self.lm_head.weight])]
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
-        """See Drafter."""
+        """See TrainableDrafter."""
 
         def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
             yield self(given.token_ids, given.spans, rotary)
@@ -83,22 +83,22 @@ class SmallModel(Drafter):
         if torch.is_autocast_enabled(token_ids.device.type):
             stream = stream.to(torch.get_autocast_dtype(token_ids.device.type))
         angles = rotary.angles(spans.positions, stream.dtype)
-        nothing = OwnColumns(lambda piece: piece)
-        for layer in cast(Iterable[Layer], self.layers):
+        nothing = OwnKeyMerger(lambda piece: piece)
+        for layer in cast(Iterable[TrainableLayer], self.layers):
             q, k, v = layer.self_attn.project(layer.input_layernorm(stream), *angles)
             stream = layer.finish(stream, own_attention(q, k, v, [], [], spans, nothing))
         rows: Tensor = self.norm(stream)
         return rows
 
     def public_state(self) -> dict[str, Tensor]:
-        """See Drafter."""
+        """See TrainableDrafter."""
         return {
             name if name.startswith("lm_head.") else f"model.{name}": tensor.detach()
             for name, tensor in self.state_dict().items()
         }
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
-        """See Drafter: the target's, with the small model's sizes."""
+        """See TrainableDrafter: the target's, with the small model's sizes."""
         config = self.config
         fields = {
             **target_fields,
@@ -114,7 +114,7 @@ class SmallModel(Drafter):
         return {name: value for name, value in fields.items() if name not in lacking}
 
     @torch.no_grad()
-    def start(self, target: Target) -> None:
+    def start(self, target: TargetModel) -> None:
         """Begin with the target's own weights.
 
         Of the same width: embedding, output matrix, last norm, and layers spread over the target's from its first to

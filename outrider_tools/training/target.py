@@ -20,7 +20,7 @@ from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class Target:
+class TargetModel:
     """A frozen model on one device: bfloat16 on a GPU, float32 on a CPU."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:

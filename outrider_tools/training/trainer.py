@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider_tools.training.learner import Learner
 from outrider_tools.training.options import OPTIMIZERS, TrainerOptions
-from outrider_tools.training.parallel import Peers
+from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.texts import Batches, TextBatch, Texts
 
 _AVERAGE = "average."
@@ -146,7 +146,7 @@ FREE = ("save_seconds", "compile")
 
 
 @dataclass(slots=True)
-class Point:
+class CurvePoint:
     """Means over the steps since the point before."""
 
     step: int
@@ -161,16 +161,16 @@ class History:
 
     total_steps: int = 0
     seconds: float = 0.0
-    points: list[Point] = field(default_factory=list)
+    points: list[CurvePoint] = field(default_factory=list)
 
 
-Told = Callable[[int, int, Point], None]
+ProgressCallback = Callable[[int, int, CurvePoint], None]
 
 
 class Trainer:
     """Trains one drafter on one set of texts. All of its state but the texts goes to, and comes from, `state_path`.
 
-    An interrupted training that is taken up gives what an uninterrupted one gives: bit by bit on a CPU. Among `peers`
+    An interrupted training that is taken up gives what an uninterrupted one gives: bit by bit on a CPU. Among `ranks`
     each trains with its own share of the same batches, and all have the same weights after every step.
     """
 
@@ -180,11 +180,11 @@ class Trainer:
         texts: Texts,
         options: TrainerOptions,
         state_path: Path | None = None,
-        peers: Peers | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.history = History(total_steps=options.steps)
         self.learner = learner
-        self._peers = peers or Peers()
+        self._ranks = ranks or RankGroup()
         self._device = next(learner.module.parameters()).device
         self._options = options
         self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape)
@@ -198,9 +198,9 @@ class Trainer:
             self._resume(state_path)
             self._first_step = self._step
         # None writes the state before all have read it.
-        self._peers.wait()
+        self._ranks.barrier()
 
-    def run(self, told: Told | None = None, stop_after: int | None = None) -> History:
+    def run(self, on_progress: ProgressCallback | None = None, stop_after: int | None = None) -> History:
         """Train to the end, or until `stop_after` steps are done in all; the state is then saved."""
         started = saved = time.monotonic()
         before = self.history.seconds
@@ -214,7 +214,7 @@ class Trainer:
             if not self.history.total_steps:
                 speed_from = self._fit_minutes(speed_from)
             if self._step % LOG_EVERY == 0 or self._done():
-                self._log(gathered, told)
+                self._log(gathered, on_progress)
                 gathered = []
             now = time.monotonic()
             self.history.seconds = before + now - started
@@ -237,16 +237,16 @@ class Trainer:
         epoch, skip = 0, self._step
         while True:
             groups = self._batches.groups(self._options.seed * 1000 + epoch)
-            steps = len(groups) // self._peers.count
+            steps = len(groups) // self._ranks.count
             if not groups:
                 raise ConfigError("the texts are too short to train on: no answer is longer than the unrolled steps")
             if not steps:
                 raise ConfigError(
-                    f"the texts make {len(groups)} batches, fewer than there are processes ({self._peers.count}); "
+                    f"the texts make {len(groups)} batches, fewer than there are processes ({self._ranks.count}); "
                     "make more text, or choose fewer tokens a batch"
                 )
             for step in range(skip, steps):
-                yield self._batches.batch(groups[step * self._peers.count + self._peers.rank])
+                yield self._batches.batch(groups[step * self._ranks.count + self._ranks.rank])
             skip = max(0, skip - steps)
             epoch += 1
 
@@ -254,8 +254,8 @@ class Trainer:
         """One step; its loss and its rates [unroll], still on the device."""
         if self._step == 0:
             self.learner.prepare(batch)
-            self._peers.spread(self._parameters)
-            self._peers.spread(buffer for buffer in self.learner.module.buffers() if buffer.is_floating_point())
+            self._ranks.broadcast(self._parameters)
+            self._ranks.broadcast(buffer for buffer in self.learner.module.buffers() if buffer.is_floating_point())
         share = self._schedule()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -265,7 +265,7 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self._peers.average_gradients(self._parameters, batch.num_targets)
+        self._ranks.average_gradients(self._parameters, batch.num_targets)
         torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -302,25 +302,25 @@ class Trainer:
             return now
         seconds = (now - speed_from) / SPEED_OVER
         total = max(self._step + 1, int(60 * self._options.minutes / seconds))
-        self.history.total_steps = self._peers.same(total)
+        self.history.total_steps = self._ranks.broadcast_int(total)
         return now
 
-    def _log(self, gathered: list[tuple[Tensor, Tensor]], told: Told | None) -> None:
-        loss = float(self._peers.mean(torch.stack([loss for loss, _ in gathered]).mean()))
-        rates: list[float] = self._peers.mean(torch.stack([hits for _, hits in gathered]).mean(0)).tolist()
+    def _log(self, gathered: list[tuple[Tensor, Tensor]], on_progress: ProgressCallback | None) -> None:
+        loss = float(self._ranks.all_reduce_mean(torch.stack([loss for loss, _ in gathered]).mean()))
+        rates: list[float] = self._ranks.all_reduce_mean(torch.stack([hits for _, hits in gathered]).mean(0)).tolist()
         if not math.isfinite(loss):
             raise ConfigError(f"the loss is {loss} at step {self._step}; choose a lower learning rate")
-        point = Point(self._step, loss, rates)
+        point = CurvePoint(self._step, loss, rates)
         self.history.points.append(point)
-        if told is not None:
-            told(self._step, self.history.total_steps, point)
+        if on_progress is not None:
+            on_progress(self._step, self.history.total_steps, point)
 
     def _save(self) -> None:
-        if self._state_path is None or not self._peers.first:
+        if self._state_path is None or not self._ranks.is_main:
             return
         record = {
             "step": self._step,
-            "processes": self._peers.count,
+            "processes": self._ranks.count,
             "history": asdict(self.history),
             "options": asdict(self._options),
         }
@@ -331,7 +331,7 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         weights, record = load_state(path, self._optimizers)
-        given = {**asdict(self._options), "processes": self._peers.count}
+        given = {**asdict(self._options), "processes": self._ranks.count}
         # Options that are younger than the state had no other value then.
         options = {**asdict(TrainerOptions()), **record["options"], "processes": record["processes"]}
         changed = [name for name in given if name not in FREE and options.get(name) != given[name]]
@@ -346,5 +346,5 @@ class Trainer:
         self._step = int(record["step"])
         history = record["history"]
         self.history = History(
-            history["total_steps"], history["seconds"], [Point(**point) for point in history["points"]]
+            history["total_steps"], history["seconds"], [CurvePoint(**point) for point in history["points"]]
         )

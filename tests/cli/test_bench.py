@@ -12,7 +12,7 @@ from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import Ask, GrpcClient, RestClient
+from outrider_tools.bench.clients import GrpcClient, RequestOptions, RestClient
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
 from outrider_tools.bench.report import Row, draw, points_of
 from outrider_tools.bench.requests import (
@@ -21,12 +21,12 @@ from outrider_tools.bench.requests import (
     PLAIN,
     Prompt,
     RandomLengths,
-    Record,
+    RequestRecord,
     arrivals,
     random_prompts,
     read_prompts,
 )
-from outrider_tools.bench.runner import Point, Run, run_point
+from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 
 pytestmark = pytest.mark.xdist_group("live")
 
@@ -48,7 +48,7 @@ def test_percentiles_are_values_below_which_that_share_of_the_weight_lies() -> N
 
 
 def test_origins_tell_rounds_and_depths_apart() -> None:
-    record = Record(due=0.0)
+    record = RequestRecord(due=0.0)
     record.take_origins([PLAIN, ACCEPTED, ACCEPTED])
     record.take_origins([BONUS, BONUS, PLAIN, ACCEPTED])
     record.finish(1.0)
@@ -57,8 +57,8 @@ def test_origins_tell_rounds_and_depths_apart() -> None:
 
 
 def test_tokens_of_one_message_share_its_time_and_later_ones_do_not_count_for_throughput() -> None:
-    record = Record(due=1.0, arrivals=[(2.0, 1), (4.0, 4), (11.0, 1)], end=11.0, prompt_tokens=3)
-    rows = rows_of(Run(Point(concurrency=1, seconds=10.0), [record], window=10.0), "case")
+    record = RequestRecord(due=1.0, arrivals=[(2.0, 1), (4.0, 4), (11.0, 1)], end=11.0, prompt_tokens=3)
+    rows = rows_of(LoadRun(LoadPoint(concurrency=1, seconds=10.0), [record], window=10.0), "case")
     assert values(rows, "tokens_per_second") == [0.5] and values(rows, "requests_per_second") == [0.0]
     assert values(rows, "ttft_ms_p50") == [1000.0] and values(rows, "itl_ms_p50") == [500.0]
     assert values(rows, "message_gap_ms_max") == [7000.0] and values(rows, "tpot_ms_p50") == [1800.0]
@@ -120,11 +120,11 @@ def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
 
 async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptance(live: Cluster) -> None:
     prompts = random_prompts(6, LENGTHS, "doors")
-    ask = Ask(ignore_eos=True)
+    ask = RequestOptions(ignore_eos=True)
     runs = []
     for client in (GrpcClient(live.gateway_address, ask), RestClient(live.rest_url, ask)):
         before = MetricsPage.read(live.metrics_url("gateway"))
-        run = await run_point(client, prompts, Point(concurrency=3, num_prompts=6))
+        run = await run_point(client, prompts, LoadPoint(concurrency=3, num_prompts=6))
         page = MetricsPage.read(live.metrics_url("gateway")).since(before)
         await client.close()
         assert not errors_of(run.records), run.records[0].detail
@@ -142,8 +142,8 @@ async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptanc
 
 
 async def test_an_open_loop_sends_when_requests_are_due(live: Cluster) -> None:
-    client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
-    point = Point(rate=200.0, num_prompts=10, seed=3)
+    client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
+    point = LoadPoint(rate=200.0, num_prompts=10, seed=3)
     run = await run_point(client, random_prompts(10, LENGTHS, "open"), point)
     await client.close()
     schedule = arrivals(200.0, 1.0, 3)
@@ -153,9 +153,13 @@ async def test_an_open_loop_sends_when_requests_are_due(live: Cluster) -> None:
 
 @pytest.mark.parametrize("door", ["grpc", "rest"])
 async def test_failures_are_counted_by_code(live: Cluster, door: str) -> None:
-    client = GrpcClient(live.gateway_address, Ask()) if door == "grpc" else RestClient(live.rest_url, Ask())
+    client = (
+        GrpcClient(live.gateway_address, RequestOptions())
+        if door == "grpc"
+        else RestClient(live.rest_url, RequestOptions())
+    )
     run = await run_point(
-        client, [Prompt(4, token_ids=(99,)), Prompt(4, token_ids=(9,))], Point(concurrency=1, num_prompts=4)
+        client, [Prompt(4, token_ids=(99,)), Prompt(4, token_ids=(9,))], LoadPoint(concurrency=1, num_prompts=4)
     )
     await client.close()
     assert sum(errors_of(run.records).values()) == 2
@@ -164,8 +168,8 @@ async def test_failures_are_counted_by_code(live: Cluster, door: str) -> None:
 
 
 async def test_a_gateway_that_is_gone_is_an_error_of_each_request() -> None:
-    for client in (GrpcClient("127.0.0.1:1", Ask()), RestClient("http://127.0.0.1:1", Ask())):
-        run = await run_point(client, [Prompt(4, token_ids=(9,))], Point(concurrency=1, num_prompts=2, timeout=20))
+    for client in (GrpcClient("127.0.0.1:1", RequestOptions()), RestClient("http://127.0.0.1:1", RequestOptions())):
+        run = await run_point(client, [Prompt(4, token_ids=(9,))], LoadPoint(concurrency=1, num_prompts=2, timeout=20))
         await client.close()
         assert sum(errors_of(run.records).values()) == 2
 

@@ -24,14 +24,14 @@ from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import Ask, GrpcClient
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
 from outrider_tools.bench.runner import Point, run_point
-from outrider_tools.cli.top import View, Watch, line_of, page_url, picture_of, view_of
+from outrider_tools.cli.top import PageView, Watch, line_of, page_url, page_view, picture_of
 
 pytestmark = pytest.mark.xdist_group("live")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def figures(view: View) -> dict[str, str]:
+def figures(view: PageView) -> dict[str, str]:
     return {figure.name.strip(): figure.value for figure in view.figures}
 
 
@@ -42,7 +42,7 @@ def number(text: str) -> float:
 
 
 @pytest.fixture
-def views(live: Cluster) -> dict[str, View]:
+def views(live: Cluster) -> dict[str, PageView]:
     """What a load leaves on the pages of all three services."""
     watch = Watch([live.metrics_url(name) for name in live.services])
     watch.read()
@@ -61,7 +61,7 @@ def views(live: Cluster) -> dict[str, View]:
     return {view.kind: view for view in watch.read()}
 
 
-def test_real_pages_tell_what_a_load_did(views: dict[str, View]) -> None:
+def test_real_pages_tell_what_a_load_did(views: dict[str, PageView]) -> None:
     gateway, verify, draft = (figures(views[name]) for name in ("gateway", "verify", "draft"))
     for told in (gateway, verify):
         assert number(told["tokens/s"]) > 0 and number(told["accept length"]) > 1
@@ -76,7 +76,7 @@ def test_real_pages_tell_what_a_load_did(views: dict[str, View]) -> None:
     assert alarms == {"errors", "invalid_value grpc"}
 
 
-def test_a_view_is_a_line_and_a_picture(views: dict[str, View]) -> None:
+def test_a_view_is_a_line_and_a_picture(views: dict[str, PageView]) -> None:
     line = line_of(views["verify"])
     assert (
         re.match(r"\d\d:\d\d:\d\d verify 127\.0\.0\.1:\d+  running 0  waiting 0  tokens/s ", line) and "\n" not in line
@@ -126,12 +126,12 @@ def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
             f"# TYPE outrider_verify_committed_tokens_total counter\noutrider_verify_committed_tokens_total {tokens}\n"
         )
 
-    assert figures(view_of("x", page(10), page(1000), 5.0))["tokens/s"] == "2.0"
-    assert figures(view_of("x", page(1010), page(1000), 5.0))["tokens/s"] == "2.0"
+    assert figures(page_view("x", page(10), page(1000), 5.0))["tokens/s"] == "2.0"
+    assert figures(page_view("x", page(1010), page(1000), 5.0))["tokens/s"] == "2.0"
 
 
 def test_a_page_of_somebody_else_is_told() -> None:
-    view = view_of("x", MetricsPage.parse("# TYPE a gauge\na 1\n"), MetricsPage(), 1.0)
+    view = page_view("x", MetricsPage.parse("# TYPE a gauge\na 1\n"), MetricsPage(), 1.0)
     assert view.error == "none of our services' pages"
 
 

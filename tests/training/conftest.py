@@ -11,8 +11,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from training_world import make_head
 
-from outrider_tools.training.eagle3 import Eagle3Head
-from outrider_tools.training.target import Target
+from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.target import TargetModel
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -51,10 +51,10 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def target(tiny_folder: Path) -> Target:
-    return Target(tiny_folder, torch.device("cpu"))
+def target(tiny_folder: Path) -> TargetModel:
+    return TargetModel(tiny_folder, torch.device("cpu"))
 
 
 @pytest.fixture
-def head(target: Target) -> Eagle3Head:
+def head(target: TargetModel) -> TrainableEagle3Head:
     return make_head(target)

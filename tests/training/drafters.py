@@ -12,7 +12,7 @@ from outrider_tools.training.drafters import export_drafter, make_learner
 from outrider_tools.training.evaluate import load_drafter
 from outrider_tools.training.learner import Learner
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
@@ -27,7 +27,7 @@ OPTIONS = RunOptions(
 
 
 @torch.enable_grad()
-def train_drafter(target: Target, texts: Texts, algorithm: str, steps: int = 12) -> Learner:
+def train_drafter(target: TargetModel, texts: Texts, algorithm: str, steps: int = 12) -> Learner:
     """Of a few steps."""
     options = replace(OPTIONS, algorithm=algorithm, trainer=replace(OPTIONS.trainer, steps=steps))
     learner = make_learner(target, texts, options)
@@ -35,7 +35,7 @@ def train_drafter(target: Target, texts: Texts, algorithm: str, steps: int = 12)
     return learner
 
 
-def loaded_drafter(target: Target, learner: Learner, algorithm: str, folder: Path) -> DraftModel:
+def loaded_drafter(target: TargetModel, learner: Learner, algorithm: str, folder: Path) -> DraftModel:
     """Written and read again, in float32."""
     export_drafter(learner.module, target.folder, folder, torch.float32)
     return load_drafter(algorithm, folder, target.folder, target.model)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider_tools.training.eagle3 import Eagle3Head
-from outrider_tools.training.target import Target
+from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.target import TargetModel
 
 
 class NaiveHead:
     """A chain: keys and values so far, one row each."""
 
-    def __init__(self, target: Target, head: Eagle3Head) -> None:
+    def __init__(self, target: TargetModel, head: TrainableEagle3Head) -> None:
         self.weights = head.public_state()
         self.target = target
         self.eps = target.config.rms_norm_eps

@@ -17,10 +17,10 @@ from outrider.errors import ConfigError
 from outrider_tools.training.corpus import Corpus
 from outrider_tools.training.learner import Learner
 from outrider_tools.training.options import CorpusOptions, TrainerOptions
-from outrider_tools.training.parallel import Peers
+from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.report import Report
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import TextBatch, Texts
 from outrider_tools.training.trainer import Trainer
 
@@ -35,62 +35,62 @@ class Calibrated(Learner):
         pass
 
 
-def texts_and_options(target: Target, together: bool) -> tuple[Texts, TrainerOptions]:
+def texts_and_options(target: TargetModel, together: bool) -> tuple[Texts, TrainerOptions]:
     """Texts that make two batches of unequal numbers of targets; one batch `together`."""
     texts = random_texts(target, 6, 6, 30)
     return texts, replace(OPTIONS, batch_tokens=2 * OPTIONS.batch_tokens) if together else OPTIONS
 
 
-def train_two(folder: Path, out: Path, device: torch.device, peers: Peers) -> None:
+def train_two(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Each rank saves the weights that it ends with."""
-    target = Target(folder, device)
+    target = TargetModel(folder, device)
     texts, options = texts_and_options(target, False)
     # Only the first rank's beginning counts.
     head = make_head(target)
-    if not peers.first:
+    if not ranks.is_main:
         with torch.no_grad():
             head.fc.weight += 1.0
     learner = Calibrated(target, head, options)
-    Trainer(learner, texts, options, out / "state.safetensors", peers).run()
-    save_file(head.state_dict(), out / f"{peers.rank}.safetensors")
+    Trainer(learner, texts, options, out / "state.safetensors", ranks).run()
+    save_file(head.state_dict(), out / f"{ranks.rank}.safetensors")
 
 
-def make_texts(folder: Path, out: Path, device: torch.device, peers: Peers) -> None:
+def make_texts(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Each rank saves all that it was given, twice: made, and found."""
     options = CorpusOptions(
         tokens=200, invented=48, question_tokens=60, answer_tokens=20, held_out=1, num_rows=24, question_temperature=3.0
     )
-    target, form = Target(folder, device), ChatForm(folder)
+    target, form = TargetModel(folder, device), ChatForm(folder)
     for turn in range(2):
-        corpus = Corpus(target.model, form, options, out, Report(StringIO()), peers)
+        corpus = Corpus(target.model, form, options, out, Report(StringIO()), ranks)
         texts = corpus.texts([Question(f"What is {number}?") for number in range(5)])
-        texts.save(out / f"made-{turn}-{peers.rank}.safetensors")
-        (out / f"held-{turn}-{peers.rank}.json").write_text(json.dumps(corpus.held_out))
+        texts.save(out / f"made-{turn}-{ranks.rank}.safetensors")
+        (out / f"held-{turn}-{ranks.rank}.json").write_text(json.dumps(corpus.held_out))
 
 
-def wait_for_late_ones(out: Path, device: torch.device, peers: Peers) -> None:
+def wait_for_late_ones(out: Path, device: torch.device, ranks: RankGroup) -> None:
     """The first rank comes early, the others after some work: it must find their work done."""
     for turn in range(20):
-        if not peers.first:
-            (out / f"late-{turn}-{peers.rank}").write_bytes(torch.randn(2_000_000).numpy().tobytes())
-        peers.wait()
-        if len(list(out.glob(f"late-{turn}-*"))) != peers.count - 1:
+        if not ranks.is_main:
+            (out / f"late-{turn}-{ranks.rank}").write_bytes(torch.randn(2_000_000).numpy().tobytes())
+        ranks.barrier()
+        if len(list(out.glob(f"late-{turn}-*"))) != ranks.count - 1:
             raise ConfigError(f"turn {turn}: the first rank did not wait")
-        peers.wait()
+        ranks.barrier()
 
 
-def fail_on_one(out: Path, device: torch.device, peers: Peers) -> None:
+def fail_on_one(out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Rank 1 fails while the other waits for it."""
-    (out / f"pid-{peers.rank}").write_text(str(os.getpid()))
-    peers.wait()
-    if peers.rank == 1:
+    (out / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    ranks.barrier()
+    if ranks.rank == 1:
         raise ConfigError("rank 1 has had enough")
-    peers.wait()
+    ranks.barrier()
 
 
-def die_on_one(out: Path, device: torch.device, peers: Peers) -> None:
+def die_on_one(out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Rank 1 is killed."""
-    peers.wait()
-    if peers.rank == 1:
+    ranks.barrier()
+    if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    peers.wait()
+    ranks.barrier()

@@ -16,10 +16,10 @@ from outrider.models.drafters.loader import algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.drafters import export_drafter, make_learner
 from outrider_tools.training.generate import answer_questions
-from outrider_tools.training.learner import Head
+from outrider_tools.training.learner import TrainableHead
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.standalone import SmallModel, small_config
-from outrider_tools.training.target import Target
+from outrider_tools.training.standalone import TrainableLM, small_config
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
@@ -27,7 +27,7 @@ HEADS = ("EAGLE", "NEXTN")
 
 
 @pytest.fixture(scope="module")
-def texts(target: Target) -> Texts:
+def texts(target: TargetModel) -> Texts:
     questions = [Question(word * 3) for word in ("abc", "x", "why? ", "1 + 2 = ", "zz", "Q")]
     return answer_questions(
         target.model, ChatForm(target.folder), questions, temperature=0.0, max_new_tokens=40, num_rows=6
@@ -37,10 +37,10 @@ def texts(target: Target) -> Texts:
 @pytest.mark.parametrize("kind", HEADS)
 @torch.no_grad()
 def test_exported_heads_run_ahead_as_the_trained_module_does(
-    target: Target, texts: Texts, tmp_path: Path, kind: str
+    target: TargetModel, texts: Texts, tmp_path: Path, kind: str
 ) -> None:
     module = (learner := train_drafter(target, texts, kind)).module
-    assert isinstance(module, Head)
+    assert isinstance(module, TrainableHead)
     model = loaded_drafter(target, learner, kind, tmp_path)
     assert algorithm_of(tmp_path) == kind
     ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
@@ -66,11 +66,11 @@ def test_exported_heads_run_ahead_as_the_trained_module_does(
 
 @torch.no_grad()
 def test_an_exported_language_model_gives_the_trained_modules_logits(
-    target: Target, texts: Texts, tmp_path: Path
+    target: TargetModel, texts: Texts, tmp_path: Path
 ) -> None:
     learner = train_drafter(target, texts, "STANDALONE")
     module = learner.module
-    assert isinstance(module, SmallModel)
+    assert isinstance(module, TrainableLM)
     model = loaded_drafter(target, learner, "STANDALONE", tmp_path)
     assert algorithm_of(tmp_path) == "STANDALONE"
     assert (tmp_path / "tokenizer.json").read_bytes() == (target.folder / "tokenizer.json").read_bytes()
@@ -84,7 +84,7 @@ def test_an_exported_language_model_gives_the_trained_modules_logits(
 
 
 @pytest.mark.parametrize("kind", ("EAGLE", "NEXTN", "STANDALONE"))
-def test_every_kind_learns(target: Target, texts: Texts, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_learns(target: TargetModel, texts: Texts, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 5)
     options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=40, warmup_share=0.1))
     learner = make_learner(target, texts, options)
@@ -96,7 +96,7 @@ def test_every_kind_learns(target: Target, texts: Texts, kind: str, monkeypatch:
 
 @pytest.mark.parametrize("kind", ("EAGLE", "NEXTN", "STANDALONE"))
 def test_a_resumed_training_of_every_kind_equals_an_uninterrupted_one(
-    target: Target, texts: Texts, tmp_path: Path, kind: str
+    target: TargetModel, texts: Texts, tmp_path: Path, kind: str
 ) -> None:
     options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=6))
     whole = train_drafter(target, texts, kind, 6).module.state_dict()
@@ -108,8 +108,8 @@ def test_a_resumed_training_of_every_kind_equals_an_uninterrupted_one(
         assert torch.equal(tensor, whole[name]), name
 
 
-def test_a_small_model_of_all_layers_begins_as_the_target(target: Target) -> None:
-    model = SmallModel(small_config(target.config, target.config.num_layers, 0))
+def test_a_small_model_of_all_layers_begins_as_the_target(target: TargetModel) -> None:
+    model = TrainableLM(small_config(target.config, target.config.num_layers, 0))
     model.start(target)
     ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
     _, hidden = states(target, ids)
@@ -118,12 +118,12 @@ def test_a_small_model_of_all_layers_begins_as_the_target(target: Target) -> Non
 
 
 def test_a_narrow_model_keeps_the_size_of_heads_and_begins_with_the_embeddings_main_directions(
-    target: Target, texts: Texts, tmp_path: Path
+    target: TargetModel, texts: Texts, tmp_path: Path
 ) -> None:
     options = replace(OPTIONS, algorithm="STANDALONE", hidden=32, layers=1)
     learner = make_learner(target, texts, options)
     module = learner.module
-    assert isinstance(module, SmallModel)
+    assert isinstance(module, TrainableLM)
     assert (module.config.num_heads, module.config.head_dim) == (2, target.config.head_dim)
     own, full = module.embed_tokens.weight, target.embed(torch.arange(target.config.vocab_size))
     # As much of the embedding's size as any 32 directions can hold.
@@ -137,7 +137,7 @@ def test_a_narrow_model_keeps_the_size_of_heads_and_begins_with_the_embeddings_m
         small_config(target.config, 5, 0)
 
 
-def test_a_head_for_another_family_says_what_it_needs(target: Target, texts: Texts, tmp_path: Path) -> None:
+def test_a_head_for_another_family_says_what_it_needs(target: TargetModel, texts: Texts, tmp_path: Path) -> None:
     learner = train_drafter(target, texts, "NEXTN", 1)
     export_drafter(learner.module, target.folder, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())

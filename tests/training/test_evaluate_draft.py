@@ -22,8 +22,8 @@ from outrider_tools.training.figures import Replay, Tally, loops
 from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.rollout import Ranking, TextDraft, noise_keys, tree_accepts
-from outrider_tools.training.target import Target
+from outrider_tools.training.rollout import CandidateRanker, TextRollout, noise_keys, tree_accepts
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 
 SHAPE = TreeShape(nodes=7, depth=3, branching=3)
@@ -32,7 +32,7 @@ QUESTIONS = [Question("abcabc", "letters"), Question("x", "letters"), Question("
 
 
 @pytest.fixture(scope="module")
-def answers(target: Target) -> dict[float, Answers]:
+def answers(target: TargetModel) -> dict[float, Answers]:
     form = ChatForm(target.folder)
     return {
         temperature: answer_questions(
@@ -44,7 +44,7 @@ def answers(target: Target) -> dict[float, Answers]:
 
 @pytest.fixture(scope="module")
 def drafters(
-    target: Target, answers: dict[float, Answers], tmp_path_factory: pytest.TempPathFactory
+    target: TargetModel, answers: dict[float, Answers], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, DraftModel]:
     found = {}
     for kind in KINDS:
@@ -58,7 +58,7 @@ def drafters(
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_equal_those_of_drafting_node_by_node(
-    target: Target, drafters: dict[str, DraftModel], answers: dict[float, Answers], kind: str, temperature: float
+    target: TargetModel, drafters: dict[str, DraftModel], answers: dict[float, Answers], kind: str, temperature: float
 ) -> None:
     model, given = drafters[kind], answers[temperature]
     result = evaluate(target.model, model, given, depth=DEPTH, tree=SHAPE)
@@ -105,13 +105,13 @@ def test_figures_equal_those_of_drafting_node_by_node(
 
 @torch.inference_mode()
 def test_trees_of_all_roots_at_once_equal_those_of_one_root_at_a_time(
-    target: Target, drafters: dict[str, DraftModel], answers: dict[float, Answers]
+    target: TargetModel, drafters: dict[str, DraftModel], answers: dict[float, Answers]
 ) -> None:
     model, texts = drafters["EAGLE3"], answers[1.0].texts
     for number in range(len(texts)):
         ids, first = torch.from_numpy(texts.sequence(number)).long(), int(texts.prompt_lens[number]) - 1
         features, _ = states(target, ids, model.feature_layers)
-        draft, ranking = TextDraft(model, ids, features), Ranking(model, 1.0, 11 + number, len(ids) + 5)
+        draft, ranking = TextRollout(model, ids, features), CandidateRanker(model, 1.0, 11 + number, len(ids) + 5)
         whole = tree_accepts(draft, ranking, SHAPE, first)
         visited = tree_accepts(draft, ranking, SHAPE, first, all_roots=False)
         root = first
@@ -120,7 +120,7 @@ def test_trees_of_all_roots_at_once_equal_those_of_one_root_at_a_time(
             root += int(whole[root]) + 1
 
 
-def test_the_target_as_its_own_drafter_is_always_right(target: Target, answers: dict[float, Answers]) -> None:
+def test_the_target_as_its_own_drafter_is_always_right(target: TargetModel, answers: dict[float, Answers]) -> None:
     for given in answers.values():
         result = evaluate(target.model, StandaloneDraft(target.model, ""), given, tree=SHAPE)
         assert result.all.rates == [1.0] * 10
@@ -128,7 +128,7 @@ def test_the_target_as_its_own_drafter_is_always_right(target: Target, answers: 
         assert result.all.chain.rounds == sum(-(-int(length) // (SHAPE.depth + 1)) for length in lengths)
 
 
-def test_sampled_answers_are_drawn_with_the_shared_noise(target: Target, answers: dict[float, Answers]) -> None:
+def test_sampled_answers_are_drawn_with_the_shared_noise(target: TargetModel, answers: dict[float, Answers]) -> None:
     given = answers[1.0]
     for number, seed in enumerate((11, 12, 13)):
         assert given.seeds[number] == seed
@@ -158,7 +158,7 @@ def test_loops_are_told_from_long_answers() -> None:
     assert not loops(random)
 
 
-def test_answers_in_loops_are_reported_apart(target: Target, drafters: dict[str, DraftModel]) -> None:
+def test_answers_in_loops_are_reported_apart(target: TargetModel, drafters: dict[str, DraftModel]) -> None:
     random = np.random.default_rng(1).integers(3, 259, 80).tolist()
     texts = Texts.join([[5, 6, 7]] * 2, [random, [9, 10] * 40])
     result = evaluate(target.model, drafters["EAGLE"], Answers(texts, 0.0, [0, 0], ["", ""]), depth=2, tree=SHAPE)
@@ -182,7 +182,7 @@ def test_rounds_follow_from_what_is_accepted() -> None:
     assert tally.possible.tolist() == [3, 3] and tally.figures().rates == [1.0, 1.0]
 
 
-def test_a_drafter_of_another_size_is_refused(target: Target, drafters: dict[str, DraftModel]) -> None:
+def test_a_drafter_of_another_size_is_refused(target: TargetModel, drafters: dict[str, DraftModel]) -> None:
     model = drafters["EAGLE"]
     given = Answers(Texts.join([[5]], [[6, 7]]), 0.0, [0], [""])
     model.hidden_size += 1
@@ -194,7 +194,7 @@ def test_a_drafter_of_another_size_is_refused(target: Target, drafters: dict[str
 
 
 def test_the_command_tells_the_kind_by_itself_and_writes_everything(
-    target: Target, answers: dict[float, Answers], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: TargetModel, answers: dict[float, Answers], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learner = train_drafter(target, answers[0.0].texts, "NEXTN", 2)
     loaded_drafter(target, learner, "NEXTN", tmp_path / "head")
@@ -203,8 +203,8 @@ def test_the_command_tells_the_kind_by_itself_and_writes_everything(
     words = ["evaluate-draft", "--model", str(target.folder), "--draft", str(tmp_path / "head"), "--device", "cpu"]
     words += ["--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "8", "--nodes", "5", "--depth", "3"]
     assert main([*words, "--temperature", "0", "0.7", "--json", str(tmp_path / "all.json")]) == 0
-    told = capsys.readouterr().out
-    assert "greedy, letters" in told and "t0.7, all" in told
+    output = capsys.readouterr().out
+    assert "greedy, letters" in output and "t0.7, all" in output
     record = json.loads((tmp_path / "all.json").read_text())
     assert record["algorithm"] == "NEXTN"
     assert [found["temperature"] for found in record["evaluation"]] == [0.0, 0.7]
@@ -213,7 +213,7 @@ def test_the_command_tells_the_kind_by_itself_and_writes_everything(
 
 
 def test_questions_that_leave_no_room_are_left_out(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "abc " * 200}) + "\n")

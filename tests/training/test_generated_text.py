@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from outrider.models.loader import load_model
-from outrider_tools.training.generate import Generator, Job
-from outrider_tools.training.target import Target
+from outrider_tools.training.generate import GenerationJob, Generator
+from outrider_tools.training.target import TargetModel
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -17,17 +17,17 @@ def prompts(count: int) -> list[list[int]]:
     return [torch.randint(3, 259, (1 + 3 * i,), generator=random).tolist() for i in range(count)]
 
 
-def run(generator: Generator, jobs: Sequence[Job], **bounds: Any) -> list[list[int]]:
+def run(generator: Generator, jobs: Sequence[GenerationJob], **bounds: Any) -> list[list[int]]:
     return [answer.tolist() for answer in generator.run(jobs, **bounds)]
 
 
-def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Target) -> None:
+def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: TargetModel) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     asked, limits = prompts(5), [9, 14, 3, 1, 12]
     # A stop token that comes up, so that both ways of ending occur.
     first = model.generate(torch.tensor([asked[1]]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 9 - 5 :]
     stop = int(first[-1])
-    jobs = [Job(prompt, 0.0, limit) for prompt, limit in zip(asked, limits, strict=True)]
+    jobs = [GenerationJob(prompt, 0.0, limit) for prompt, limit in zip(asked, limits, strict=True)]
     answers = run(Generator(target.model, 2, 64, [stop]), jobs)
     for prompt, limit, answer in zip(asked, limits, answers, strict=True):
         expected = model.generate(
@@ -37,8 +37,8 @@ def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Targe
     assert stop in answers[1] and len(answers[1]) <= 6
 
 
-def test_sampled_tokens_follow_the_targets_distribution(target: Target) -> None:
-    jobs = [Job([5, 9, 30], 1.3, 1)] * 800
+def test_sampled_tokens_follow_the_targets_distribution(target: TargetModel) -> None:
+    jobs = [GenerationJob([5, 9, 30], 1.3, 1)] * 800
     drawn = torch.tensor(run(Generator(target.model, 200, 8, [2], seed=1), jobs)).flatten()
     hidden = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -49,8 +49,8 @@ def test_sampled_tokens_follow_the_targets_distribution(target: Target) -> None:
     assert 0.5 * (shares - chances).abs().sum() < 1.5 * chance
 
 
-def test_same_seed_same_text_and_the_budget_ends_it(target: Target) -> None:
-    jobs = [Job(prompt, 1.0, 10) for prompt in prompts(4)] * 3
+def test_same_seed_same_text_and_the_budget_ends_it(target: TargetModel) -> None:
+    jobs = [GenerationJob(prompt, 1.0, 10) for prompt in prompts(4)] * 3
     first, second = (run(Generator(target.model, 4, 32, [2], seed=7), jobs) for _ in range(2))
     assert first == second
     assert first != run(Generator(target.model, 4, 32, [2], seed=8), jobs)
@@ -59,22 +59,22 @@ def test_same_seed_same_text_and_the_budget_ends_it(target: Target) -> None:
     assert run(Generator(target.model, 4, 32, [2], seed=7), jobs, seconds=0.0) == []
 
 
-def test_jobs_that_do_not_fit_are_refused(target: Target) -> None:
+def test_jobs_that_do_not_fit_are_refused(target: TargetModel) -> None:
     with pytest.raises(ValueError, match="do not fit 16"):
-        run(Generator(target.model, 1, 16, [2]), [Job([5] * 10, 0.0, 7)])
+        run(Generator(target.model, 1, 16, [2]), [GenerationJob([5] * 10, 0.0, 7)])
 
 
 @pytest.mark.gpu
-def test_captured_steps_give_the_text_of_the_cpu(target: Target) -> None:
+def test_captured_steps_give_the_text_of_the_cpu(target: TargetModel) -> None:
     model = load_model(target.folder, torch.float32, "cuda")
-    jobs = [Job(prompt, 0.0, 20) for prompt in prompts(9)]
+    jobs = [GenerationJob(prompt, 0.0, 20) for prompt in prompts(9)]
     assert run(Generator(model, 4, 64, [2]), jobs) == run(Generator(target.model, 9, 64, [2]), jobs)
 
 
 @pytest.mark.gpu
-def test_captured_noise_is_new_at_every_step_and_the_same_for_a_seed(target: Target) -> None:
+def test_captured_noise_is_new_at_every_step_and_the_same_for_a_seed(target: TargetModel) -> None:
     model = load_model(target.folder, torch.bfloat16, "cuda")
-    jobs = [Job([5, 9, 30], 8.0, 24)] * 64
+    jobs = [GenerationJob([5, 9, 30], 8.0, 24)] * 64
     first, second = (run(Generator(model, 32, 32, [], seed=3), jobs) for _ in range(2))
     assert first == second
     assert len(set(map(tuple, first))) == 64

@@ -14,14 +14,14 @@ from training_world import make_head, make_trainer, random_texts, run_ahead
 
 from outrider.errors import ConfigError
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
-from outrider_tools.training.eagle3 import Eagle3Head, InitialHead
+from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head
 from outrider_tools.training.options import RunOptions, check_resumed
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
-def trained(target: Target) -> Eagle3Head:
+def trained(target: TargetModel) -> TrainableEagle3Head:
     """A head with a vocabulary and an MLP of its own, after a few steps."""
     torch.manual_seed(0)
     head = make_head(target)
@@ -30,14 +30,14 @@ def trained(target: Target) -> Eagle3Head:
 
 
 @pytest.fixture
-def folder(target: Target, trained: Eagle3Head, tmp_path: Path) -> Path:
+def folder(target: TargetModel, trained: TrainableEagle3Head, tmp_path: Path) -> Path:
     """Where that head was written, in float32."""
     export_drafter(trained, target.folder, tmp_path / "head", torch.float32)
     return tmp_path / "head"
 
 
 @torch.no_grad()
-def guesses(target: Target, head: Eagle3Head) -> torch.Tensor:
+def guesses(target: TargetModel, head: TrainableEagle3Head) -> torch.Tensor:
     """Log-probabilities [T, vocabulary] of two steps, -inf for what it has no word for."""
     ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()
     _, feature = run_ahead(target, head, ids, 2)
@@ -47,13 +47,15 @@ def guesses(target: Target, head: Eagle3Head) -> torch.Tensor:
     return found
 
 
-def test_a_training_begins_as_the_head_in_the_folder(target: Target, trained: Eagle3Head, folder: Path) -> None:
+def test_a_training_begins_as_the_head_in_the_folder(
+    target: TargetModel, trained: TrainableEagle3Head, folder: Path
+) -> None:
     texts = random_texts(target, 12, 6, 30, seed=4)
     options = resolved(RunOptions(init_from=folder, trainer=replace(OPTIONS.trainer, steps=40)), target.config)
     assert (options.draft_vocab_size, options.feature_layers) == (200, (1, 2, 3))
     learner = make_learner(target, texts, options)
     head = learner.module
-    assert isinstance(head, Eagle3Head)
+    assert isinstance(head, TrainableEagle3Head)
     torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
     trainer = Trainer(learner, texts, options.trainer)
     # Calibration gives channels other scales, and leaves what the head computes as it is.
@@ -64,14 +66,16 @@ def test_a_training_begins_as_the_head_in_the_folder(target: Target, trained: Ea
     assert points[-1].loss < points[0].loss
 
 
-def test_rows_of_a_head_in_another_order_are_sorted(target: Target, trained: Eagle3Head, folder: Path) -> None:
+def test_rows_of_a_head_in_another_order_are_sorted(
+    target: TargetModel, trained: TrainableEagle3Head, folder: Path
+) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     order = torch.randperm(200)
     ids = (tensors["d2t"] + torch.arange(200))[order]
     tensors |= {"d2t": ids - torch.arange(200), "lm_head.weight": tensors["lm_head.weight"][order]}
     save_file({f"model.{name}" if name == "norm.weight" else name: tensor for name, tensor in tensors.items()}, path)
-    head = InitialHead(folder, target.config).head(target)
+    head = StoredEagle3Head(folder, target.config).head(target)
     assert torch.equal(head.t2d, trained.t2d)
     torch.testing.assert_close(guesses(target, head), guesses(target, trained), rtol=1e-4, atol=1e-4)
 
@@ -92,12 +96,12 @@ def test_rows_of_a_head_in_another_order_are_sorted(target: Target, trained: Eag
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_with_the_field_and_both_values(
-    target: Target, folder: Path, changes: dict[str, Any], message: str
+    target: TargetModel, folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
-        InitialHead(folder, target.config).head(target)
+        StoredEagle3Head(folder, target.config).head(target)
 
 
 def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -115,7 +119,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Te
     ],
 )
 def test_a_head_of_other_tensors_is_refused(
-    target: Target,
+    target: TargetModel,
     folder: Path,
     change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     message: str,
@@ -123,16 +127,16 @@ def test_a_head_of_other_tensors_is_refused(
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(ConfigError, match=message):
-        InitialHead(folder, target.config).head(target)
+        StoredEagle3Head(folder, target.config).head(target)
 
 
-def test_the_targets_own_embedding_in_the_folder_is_no_fault(target: Target, folder: Path) -> None:
+def test_the_targets_own_embedding_in_the_folder_is_no_fault(target: TargetModel, folder: Path) -> None:
     path = folder / "model.safetensors"
     save_file({**load_file(path), "embed_tokens.weight": target.embed(torch.arange(259)).contiguous()}, path)
-    assert InitialHead(folder, target.config).head(target).learned
+    assert StoredEagle3Head(folder, target.config).head(target).learned
 
 
-def test_options_that_the_head_decides_may_not_differ(target: Target, folder: Path) -> None:
+def test_options_that_the_head_decides_may_not_differ(target: TargetModel, folder: Path) -> None:
     for changes, message in (
         ({"draft_vocab_size": 150}, "--draft-vocab-size 150: the head of --init-from has 200"),
         ({"intermediate_size": 80}, "--intermediate-size 80: the head of --init-from has 96"),

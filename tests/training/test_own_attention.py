@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider_tools.training.attention import OwnColumns, Spans, causal_attention, own_attention
+from outrider_tools.training.attention import OwnKeyMerger, Spans, causal_attention, own_attention
 
 BOUNDS = (0, 25, 25, 40)
 
@@ -42,7 +42,7 @@ def check(device: str, dtype: torch.dtype, tolerance: float, steps: int) -> None
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     grad = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     spans = Spans.of(torch.tensor(BOUNDS, dtype=torch.int32, device=device), BOUNDS[-1], 25)
-    output = own_attention(*split(tensors), spans, OwnColumns(lambda piece: piece))
+    output = own_attention(*split(tensors), spans, OwnKeyMerger(lambda piece: piece))
     expected = own_attention_explicit(*split(exact))
     output.backward(grad)
     expected.backward(grad.double())

@@ -9,13 +9,13 @@ from outrider.errors import ConfigError
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.learner import Learner
 from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.target import Target, target_states
+from outrider_tools.training.target import TargetModel, target_states
 from outrider_tools.training.texts import Batches, TextBatch
 
 OPTIONS = TrainerOptions(unroll=4)
 
 
-def learned(target: Target, batch: TextBatch, compiled: bool) -> tuple[torch.Tensor, ...]:
+def learned(target: TargetModel, batch: TextBatch, compiled: bool) -> tuple[torch.Tensor, ...]:
     """Losses, rates and gradients of a batch."""
     head = make_head(target)
     losses, rates = Learner(target, head, OPTIONS, compiled=compiled).losses(batch)
@@ -26,7 +26,7 @@ def learned(target: Target, batch: TextBatch, compiled: bool) -> tuple[torch.Ten
 # torch's compiler looks at attributes of its own tensors that it warns of.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_a_batch_is_padded_with_changes_nothing(target: Target, compiled: bool) -> None:
+def test_what_a_batch_is_padded_with_changes_nothing(target: TargetModel, compiled: bool) -> None:
     texts = random_texts(target, 7, 6, 30)
     batches = Batches(texts, 320, OPTIONS.unroll + 1, fixed_shape=True)
     (numbers,) = batches.groups(0)
@@ -37,7 +37,7 @@ def test_what_a_batch_is_padded_with_changes_nothing(target: Target, compiled: b
     torch.testing.assert_close(learned(target, padded, compiled), learned(target, bare, False), rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_learns_what_its_sequences_do_alone(target: Target) -> None:
+def test_a_batch_learns_what_its_sequences_do_alone(target: TargetModel) -> None:
     texts = random_texts(target, 4, 6, 30)
     batches = Batches(texts, 320, OPTIONS.unroll + 1)
     found = learned(target, batches.batch(np.arange(4)), False)
@@ -53,7 +53,7 @@ def test_a_batch_learns_what_its_sequences_do_alone(target: Target) -> None:
     torch.testing.assert_close(found, tuple(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_an_epoch_has_every_text_once_in_batches_of_one_shape(target: Target) -> None:
+def test_an_epoch_has_every_text_once_in_batches_of_one_shape(target: TargetModel) -> None:
     texts = random_texts(target, 60, 6, 40)
     packing = Batches(texts, 256, 4, fixed_shape=True)
     groups = packing.groups(3)
@@ -75,7 +75,7 @@ def test_an_epoch_has_every_text_once_in_batches_of_one_shape(target: Target) ->
         Batches(texts, 32, 4, fixed_shape=True)
 
 
-def test_states_of_spans_are_those_of_each_sequence_alone(target: Target) -> None:
+def test_states_of_spans_are_those_of_each_sequence_alone(target: TargetModel) -> None:
     texts = random_texts(target, 3, 5, 11)
     bounds = torch.from_numpy(texts.offsets).int()
     spans = Spans.of(torch.cat([bounds, bounds[-1:]]), texts.tokens.size, 20)

@@ -14,13 +14,13 @@ from training_world import make_head
 from outrider.errors import ConfigError
 from outrider_tools.training.parallel import run_ranks
 from outrider_tools.training.prompts import ChatForm, all_openings
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
 
 def test_two_ranks_learn_what_one_process_learns_from_both_batches(
-    target: Target, tiny_folder: Path, tmp_path: Path
+    target: TargetModel, tiny_folder: Path, tmp_path: Path
 ) -> None:
     run_ranks(2, "cpu", "ranks:train_two", tiny_folder, tmp_path)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))

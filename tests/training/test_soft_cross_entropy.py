@@ -7,8 +7,8 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider_tools.training import loss as loss_module
-from outrider_tools.training.loss import MIN_HIT, SHARPNESS, TargetLoss, Wanted
-from outrider_tools.training.target import Target
+from outrider_tools.training.loss import MIN_HIT, SHARPNESS, TargetLoss, TargetProbs
+from outrider_tools.training.target import TargetModel
 
 PLAIN = TargetLoss(lambda piece: piece)
 
@@ -18,33 +18,33 @@ def test_loss_and_gradients_equal_autograd(chunk_logits: int, monkeypatch: pytes
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
     torch.manual_seed(0)
     rows, weight = torch.randn(10, 6, requires_grad=True), torch.randn(15, 6, requires_grad=True)
-    chances = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
-    best = torch.randint(-1, 15, (10,))
-    loss, hits = PLAIN(rows, weight, Wanted(chances, best), torch.tensor(10.0))
+    probs = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
+    top_ids = torch.randint(-1, 15, (10,))
+    loss, hits = PLAIN(rows, weight, TargetProbs(probs, top_ids), torch.tensor(10.0))
     (3 * loss).backward()
     assert rows.grad is not None and weight.grad is not None
     got = rows.grad.clone(), weight.grad.clone()
     rows.grad = weight.grad = None
     logits = rows @ weight.t()
-    expected = -(chances * logits.log_softmax(1)).sum(1).mean()
+    expected = -(probs * logits.log_softmax(1)).sum(1).mean()
     (3 * expected).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(got, (rows.grad, weight.grad))
-    assert hits.tolist() == (logits.argmax(1) == best).tolist()
+    assert hits.tolist() == (logits.argmax(1) == top_ids).tolist()
 
 
-def test_what_is_wanted_is_the_targets_distribution_cut_to_the_draft_vocabulary(target: Target) -> None:
+def test_what_is_wanted_is_the_targets_distribution_cut_to_the_draft_vocabulary(target: TargetModel) -> None:
     hidden = torch.randn(7, target.config.hidden_size)
     logits = target.model.logits(hidden)
     kept = torch.arange(0, target.config.vocab_size, 2)
     kept = kept[kept != int(logits[0].argmax())]
     draft_ids = torch.full((target.config.vocab_size,), -1)
     draft_ids[kept] = torch.arange(kept.numel())
-    wanted = PLAIN.wanted(target.model, hidden, kept, draft_ids, torch.ones(7, dtype=torch.bool))
-    torch.testing.assert_close(wanted.chances, logits.softmax(1)[:, kept])
-    for row, best in enumerate(logits.argmax(1).tolist()):
-        assert wanted.best[row] == (kept.tolist().index(best) if best in kept.tolist() else -1)
-    assert wanted.best[0] == -1
+    target_probs = PLAIN.target_probs(target.model, hidden, kept, draft_ids, torch.ones(7, dtype=torch.bool))
+    torch.testing.assert_close(target_probs.probs, logits.softmax(1)[:, kept])
+    for row, top_ids in enumerate(logits.argmax(1).tolist()):
+        assert target_probs.top_ids[row] == (kept.tolist().index(top_ids) if top_ids in kept.tolist() else -1)
+    assert target_probs.top_ids[0] == -1
 
 
 @pytest.mark.parametrize("chunk_logits", [10**9, 45])
@@ -55,19 +55,19 @@ def test_the_hit_loss_and_its_gradients_equal_autograd(
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk_logits)
     torch.manual_seed(0)
     rows, weight = torch.randn(10, 6, requires_grad=True), torch.randn(15, 6, requires_grad=True)
-    chances = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
+    probs = torch.rand(10, 15).softmax(1) * torch.rand(10, 1)
     # A row that does not count.
-    chances[3] = 0
+    probs[3] = 0
     count = torch.tensor(9.0)
-    wanted = Wanted(chances, torch.full((10,), -1))
-    loss, _ = TargetLoss(lambda piece: piece, hit_weight)(rows, weight, wanted, count)
+    target_probs = TargetProbs(probs, torch.full((10,), -1))
+    loss, _ = TargetLoss(lambda piece: piece, hit_weight)(rows, weight, target_probs, count)
     (3 * loss).backward()
     assert rows.grad is not None and weight.grad is not None
     got = rows.grad.clone(), weight.grad.clone()
     rows.grad = weight.grad = None
-    logits, mass = rows @ weight.t(), chances.sum(1)
-    plain = -(chances * logits.log_softmax(1)).sum(1)
-    hit = torch.minimum((SHARPNESS * logits).softmax(1), chances).sum(1)
+    logits, mass = rows @ weight.t(), probs.sum(1)
+    plain = -(probs * logits.log_softmax(1)).sum(1)
+    hit = torch.minimum((SHARPNESS * logits).softmax(1), probs).sum(1)
     missed = torch.where(mass > 0, -mass * (hit / mass).log().nan_to_num(), 0)
     expected = ((1 - hit_weight) * plain + hit_weight * missed).sum() / count
     (3 * expected).backward()
@@ -76,11 +76,11 @@ def test_the_hit_loss_and_its_gradients_equal_autograd(
     assert not rows.grad[3].nan_to_num().any()
 
 
-def hit_loss(logits: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def hit_loss(logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """Of one row of logits."""
-    wanted = Wanted(chances[None], torch.tensor([-1]))
+    target_probs = TargetProbs(probs[None], torch.tensor([-1]))
     loss = TargetLoss(lambda piece: piece, 1.0)
-    return loss(logits[None], torch.eye(logits.numel()), wanted, torch.tensor(1.0))[0]
+    return loss(logits[None], torch.eye(logits.numel()), target_probs, torch.tensor(1.0))[0]
 
 
 def test_choices_under_shared_noise_agree_as_often_as_the_hit_loss_says() -> None:

@@ -14,14 +14,14 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.drafters import export_drafter
-from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
+from outrider_tools.training.eagle3 import Eagle3Shape, TrainableEagle3Head
 from outrider_tools.training.layers import matrix
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 
 STEPS = 5
 
 
-def test_unrolled_head_equals_a_step_by_step_run(target: Target, head: Eagle3Head) -> None:
+def test_unrolled_head_equals_a_step_by_step_run(target: TargetModel, head: TrainableEagle3Head) -> None:
     ids = torch.from_numpy(random_texts(target, 1, 4, 14).sequence(0)).long()
     features, _ = states(target, ids, head.feature_layers)
     with torch.no_grad():
@@ -36,14 +36,16 @@ def test_unrolled_head_equals_a_step_by_step_run(target: Target, head: Eagle3Hea
                 torch.testing.assert_close(steps[step][base], feature, rtol=1e-4, atol=1e-4)
 
 
-def test_target_ids_are_those_of_the_draft_vocabulary(head: Eagle3Head) -> None:
+def test_target_ids_are_those_of_the_draft_vocabulary(head: TrainableEagle3Head) -> None:
     assert torch.equal(head.t2d.nonzero().squeeze(1), head.target_ids)
 
 
-def test_a_seed_gives_the_same_weights_and_states_on_disk_the_same_numbers(target: Target) -> None:
-    shape = HeadShape(replace(target.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True), 200, (1, 2))
+def test_a_seed_gives_the_same_weights_and_states_on_disk_the_same_numbers(target: TargetModel) -> None:
+    shape = Eagle3Shape(
+        replace(target.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True), 200, (1, 2)
+    )
     torch.manual_seed(1)
-    head = Eagle3Head(shape, torch.arange(200))
+    head = TrainableEagle3Head(shape, torch.arange(200))
     matrices = [
         "fc",
         *(f"midlayer.self_attn.{name}_proj" for name in "qkvo"),
@@ -60,7 +62,7 @@ def test_a_seed_gives_the_same_weights_and_states_on_disk_the_same_numbers(targe
 
 
 def test_exported_head_has_public_names_and_gives_the_same_logits(
-    target: Target, head: Eagle3Head, tmp_path: Path
+    target: TargetModel, head: TrainableEagle3Head, tmp_path: Path
 ) -> None:
     export_drafter(head, target.folder, tmp_path, torch.float32)
     assert set(load_file(tmp_path / "model.safetensors")) == {
@@ -92,7 +94,7 @@ def test_exported_head_has_public_names_and_gives_the_same_logits(
     torch.testing.assert_close(own, feature, rtol=1e-4, atol=1e-4)
 
 
-def test_default_feature_layers_go_without_saying(target: Target, head: Eagle3Head) -> None:
+def test_default_feature_layers_go_without_saying(target: TargetModel, head: TrainableEagle3Head) -> None:
     fields = json.loads((target.folder / "config.json").read_text())
     layers = head.config_fields(fields)["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert layers == [0, 1, 2]

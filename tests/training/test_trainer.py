@@ -17,17 +17,17 @@ from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.generate import answer_questions
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.target import Target
+from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Batches, Texts
 
 OPTIONS = TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3)
 
 
-def some_texts(target: Target) -> Texts:
+def some_texts(target: TargetModel) -> Texts:
     return random_texts(target, 12, 6, 30)
 
 
-def test_loss_falls_and_deep_guesses_get_better(target: Target) -> None:
+def test_loss_falls_and_deep_guesses_get_better(target: TargetModel) -> None:
     questions = [Question(word * 3) for word in ("abc", "x", "why? ", "1 + 2 = ", "zz", "Q")]
     texts = answer_questions(
         target.model, ChatForm(target.folder), questions, temperature=0.0, max_new_tokens=60, num_rows=4
@@ -41,7 +41,7 @@ def test_loss_falls_and_deep_guesses_get_better(target: Target) -> None:
 
 @pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"optimizer": "muon", "average": 0.7}])
 def test_a_resumed_training_equals_an_uninterrupted_one(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 4)
     texts = some_texts(target)
@@ -62,7 +62,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
         make_trainer(target, make_head(target), texts, options, path)
 
 
-def test_a_state_from_before_an_option_was_there_is_taken_up(target: Target, tmp_path: Path) -> None:
+def test_a_state_from_before_an_option_was_there_is_taken_up(target: TargetModel, tmp_path: Path) -> None:
     texts, path = some_texts(target), tmp_path / "state.safetensors"
     make_trainer(target, make_head(target), texts, OPTIONS, path).run(stop_after=4)
     with safe_open(path, "pt") as file:
@@ -75,14 +75,14 @@ def test_a_state_from_before_an_option_was_there_is_taken_up(target: Target, tmp
         make_trainer(target, make_head(target), texts, replace(OPTIONS, hit_weight=0.5), path)
 
 
-def test_hits_alone_teach_a_head(target: Target) -> None:
+def test_hits_alone_teach_a_head(target: TargetModel) -> None:
     texts = random_texts(target, 2, 6, 30)
     options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2, hit_weight=1.0)
     points = make_trainer(target, make_head(target), texts, options).run().points
     assert points[-1].loss < points[0].loss - 0.1 and points[-1].rates[-1] > points[0].rates[-1] + 0.1
 
 
-def test_what_is_exported_is_the_average_of_the_steps(target: Target, tmp_path: Path) -> None:
+def test_what_is_exported_is_the_average_of_the_steps(target: TargetModel, tmp_path: Path) -> None:
     texts = some_texts(target)
     seen = []
     for steps in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_what_is_exported_is_the_average_of_the_steps(target: Target, tmp_path: 
     torch.testing.assert_close(head.fc.weight, torch.stack(seen).mean(0))
 
 
-def test_muon_learns_and_an_unknown_optimizer_is_named(target: Target) -> None:
+def test_muon_learns_and_an_unknown_optimizer_is_named(target: TargetModel) -> None:
     texts = random_texts(target, 2, 6, 30)
     options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2)
     points = make_trainer(target, make_head(target), texts, options).run().points
@@ -104,7 +104,9 @@ def test_muon_learns_and_an_unknown_optimizer_is_named(target: Target) -> None:
         make_trainer(target, make_head(target), texts, replace(OPTIONS, optimizer="sgd"))
 
 
-def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_become_steps_by_the_speed_of_the_first_ones(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = iter(range(10**6))
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: float(next(seconds)))
     texts = random_texts(target, 2, 6, 12)
@@ -115,7 +117,7 @@ def test_minutes_become_steps_by_the_speed_of_the_first_ones(target: Target, mon
     assert history.points[-1].step == history.total_steps
 
 
-def test_an_epoch_has_every_sequence_once_in_batches_that_fit(target: Target) -> None:
+def test_an_epoch_has_every_sequence_once_in_batches_that_fit(target: TargetModel) -> None:
     texts = random_texts(target, 40, 6, 50)
     batches = Batches(texts, 512, 4)
     groups = [group.tolist() for group in batches.groups(3)]

@@ -39,8 +39,8 @@ def test_smoke_run_from_the_command_line(tiny_folder: Path, tmp_path: Path, caps
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path / "head"), "--smoke", "--device", "cpu"]
     words += ["--prompts", str(prompts), "--eval-prompts", str(held_out), "--draft-vocab-size", "150"]
     assert main([*words, "--feature-layers", "1,2,3", "--steps", "3"]) == 0
-    told = capsys.readouterr().out
-    assert "greedy, all" in told and "t1, writing" in told
+    output = capsys.readouterr().out
+    assert "greedy, all" in output and "t1, writing" in output
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert record["training"]["total_steps"] == 3
     assert [len(found["all"]["rates"]) for found in record["evaluation"]] == [10, 10]
@@ -111,9 +111,9 @@ def test_plots_are_drawn_beside_the_card(earlier: Path, monkeypatch: pytest.Monk
         assert (earlier / name).read_bytes().startswith(b"\x89PNG")
         assert f"({name})" in (earlier / "README.md").read_text()
     monkeypatch.setattr(card_module, "find_spec", lambda name: None)
-    told = StringIO()
-    assert card_module.write_plots({}, tmp_path, Report(told)) == []
-    assert "matplotlib is not installed" in told.getvalue()
+    output = StringIO()
+    assert card_module.write_plots({}, tmp_path, Report(output)) == []
+    assert "matplotlib is not installed" in output.getvalue()
 
 
 def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Pa
     device = torch.device("cpu")
 
     def run(out: str) -> tuple[str, str]:
-        told = StringIO()
-        train(tiny_folder, tmp_path / out, device, options, Report(told))
-        return told.getvalue(), (tmp_path / out / "model.safetensors").read_bytes().hex()
+        output = StringIO()
+        train(tiny_folder, tmp_path / out, device, options, Report(output))
+        return output.getvalue(), (tmp_path / out / "model.safetensors").read_bytes().hex()
 
-    told, weights = run("a")
-    assert "answers: " in told
+    output, weights = run("a")
+    assert "answers: " in output
     again, same = run("a")
     assert "answers: " not in again and same == weights
     assert run("b")[1] == weights

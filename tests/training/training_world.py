@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.eagle3 import Eagle3Head, HeadShape
-from outrider_tools.training.learner import Drafter, DraftInput, Learner
+from outrider_tools.training.eagle3 import Eagle3Shape, TrainableEagle3Head
+from outrider_tools.training.learner import DraftInput, Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
-from outrider_tools.training.target import Target, target_states
+from outrider_tools.training.target import TargetModel, target_states
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
 
-def make_head(target: Target, draft_vocab_size: int = 200) -> Eagle3Head:
+def make_head(target: TargetModel, draft_vocab_size: int = 200) -> TrainableEagle3Head:
     """An untrained head whose draft vocabulary leaves some tokens out."""
     torch.manual_seed(5)
     random = torch.randperm(target.config.vocab_size)[:draft_vocab_size].sort().values
-    head = Eagle3Head(HeadShape(target.config, draft_vocab_size, (1, 2, 3)), random)
+    head = TrainableEagle3Head(Eagle3Shape(target.config, draft_vocab_size, (1, 2, 3)), random)
     head.start(target)
     head.calibrate(torch.rand(10, head.fc.in_features) * 3, torch.empty(0))
     return head
 
 
-def random_texts(target: Target, count: int, prompt_len: int, answer_len: int, seed: int = 0) -> Texts:
+def random_texts(target: TargetModel, count: int, prompt_len: int, answer_len: int, seed: int = 0) -> Texts:
     """Sequences of random tokens, of different lengths."""
     random = torch.Generator().manual_seed(seed)
 
@@ -40,12 +40,12 @@ def random_texts(target: Target, count: int, prompt_len: int, answer_len: int, s
     )
 
 
-def states(target: Target, ids: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+def states(target: TargetModel, ids: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """The target's features [T, layers * hidden] and hidden states [T, hidden] of a text, int64 [T]."""
     return target_states(target.model, ids, Spans.whole(len(ids), ids.device), layers)
 
 
-def run_ahead(target: Target, module: Drafter, ids: Tensor, num_steps: int) -> list[Tensor]:
+def run_ahead(target: TargetModel, module: TrainableDrafter, ids: Tensor, num_steps: int) -> list[Tensor]:
     """What a drafter yields over a text, int64 [T]: [T, hidden] of each step."""
     features, _ = states(target, ids, module.feature_layers)
     given = DraftInput(ids, target.embed(ids), features, Spans.whole(len(ids), ids.device))
@@ -53,7 +53,11 @@ def run_ahead(target: Target, module: Drafter, ids: Tensor, num_steps: int) -> l
 
 
 def make_trainer(
-    target: Target, head: Eagle3Head, texts: Texts, options: TrainerOptions, state_path: Path | None = None
+    target: TargetModel,
+    head: TrainableEagle3Head,
+    texts: Texts,
+    options: TrainerOptions,
+    state_path: Path | None = None,
 ) -> Trainer:
     """Of an EAGLE-3 head."""
     return Trainer(Learner(target, head, options), texts, options, state_path)

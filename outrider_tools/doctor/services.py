@@ -32,7 +32,7 @@ SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0
 
 
 @dataclass(frozen=True)
-class Peer:
+class ServiceEndpoint:
     """A service to ask."""
 
     service: str
@@ -41,7 +41,7 @@ class Peer:
     tls: TlsFiles | None = None
 
 
-def peers_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[Peer]:
+def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[ServiceEndpoint]:
     """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
     gateway, verify, draft = options["gateway"], options["verify"], options["draft"]
     if not (
@@ -50,43 +50,49 @@ def peers_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None
         raise TypeError("options of gateway, verify and draft are needed")
     to_verify = read_secret(gateway.verify_auth_token, gateway.verify_auth_token_file, "--verify-auth-token")
     to_draft = read_secret(verify.draft_auth_token, verify.draft_auth_token_file, "--draft-auth-token")
-    found = [Peer("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
-    found += [Peer("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
-    found += [Peer("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
-    known = {peer.address for peer in found}
-    found += [Peer("verify", verify.address, to_verify)] if verify.address not in known else []
-    found += [Peer("draft", draft.address, to_draft)] if draft.address not in known else []
-    return [peer for peer in found if not peer.address.endswith(":0")]
+    found = [ServiceEndpoint("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
+    found += [ServiceEndpoint("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
+    found += [ServiceEndpoint("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
+    known = {endpoint.address for endpoint in found}
+    found += [ServiceEndpoint("verify", verify.address, to_verify)] if verify.address not in known else []
+    found += [ServiceEndpoint("draft", draft.address, to_draft)] if draft.address not in known else []
+    return [endpoint for endpoint in found if not endpoint.address.endswith(":0")]
 
 
-async def check_peers(peers: Sequence[Peer], must_run: bool, timeout: float) -> tuple[list[Finding], dict[str, str]]:
+async def check_services(
+    endpoints: Sequence[ServiceEndpoint], must_run: bool, timeout: float
+) -> tuple[list[Finding], dict[str, str]]:
     """Findings, and the services that answered by address. `timeout` is in seconds, of each call."""
-    answers = await asyncio.gather(*(_ask(peer, must_run, timeout) for peer in peers))
+    answers = await asyncio.gather(*(_ask(endpoint, must_run, timeout) for endpoint in endpoints))
     findings = [finding for found, _ in answers for finding in found]
-    serving = {peer.address: peer.service for peer, (_, there) in zip(peers, answers, strict=True) if there}
+    serving = {
+        endpoint.address: endpoint.service for endpoint, (_, there) in zip(endpoints, answers, strict=True) if there
+    }
     return findings, serving
 
 
-async def _ask(peer: Peer, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:
-    said = f"{peer.service} {peer.address}"
+async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:
+    said = f"{endpoint.service} {endpoint.address}"
     try:
-        source = TlsSource(peer.tls) if peer.tls is not None else None
-        channel = open_channel(reachable(peer.address), auth_token=peer.token, tls=source)
+        source = TlsSource(endpoint.tls) if endpoint.tls is not None else None
+        channel = open_channel(reachable(endpoint.address), auth_token=endpoint.token, tls=source)
     except ConfigError as error:
-        return [problem(peer.service, error.message, "correct the option")], False
+        return [problem(endpoint.service, error.message, "correct the option")], False
     async with channel:
         try:
             status = await _health(channel, timeout)
         except grpc.aio.AioRpcError as error:
-            told = error_from_rpc(error, peer.service)
+            told = error_from_rpc(error, endpoint.service)
             if must_run:
-                return [problem(peer.service, f"{said}: {told.message}", "start it, or correct address and TLS")], False
-            return [ok(peer.service, f"{said}: not running, or not reachable")], False
-        findings = [await _echo(channel, peer, timeout)]
+                return [
+                    problem(endpoint.service, f"{said}: {told.message}", "start it, or correct address and TLS")
+                ], False
+            return [ok(endpoint.service, f"{said}: not running, or not reachable")], False
+        findings = [await _echo(channel, endpoint, timeout)]
         if status != "SERVING":
             fix = "wait if it is loading its model; else see its log"
-            return [problem(peer.service, f"{said}: {status}", fix), *findings], True
-        findings.insert(0, await _info(channel, peer, timeout))
+            return [problem(endpoint.service, f"{said}: {status}", fix), *findings], True
+        findings.insert(0, await _info(channel, endpoint, timeout))
         return findings, True
 
 
@@ -95,14 +101,14 @@ async def _health(channel: grpc.aio.Channel, timeout: float) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-async def _info(channel: grpc.aio.Channel, peer: Peer, timeout: float) -> Finding:
-    said = f"{peer.service} {peer.address}"
+async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: float) -> Finding:
+    said = f"{endpoint.service} {endpoint.address}"
     try:
-        return await _INFO[peer.service](channel, said, timeout)
+        return await _INFO[endpoint.service](channel, said, timeout)
     except grpc.aio.AioRpcError as error:
-        told: OutriderError = error_from_rpc(error, peer.service)
+        told: OutriderError = error_from_rpc(error, endpoint.service)
         fix = "set the token that its door asks for" if "credentials" in told.code else "see its log"
-        return problem(peer.service, f"{said}: {told.message}", fix)
+        return problem(endpoint.service, f"{said}: {told.message}", fix)
 
 
 async def _gateway_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
@@ -149,7 +155,7 @@ _INFO: dict[str, Callable[[Any, str, float], Awaitable[Finding]]] = {
 }
 
 
-async def _echo(channel: grpc.aio.Channel, peer: Peer, timeout: float) -> Finding:
+async def _echo(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: float) -> Finding:
     """Round trips of health checks, the lightest call that every service answers."""
     stub = health_pb2_grpc.HealthStub(channel)
     times = []
@@ -161,12 +167,12 @@ async def _echo(channel: grpc.aio.Channel, peer: Peer, timeout: float) -> Findin
     except grpc.aio.AioRpcError as error:
         return problem(
             "round trip",
-            f"{peer.service} {peer.address}: lost after {len(times)} calls: {error.details()}",
+            f"{endpoint.service} {endpoint.address}: lost after {len(times)} calls: {error.details()}",
             "see its log",
         )
     median, worst = statistics.median(times), max(times)
-    text = f"{peer.service} {peer.address}: median {median:.2f} ms, longest {worst:.2f} ms of {ECHOES}"
-    limit = SLOW_LOCAL_MS if is_local(peer.address) else SLOW_MS
+    text = f"{endpoint.service} {endpoint.address}: median {median:.2f} ms, longest {worst:.2f} ms of {ECHOES}"
+    limit = SLOW_LOCAL_MS if is_local(endpoint.address) else SLOW_MS
     if median > limit:
         return warning(
             "round trip", f"{text}; over {limit:g} ms", "a miss costs a round trip: look at load and network"
