@@ -213,8 +213,8 @@ class DraftService:
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
         engine.requests, engine.drafter, engine.inbox = self.requests, None, DraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
-            say=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
-            tally=SimpleNamespace(slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds)),
+            answer=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
+            count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
         engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
         engine._peers = {_SESSION: SessionPeer(_SESSION, VOCAB, None, reporter)}
