@@ -25,70 +25,6 @@ MAX_HELD_BYTES = 16 << 20
 """Features of one stream that may wait for the engine; the stream is read no further while there are more."""
 
 
-class FeatureInflow:
-    """Sequence numbers and bytes of features between a stream's reader and the engine. Used on the event loop alone.
-
-    Features are released in their order, whatever the order in which the engine is done with them.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, int] = {}
-        """Bytes by sequence number, in rising order."""
-        self._handed_over: deque[Sequence[int]] = deque()
-        self._num_bytes = 0
-        self._newest = 0
-        self._through = 0
-        self._told = 0
-        self._has_news = asyncio.Event()
-        self._may_read = asyncio.Event()
-        self._may_read.set()
-
-    async def admit(self, pieces: Sequence[tuple[int, int]]) -> list[bool]:
-        """Hold what came in one message, as (sequence number, bytes), once there is room.
-
-        False, and nothing is held, for a piece whose number does not rise.
-        """
-        await self._may_read.wait()
-        admitted = [self._hold(sequence, num_bytes) for sequence, num_bytes in pieces]
-        if self._num_bytes > MAX_HELD_BYTES:
-            self._may_read.clear()
-        return admitted
-
-    def hand_over(self, sequences: Sequence[int]) -> None:
-        """The engine has them now: the next `taken` is of these."""
-        self._handed_over.append(sequences)
-
-    def taken(self) -> None:
-        """The engine is done with those that it has had longest."""
-        self.release(*self._handed_over.popleft())
-
-    def release(self, *sequences: int) -> None:
-        """Held features are done with."""
-        for sequence in sequences:
-            self._num_bytes -= self._held.pop(sequence)
-        self._through = next(iter(self._held), self._newest + 1) - 1
-        self._has_news.set()
-        if self._num_bytes <= MAX_HELD_BYTES:
-            self._may_read.set()
-
-    async def next_release(self) -> int:
-        """Wait for releases; returns the number of the last features that are done with together with all before."""
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            if self._through > self._told:
-                self._told = self._through
-                return self._told
-
-    def _hold(self, sequence: int, num_bytes: int) -> bool:
-        if sequence <= self._newest:
-            return False
-        self._newest = sequence
-        self._held[sequence] = num_bytes
-        self._num_bytes += num_bytes
-        return True
-
-
 class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
     """The door's end of the socket that features take."""
 
@@ -126,10 +62,9 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
 
 
 class FeatureStream:
-    """One features stream on its way to the engine."""
+    """One features stream on its way to the engine, which takes its messages in their order."""
 
     def __init__(self, remote: RemoteFeatures, number: int) -> None:
-        self.inflow = FeatureInflow()
         self.uses_ring = False
         self.broken = False
         """Whether its ring cannot be read any more."""
@@ -138,12 +73,41 @@ class FeatureStream:
         self._remote = remote
         self._number = number
         self._part: asyncio.Future[tuple[ProjectionPart, bool]] | None = None
+        self._handed_over: deque[tuple[int, int]] = deque()
+        """Last sequence number and bytes of each message that the engine has not taken."""
+        self._num_held_bytes = 0
+        self._newest = 0
+        self._released = 0
+        self._has_release = asyncio.Event()
+        self._may_read = asyncio.Event()
+        self._may_read.set()
 
-    async def submit(self, pieces: Sequence[Features], sequences: Sequence[int]) -> None:
-        """Hand over what came in one message; numbers of all that is released with it. Returns when there is room."""
-        self.inflow.hand_over(sequences)
-        self._remote.send(Pieces(self._number, list(pieces)))
-        await self._remote.writable()
+    async def submit(self, pieces: Sequence[tuple[int, Features | None]]) -> int:
+        """Hand over what came in one message, by sequence numbers, once there is room; returns how many were dropped.
+
+        Dropped is what is malformed (None), and pieces whose number does not rise.
+        """
+        await self._may_read.wait()
+        before, features = self._newest, []
+        for sequence, piece in pieces:
+            if sequence > self._newest:
+                self._newest = sequence
+                features += [] if piece is None else [piece]
+        if self._newest > before:
+            num_bytes = sum(len(piece.data) for piece in features)
+            self._handed_over.append((self._newest, num_bytes))
+            self._num_held_bytes += num_bytes
+            if self._num_held_bytes > MAX_HELD_BYTES:
+                self._may_read.clear()
+            self._remote.send(Pieces(self._number, features))
+            await self._remote.writable()
+        return len(pieces) - len(features)
+
+    async def next_release(self) -> int:
+        """Wait until the engine takes more; returns the number of the last features that it is done with."""
+        await self._has_release.wait()
+        self._has_release.clear()
+        return self._released
 
     async def matrix_part(self, offset: int) -> tuple[ProjectionPart, bool]:
         """The bytes of the drafter's projection from `offset` on, and whether they are the last."""
@@ -160,7 +124,11 @@ class FeatureStream:
         match frame:
             case Taken():
                 self.broken = frame.broken
-                self.inflow.taken()
+                self._released, num_bytes = self._handed_over.popleft()
+                self._num_held_bytes -= num_bytes
+                self._has_release.set()
+                if self._num_held_bytes <= MAX_HELD_BYTES:
+                    self._may_read.set()
             case StreamReady():
                 if not self.ready.done():
                     self.ready.set_result(frame.uses_ring)

@@ -175,17 +175,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 # The session is dialled again, and goes without a ring.
                 self._maps_memory = False
                 raise InternalError("the ring of features cannot be read any more")
-            found = decode_pieces(message, begin, ring_bytes)
-            admitted = await stream.inflow.admit([(number, len(piece.data) if piece else 0) for number, piece in found])
-            held = [one for one, fits in zip(found, admitted, strict=True) if fits]
-            pieces = [piece for _, piece in held if piece is not None]
-            if len(pieces) < len(found):
-                self._metrics.dropped["malformed"].inc(len(found) - len(pieces))
-            numbers = [number for number, _ in held]
-            if pieces:
-                await stream.submit(pieces, numbers)
-            elif held:
-                stream.inflow.release(*numbers)
+            num_dropped = await stream.submit(decode_pieces(message, begin, ring_bytes))
+            self._metrics.dropped["malformed"].inc(num_dropped)
 
     async def _read(self, session: VerifySession, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
@@ -257,7 +248,7 @@ async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, w
         await context.write(encode_response(part))
         offset += len(part.data)
     while True:
-        await context.write(encode_response(FeaturesReleased(await stream.inflow.next_release())))
+        await context.write(encode_response(FeaturesReleased(await stream.next_release())))
 
 
 async def _until_first(*work: Coroutine[Any, Any, None]) -> None:

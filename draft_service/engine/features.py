@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from draft_service.frames import (
     AskMatrix,
@@ -26,39 +25,31 @@ from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, Projectio
 _logger = get_logger(__name__)
 
 Apply = Callable[[int, Sequence[Features]], None]
-"""Features for a session, in order."""
-Fail = Callable[[int, Sequence[Features]], None]
-"""Features of a session that could not be read."""
+"""Takes a session's number and features of it, in order."""
 
 
-@dataclass(slots=True)
 class _Stream:
-    """A features stream; its ring is None where it has none, or none any more."""
+    """A features stream. Its ring is mapped on a thread, since enabling access between two devices takes a while."""
 
-    up: StreamUp
-    ring: RingReader | None = None
-
-
-class _Mapping:
-    """A ring that is being mapped on a thread: enabling access between two devices takes a while."""
-
-    def __init__(self, up: StreamUp, mapper: MemoryMapper) -> None:
-        self.stream = up.stream
+    def __init__(self, up: StreamUp, mapper: MemoryMapper | None) -> None:
+        """`mapper`: maps the ring; None where there is none, or where it cannot be mapped."""
+        self.up = up
         self.ring: RingReader | None = None
-        self._up = up
-        self._mapper = mapper
-        self._thread = threading.Thread(target=self._run, name="map-ring", daemon=True)
-        self._thread.start()
+        """None until it is mapped, and where it cannot be."""
+        self.ended = False
+        self._thread = threading.Thread(target=self._map, args=(mapper,), name="map-ring", daemon=True)
+        if mapper is not None:
+            self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """Whether it has been mapped, or cannot be."""
-        return not self._thread.is_alive()
+    def mapping(self) -> bool:
+        """Whether its ring is being mapped."""
+        return self._thread.is_alive()
 
-    def _run(self) -> None:
+    def _map(self, mapper: MemoryMapper) -> None:
         try:
-            ring = self._up.begin.ring
-            self.ring = None if ring is None else map_ring(ring, self._mapper)
+            if self.up.begin.ring is not None:
+                self.ring = map_ring(self.up.begin.ring, mapper)
         except Exception as error:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
 
@@ -67,20 +58,21 @@ class FeatureInlet:
     """Answers the door's frames about features. The engine's thread alone uses it."""
 
     def __init__(
-        self, pipe: Pipe[FeaturesFromDoor], drafter: AnyDrafter, mapper: MemoryMapper | None, apply: Apply, fail: Fail
+        self, pipe: Pipe[FeaturesFromDoor], drafter: AnyDrafter, mapper: MemoryMapper | None, apply: Apply, fail: Apply
     ) -> None:
+        """`apply` gets features with their rows, `fail` those whose rows could not be read."""
         self._pipe = pipe
         self._drafter = drafter
         self._mapper = mapper
         self._apply = apply
         self._fail = fail
         self._streams: dict[int, _Stream] = {}
-        self._mappings: list[_Mapping] = []
+        self._mapping: list[_Stream] = []
 
     @property
     def mapping(self) -> bool:
         """Whether a ring is being mapped, which `settle` looks after."""
-        return bool(self._mappings)
+        return bool(self._mapping)
 
     def handle(self, frame: FeaturesFromDoor) -> None:
         """One frame, in the order of arrival."""
@@ -90,31 +82,29 @@ class FeatureInlet:
             case StreamUp():
                 self._begin(frame)
             case StreamDown():
-                ended = self._streams.pop(frame.stream)
-                if ended.ring is not None:
-                    ended.ring.close()
+                stream = self._streams.pop(frame.stream)
+                stream.ended = True
+                if stream.ring is not None and stream not in self._mapping:
+                    stream.ring.close()
             case AskMatrix():
                 self._send_matrix(frame)
 
     def settle(self) -> None:
         """Tell of rings that have been mapped meanwhile."""
-        for mapping in [mapping for mapping in self._mappings if mapping.done]:
-            self._mappings.remove(mapping)
-            stream = self._streams.get(mapping.stream)
-            if stream is not None:
-                stream.ring = mapping.ring
-                self._pipe.send(StreamReady(mapping.stream, mapping.ring is not None))
-            elif mapping.ring is not None:
-                mapping.ring.close()
+        for stream in [stream for stream in self._mapping if not stream.mapping]:
+            self._mapping.remove(stream)
+            if not stream.ended:
+                self._pipe.send(StreamReady(stream.up.stream, stream.ring is not None))
+            elif stream.ring is not None:
+                stream.ring.close()
 
     def _begin(self, up: StreamUp) -> None:
-        self._streams[up.stream] = _Stream(up)
-        if up.begin.ring is None:
-            return
-        if self._mapper is None:
+        mapper = self._mapper if up.begin.ring is not None else None
+        stream = self._streams[up.stream] = _Stream(up, mapper)
+        if mapper is not None:
+            self._mapping.append(stream)
+        elif up.begin.ring is not None:
             self._pipe.send(StreamReady(up.stream, False))
-        else:
-            self._mappings.append(_Mapping(up, self._mapper))
 
     def _take(self, frame: Pieces) -> None:
         stream = self._streams[frame.stream]
