@@ -81,7 +81,7 @@ class FromVerify(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """door -> engine: open no more requests; `Drained` answers when none is open."""
+    """door -> engine: open no more requests."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -129,10 +129,6 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Slices of growth, by GROWTH_SECONDS; the last ones were longer than all of them."""
     slice_seconds: float = 0.0
     """What they took together."""
-
-
-class Drained(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """engine -> door: no request is open any more."""
 
 
 class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -195,7 +191,7 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 FromDoor = Start[DraftOptions] | Stop | Serve | SessionUp | SessionDown | FromVerify | Drain | Ask
-FromEngine = TurnUpdates | State | Drained | LineLost
+FromEngine = TurnUpdates | State | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart
 

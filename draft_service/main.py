@@ -98,7 +98,8 @@ async def _serve_engine(
             write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
             await process.until_stopped(stop)
             server.set_serving(False)
-            await drain(engine, options.drain_seconds)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.drain(), options.drain_seconds)
             await server.stop(grace=0)
     finally:
         await server.stop(grace=0)
@@ -128,12 +129,6 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
-
-
-async def drain(engine: RemoteDraftEngine, seconds: float) -> None:
-    """Open nothing more and wait until the open requests are closed, at most so long."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(engine.drain(), seconds)
 
 
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:

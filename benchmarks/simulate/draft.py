@@ -24,7 +24,7 @@ from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, Memory, Pool
 from benchmarks.simulate.world import Actor, Costs
 from draft_service.engine.inbox import LineMessages
-from draft_service.engine.reporter import SessionPeer
+from draft_service.engine.reporter import SessionPort
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
@@ -217,7 +217,7 @@ class DraftService:
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
         engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
-        engine._peers = {_SESSION: SessionPeer(_SESSION, VOCAB, None, reporter)}
+        engine._ports = {_SESSION: SessionPort(_SESSION, VOCAB, None, reporter)}
         engine._garbage, engine._stopping, engine._turns, engine._drains = Garbage(), False, 0, 0
         made: draft_engine.DraftEngine = engine
         return made

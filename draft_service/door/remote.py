@@ -7,13 +7,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 from draft_service.frames import (
     Ask,
     DrafterProfile,
     Drain,
-    Drained,
     FromEngine,
     FromVerify,
     LineLost,
@@ -24,7 +22,7 @@ from draft_service.frames import (
     TurnUpdates,
     from_engine,
 )
-from outrider.errors import OverloadedError, UnavailableError
+from outrider.errors import OutriderError, OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
@@ -32,6 +30,7 @@ MAX_UNREAD_BATCHES = 256
 """Batches of messages that may wait for the engine before the stream is read no further."""
 _STATE_SECONDS = 1.0
 """How long an engine may take to tell its state; then the last one is what is known."""
+_DRAIN_POLL_SECONDS = 0.05
 
 
 class VerifySession:
@@ -50,52 +49,57 @@ class VerifySession:
         """Numbers of the drafters that guess for it; None for all."""
         self.line_token = line_token
         """Names the session where its verify engine may call the engine here; empty if it may not."""
-        self._line_lost = asyncio.Event()
         self._max_queued = max_queued
         self._outbound: deque[DraftMessage] = deque()
-        self._overflowed = asyncio.Event()
         self._has_outbound = asyncio.Event()
         self._num_unread = 0
         self._may_read = asyncio.Event()
         self._may_read.set()
-        self._ended = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Whoever waits for it is told why; nobody has to.
+        self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
         """Queue answers."""
-        if self._ended.is_set() or self._overflowed.is_set():
+        if self._over.done():
             return
         self._outbound.extend(messages)
         if len(self._outbound) > self._max_queued:
-            self._outbound.clear()
-            self._overflowed.set()
+            waiting = f"more than {self._max_queued} answers wait to be read; read the stream faster"
+            self._end(OverloadedError(waiting, code="slow_reader"))
         self._has_outbound.set()
 
     async def next_answers(self) -> list[DraftMessage]:
-        """Wait for answers and take all of them; none once the queue has overflowed."""
+        """Wait for answers and take all of them; none once too many have waited."""
         await self._has_outbound.wait()
         self._has_outbound.clear()
         answers = list(self._outbound)
         self._outbound.clear()
         return answers
 
-    async def overflow(self) -> NoReturn:
-        """Wait until too many answers wait to be read. Raises OverloadedError.
+    def lose_line(self) -> None:
+        """The verify engine has hung up where it spoke to the engine here."""
+        self._end(UnavailableError("the line between the engines is lost; begin a new session"))
+
+    def close(self) -> None:
+        """Answers are dropped from here on."""
+        self._end(None)
+
+    async def over(self) -> None:
+        """Wait until the session is closed. Raises OverloadedError once too many answers wait to be read, and
+        UnavailableError once its line is lost.
 
         Apart from `next_answers`, because a writer whose peer reads nothing comes back from no write.
         """
-        await self._overflowed.wait()
-        raise OverloadedError(
-            f"more than {self._max_queued} answers wait to be read; read the stream faster", code="slow_reader"
-        )
+        await asyncio.shield(self._over)
 
-    def lose_line(self) -> None:
-        """The verify engine has hung up where it spoke to the engine here."""
-        self._line_lost.set()
-
-    async def line_lost(self) -> NoReturn:
-        """Wait until the session's line is lost. Raises UnavailableError."""
-        await self._line_lost.wait()
-        raise UnavailableError("the line between the engines is lost; begin a new session")
+    def _end(self, error: OutriderError | None) -> None:
+        self._outbound.clear()
+        if not self._over.done():
+            if error is None:
+                self._over.set_result(None)
+            else:
+                self._over.set_exception(error)
 
     async def admit(self) -> None:
         """Wait until the engine has caught up; before each batch that is handed to it."""
@@ -110,15 +114,6 @@ class VerifySession:
         if self._num_unread <= MAX_UNREAD_BATCHES // 2:
             self._may_read.set()
 
-    def close(self) -> None:
-        """Answers are dropped from here on."""
-        self._outbound.clear()
-        self._ended.set()
-
-    async def ended(self) -> None:
-        """Wait until the session is closed."""
-        await self._ended.wait()
-
 
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
@@ -132,8 +127,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self._numbers = itertools.count(1)
         self._sessions: dict[int, VerifySession] = {}
         self._session_numbers: dict[VerifySession, int] = {}
-        self._asked: dict[int, asyncio.Future[State]] = {}
-        self._drained: list[asyncio.Future[None]] = []
+        self._asked: dict[int, asyncio.Future[None]] = {}
 
     def attach(self, session: VerifySession) -> None:
         """A session began."""
@@ -162,25 +156,31 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         """The next sessions are of this target; `anew` if it is another one than before."""
         self.send(Serve(tokenizer_hash, anew))
 
-    def drain(self) -> asyncio.Future[None]:
-        """Open no more requests; the future is done once none is open, or the engine is gone."""
-        drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.gone:
-            drained.set_result(None)
-            return drained
-        self._drained.append(drained)
+    async def drain(self) -> None:
+        """Open no more requests; returns once none is open, or the engine is gone."""
         self.send(Drain())
-        return drained
+        await self._refresh_state()
+        while self.state.num_requests and not self.gone:
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+            await self._refresh_state()
 
     async def ask(self) -> State:
-        """The state after all that was sent before, or the last one that is known of an engine that is busy."""
+        """The state after all that was sent before, or the last one that is known of an engine that is busy or gone."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._refresh_state(), _STATE_SECONDS)
+        return self.state
+
+    async def _refresh_state(self) -> None:
+        """Return when `state` tells of all that was sent before, or the engine is gone."""
+        if self.gone:
+            return
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         self.send(Ask(number))
-        with suppress(TimeoutError, UnavailableError):
-            await asyncio.wait_for(answer, _STATE_SECONDS)
-        self._asked.pop(number, None)
-        return self.state
+        try:
+            await answer
+        finally:
+            self._asked.pop(number, None)
 
     def receive(self, frame: FromEngine) -> None:
         """See FrameConnection."""
@@ -189,18 +189,15 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
                 self._deliver(frame)
             case State():
                 self._take_state(frame)
-            case Drained():
-                self._settle_drained()
             case LineLost():
                 if (session := self._sessions.get(frame.session)) is not None:
                     session.lose_line()
 
     def on_lost(self) -> None:
-        """Whoever waits for an answer gets none."""
-        self._settle_drained()
+        """Whoever waits for its state waits no longer."""
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(UnavailableError("the draft engine is gone"))
+                answer.set_result(None)
 
     def _deliver(self, updates: TurnUpdates) -> None:
         for answers in updates.messages:
@@ -215,12 +212,6 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self.state = state
         if self.on_state is not None:
             self.on_state(state)
-        answer = self._asked.pop(state.answers, None)
+        answer = self._asked.get(state.answers)
         if answer is not None and not answer.done():
-            answer.set_result(state)
-
-    def _settle_drained(self) -> None:
-        for drained in self._drained:
-            if not drained.done():
-                drained.set_result(None)
-        self._drained.clear()
+            answer.set_result(None)

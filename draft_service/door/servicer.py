@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.frames import DrafterProfile
 from outrider import __version__
 from outrider.config.draft import DraftOptions
-from outrider.errors import InternalError, InvalidRequestError, OverloadedError
+from outrider.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import (
     Decline,
@@ -85,9 +86,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             if answer.hello.features_token:
                 self._awaiting[answer.hello.features_token] = session
             await context.write(encode_draft([answer.hello]))
-            await _until_first(
-                self._read(session, rest, context), _write(session, context), session.overflow(), session.line_lost()
-            )
+            await _until_first(self._read(session, rest, context), _write(session, context), session.over())
         finally:
             session.close()
             self._awaiting.pop(answer.hello.features_token, None)
@@ -116,7 +115,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await _until_first(
                 self._read_features(stream, begin, context),
                 _write_features(stream, context, with_projection=begin.wants_projection),
-                session.ended(),
+                _ended(session),
             )
         finally:
             stream.close()
@@ -238,6 +237,12 @@ async def _write(session: VerifySession, context: _Context) -> None:
     while True:
         if answers := await session.next_answers():
             await context.write(encode_draft(answers))
+
+
+async def _ended(session: VerifySession) -> None:
+    """Wait for the session's end, whose reason its own stream tells."""
+    with suppress(OutriderError):
+        await session.over()
 
 
 async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, with_projection: bool) -> None:

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from draft_service.engine.features import FeatureInlet
 from draft_service.engine.inbox import DraftInbox, LineMessages
-from draft_service.engine.reporter import DraftReporter, SessionPeer
+from draft_service.engine.reporter import DraftReporter, SessionPort
 from draft_service.engine.requests import Requests
 from draft_service.frames import (
     Ask,
@@ -72,11 +72,10 @@ class DraftEngine:
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
         self._inlet = FeatureInlet(features, drafter, mapper, self._apply, self._fail_features)
-        self._peers: dict[int, SessionPeer] = {}
+        self._ports: dict[int, SessionPort] = {}
         self._garbage = Garbage()
         self._stopping = False
         self._turns = 0
-        self._drains = 0
 
     def run(self) -> None:
         """Take turns until the door says Stop, or is gone; until the device fails, or turns fail again and again."""
@@ -117,10 +116,6 @@ class DraftEngine:
         if self._inlet.mapping:
             self._inlet.settle()
         self._reporter.tell_state()
-        if self._drains and not len(self.requests):
-            for _ in range(self._drains):
-                self._reporter.drained()
-            self._drains = 0
         self._garbage.sweep()
 
     def _rest(self) -> None:
@@ -151,12 +146,12 @@ class DraftEngine:
                 self._reporter.handled(frame.session)
             case SessionUp():
                 parts = None if frame.parts is None else frozenset(frame.parts)
-                self._peers[frame.session] = SessionPeer(frame.session, frame.vocab_size, parts, self._reporter)
+                self._ports[frame.session] = SessionPort(frame.session, frame.vocab_size, parts, self._reporter)
             case SessionDown():
-                peer = self._peers.pop(frame.session)
-                peer.closed = True
+                port = self._ports.pop(frame.session)
+                port.closed = True
                 self.inbox.ended.discard(frame.session)
-                self.requests.detach(peer)
+                self.requests.detach(port)
             case Serve():
                 if frame.anew:
                     self.requests.growth.forget_target()
@@ -166,7 +161,6 @@ class DraftEngine:
                 self._reporter.tell_state(frame.number)
             case Drain():
                 self.requests.draining = True
-                self._drains += 1
             case Stop():
                 self._stopping = True
             case StreamUp() | StreamDown() | Pieces() | AskMatrix():
@@ -176,20 +170,20 @@ class DraftEngine:
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
         """Do what a session's messages ask, unless it has ended meanwhile."""
-        peer = self._peers.get(session)
-        if peer is None or session in self.inbox.ended:
+        port = self._ports.get(session)
+        if port is None or session in self.inbox.ended:
             return
         for message in messages:
             try:
-                self.requests.handle(peer, message)
+                self.requests.handle(port, message)
             except Exception as error:
                 raise_device_failure(error)
                 _logger.error("a message could not be handled", exc_info=error)
-                self.requests.fail(peer, message)
+                self.requests.fail(port, message)
 
     def _fail_features(self, session: int, pieces: Sequence[Features]) -> None:
         """Give the requests up whose features could not be read."""
-        peer = self._peers.get(session)
-        if peer is not None:
+        port = self._ports.get(session)
+        if port is not None:
             for features in pieces:
-                self.requests.fail(peer, features)
+                self.requests.fail(port, features)

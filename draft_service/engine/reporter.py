@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from draft_service.engine.inbox import VerifyLines
 from draft_service.engine.requests import Requests
-from draft_service.frames import GROWTH_SECONDS, Drained, FromDoor, LineLost, State, ToVerify, TurnUpdates
+from draft_service.frames import GROWTH_SECONDS, FromDoor, LineLost, State, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import DraftMessage
@@ -79,10 +79,6 @@ class DraftReporter:
             self._pipe.send(LineLost(session))
         self._lines.lost.clear()
 
-    def drained(self) -> None:
-        """No request is open any more."""
-        self._pipe.send(Drained())
-
     def count_slice(self, seconds: float) -> None:
         """A slice of growth took so long."""
         self._slices[bisect_left(GROWTH_SECONDS, seconds)] += 1
@@ -125,8 +121,8 @@ class DraftReporter:
         )
 
 
-class SessionPeer:
-    """A session whose other half is in the door: see Peer."""
+class SessionPort:
+    """A session whose other half is in the door: see AnswerPort."""
 
     def __init__(self, number: int, vocab_size: int, parts: frozenset[int] | None, reporter: DraftReporter) -> None:
         self.number = number

@@ -34,7 +34,7 @@ _RETRYABLE = {
 }
 
 
-class Peer(Protocol):
+class AnswerPort(Protocol):
     """A session as the engine sees it."""
 
     vocab_size: int
@@ -59,107 +59,107 @@ class Requests:
         self._options = options
         self._max_positions = longest_sequence(drafter.needs.max_positions, options)
         self._handles = itertools.count(1)
-        self._trees: dict[tuple[Peer, int], Tree] = {}
-        self._peers: dict[int, Peer] = {}
+        self._trees: dict[tuple[AnswerPort, int], Tree] = {}
+        self._ports: dict[int, AnswerPort] = {}
 
     def __len__(self) -> int:
         return len(self._trees)
 
-    def handle(self, peer: Peer, message: VerifyMessage | Features) -> None:
+    def handle(self, port: AnswerPort, message: VerifyMessage | Features) -> None:
         """Apply one message of a session."""
         if isinstance(message, Hello):
             self.dropped["unexpected"] += 1
         elif isinstance(message, Open):
-            self._open(peer, message)
-        elif (tree := self._trees.get((peer, message.request))) is not None:
-            self._apply(peer, tree, message)
+            self._open(port, message)
+        elif (tree := self._trees.get((port, message.request))) is not None:
+            self._apply(port, tree, message)
         elif isinstance(message, Features):
             # Its request may have been closed meanwhile, which the other stream told first.
             self.dropped["late_features"] += 1
         elif not isinstance(message, Close):
             self.dropped["unknown_request"] += 1
-            self._decline(peer, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
+            self._decline(port, message.request, DeclineReason.UNKNOWN_REQUEST, "open it first")
 
-    def detach(self, peer: Peer) -> None:
+    def detach(self, port: AnswerPort) -> None:
         """A session ended: free all of its requests."""
-        for tree in [tree for (owner, _), tree in self._trees.items() if owner is peer]:
-            self._close(peer, tree)
+        for tree in [tree for (owner, _), tree in self._trees.items() if owner is port]:
+            self._close(port, tree)
 
-    def fail(self, peer: Peer, message: VerifyMessage | Features) -> None:
+    def fail(self, port: AnswerPort, message: VerifyMessage | Features) -> None:
         """A message could not be handled because of an error here: give its request up."""
         if isinstance(message, Hello):
             return
-        tree = self._trees.get((peer, message.request))
+        tree = self._trees.get((port, message.request))
         if tree is not None:
-            self._give_up(peer, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
+            self._give_up(port, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
 
     def tell(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
-        answers: dict[Peer, list[DraftMessage]] = {}
+        answers: dict[AnswerPort, list[DraftMessage]] = {}
         for tree in self.growth.table.take_updates():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
-                answers.setdefault(self._peers[tree.handle], []).append(grow)
-        for peer, messages in answers.items():
-            peer.send(messages)
+                answers.setdefault(self._ports[tree.handle], []).append(grow)
+        for port, messages in answers.items():
+            port.send(messages)
 
     def work(self, deadline: float) -> None:
         """Let the drafter do what could wait."""
         self.growth.work(deadline)
 
-    def _apply(self, peer: Peer, tree: Tree, message: Commit | Pause | Resume | Close | Features) -> None:
+    def _apply(self, port: AnswerPort, tree: Tree, message: Commit | Pause | Resume | Close | Features) -> None:
         if isinstance(message, Commit):
-            self._commit(peer, tree, message)
+            self._commit(port, tree, message)
         elif isinstance(message, Features):
             self.growth.take_features(tree, message)
         elif isinstance(message, Close):
-            self._close(peer, tree)
+            self._close(port, tree)
         else:
             tree.paused = isinstance(message, Pause)
             if isinstance(message, Resume):
                 tree.author.credit = message.credit
             self._changed(tree)
 
-    def _open(self, peer: Peer, message: Open) -> None:
-        tree = self._trees.get((peer, message.request))
-        if not self._acceptable(peer, message.request, message.token_ids, len(message.token_ids)):
+    def _open(self, port: AnswerPort, message: Open) -> None:
+        tree = self._trees.get((port, message.request))
+        if not self._acceptable(port, message.request, message.token_ids, len(message.token_ids)):
             return
         if tree is not None:
             epoch, known = tree.author.epoch, tree.author.committed_len
             tree.author.reopen(message)
             self._follow(tree, known, missed=tree.author.epoch != epoch)
         elif self.draining:
-            self._decline(peer, message.request, DeclineReason.DRAINING, "the draft service is going away")
+            self._decline(port, message.request, DeclineReason.DRAINING, "the draft service is going away")
         elif len(self._trees) >= self._options.max_requests:
             limit = f"{self._options.max_requests} requests are open"
-            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+            self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
         elif not self.growth.has_memory:
             limit = f"{self._options.max_nodes} nodes are live"
-            self._decline(peer, message.request, DeclineReason.OVERLOADED, limit)
+            self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
         else:
-            self._begin(peer, message)
+            self._begin(port, message)
 
-    def _begin(self, peer: Peer, message: Open) -> None:
-        tree = Tree(next(self._handles), TreeAuthor(message, peer.vocab_size), peer.vocab_size, peer.parts)
-        self.grammars.open(tree.author, peer.vocab_size)
+    def _begin(self, port: AnswerPort, message: Open) -> None:
+        tree = Tree(next(self._handles), TreeAuthor(message, port.vocab_size), port.vocab_size, port.parts)
+        self.grammars.open(tree.author, port.vocab_size)
         self.growth.open(tree)
         self.growth.table.open(tree)
-        self._trees[peer, message.request] = tree
-        self._peers[tree.handle] = peer
+        self._trees[port, message.request] = tree
+        self._ports[tree.handle] = port
 
-    def _commit(self, peer: Peer, tree: Tree, message: Commit) -> None:
+    def _commit(self, port: AnswerPort, tree: Tree, message: Commit) -> None:
         known = tree.author.committed_len
         # What does not join the known tokens is a gap, however far away it claims to be.
         joined = max(known, message.length_before + len(message.token_ids)) if message.length_before <= known else known
-        if not self._acceptable(peer, message.request, message.token_ids, joined):
+        if not self._acceptable(port, message.request, message.token_ids, joined):
             if joined > self._max_positions:
-                self._close(peer, tree)
+                self._close(port, tree)
             return
         outcome = tree.author.apply(message)
         self.commits[outcome] += 1
         if outcome is Outcome.GAP:
             detail = f"{known} tokens are known, the commit begins at {message.length_before}"
-            self._decline(peer, message.request, DeclineReason.GAP, detail)
+            self._decline(port, message.request, DeclineReason.GAP, detail)
         elif outcome is not Outcome.STALE:
             self._follow(tree, known, missed=outcome is Outcome.MISS)
 
@@ -173,9 +173,9 @@ class Requests:
         self.growth.table.recount(tree)
         self.growth.changed(tree)
 
-    def _close(self, peer: Peer, tree: Tree) -> None:
-        del self._trees[peer, tree.author.request]
-        del self._peers[tree.handle]
+    def _close(self, port: AnswerPort, tree: Tree) -> None:
+        del self._trees[port, tree.author.request]
+        del self._ports[tree.handle]
         self.growth.table.close(tree)
         self.growth.close(tree)
 
@@ -183,27 +183,27 @@ class Requests:
         declined = self.growth.declined
         while declined:
             handle, refusal = declined.popitem()
-            self._give_up(self._peers[handle], self.growth.table.trees[handle], refusal)
+            self._give_up(self._ports[handle], self.growth.table.trees[handle], refusal)
 
-    def _give_up(self, peer: Peer, tree: Tree, refusal: Refusal) -> None:
-        self._close(peer, tree)
-        self._decline(peer, tree.author.request, refusal.reason, refusal.detail)
+    def _give_up(self, port: AnswerPort, tree: Tree, refusal: Refusal) -> None:
+        self._close(port, tree)
+        self._decline(port, tree.author.request, refusal.reason, refusal.detail)
 
-    def _acceptable(self, peer: Peer, request: int, tokens: list[int], length: int) -> bool:
+    def _acceptable(self, port: AnswerPort, request: int, tokens: list[int], length: int) -> bool:
         if length > self._max_positions:
             detail = f"{length} tokens, at most {self._max_positions}"
-            self._decline(peer, request, DeclineReason.TOO_LONG, detail)
+            self._decline(port, request, DeclineReason.TOO_LONG, detail)
             return False
-        if min(tokens) < 0 or max(tokens) >= peer.vocab_size:
+        if min(tokens) < 0 or max(tokens) >= port.vocab_size:
             self.dropped["malformed"] += 1
-            detail = f"a token id is outside the vocabulary of {peer.vocab_size}"
-            self._decline(peer, request, DeclineReason.INVALID, detail)
+            detail = f"a token id is outside the vocabulary of {port.vocab_size}"
+            self._decline(port, request, DeclineReason.INVALID, detail)
             return False
         return True
 
-    def _decline(self, peer: Peer, request: int, reason: DeclineReason, detail: str) -> None:
+    def _decline(self, port: AnswerPort, request: int, reason: DeclineReason, detail: str) -> None:
         self.declines[reason] += 1
-        peer.send([Decline(request, reason, reason in _RETRYABLE, detail)])
+        port.send([Decline(request, reason, reason in _RETRYABLE, detail)])
 
 
 def longest_sequence(max_positions: int, options: DraftOptions) -> int:

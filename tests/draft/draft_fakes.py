@@ -63,7 +63,7 @@ class ScriptedDrafter(Drafter):
         pass
 
 
-class RecordingPeer:
+class RecordingPort:
     """Keeps what it is sent."""
 
     def __init__(self, vocab_size: int = VOCAB) -> None:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from draft_fakes import Guesses, RecordingPeer, ScriptedDrafter, commit_message, open_message
+from draft_fakes import Guesses, RecordingPort, ScriptedDrafter, commit_message, open_message
 from tiny_grammar import CHOICE, END, TOKENS, VOCAB, text_of, tiny_vocabulary
 
 from draft_service.engine.grammars import find_tokenizer
@@ -47,7 +47,7 @@ class Service:
             speculative_num_draft_tokens=2000,
         )
         self.requests = Requests(ScriptedDrafter(every_word), options)
-        self.peer = RecordingPeer(VOCAB)
+        self.peer = RecordingPort(VOCAB)
         self.tokens = list(PROMPT)
         self.mirror = TreeMirror(self.tokens, VOCAB, 4096)
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
@@ -121,7 +121,7 @@ def test_n_grams_of_the_prompt_are_kept_back_where_they_do_not_fit(folder: Path)
     prompt = [y, ab, x, ab, x, ab, x, END, y]
     sent: dict[bool, set[int]] = {}
     for bound in (False, True):
-        requests, peer = Requests(NgramDrafter(options), options), RecordingPeer(VOCAB)
+        requests, peer = Requests(NgramDrafter(options), options), RecordingPort(VOCAB)
         grammar = Grammar(GrammarKind.REGEX, "(ab|q){3}") if bound else None
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
         requests.handle(peer, open_message(prompt, sampling=sampling))

@@ -29,7 +29,7 @@ async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
     session = VerifySession(vocab_size=10, max_queued=16)
     session.send([decline(number) for number in range(17)])
     with pytest.raises(OverloadedError, match="16"):
-        await session.overflow()
+        await session.over()
     session.send([decline(number) for number in range(17)])
     assert await session.next_answers() == []
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from draft_service.door.servicer import DraftServicer
 from draft_service.engine.worker import describe
-from draft_service.main import drain
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
@@ -282,7 +281,7 @@ async def test_draining_waits_for_open_requests_and_opens_no_more(serve: Serve) 
     await stream.hello()
     await stream.send(open_message([1, 2]))
     await acknowledged(stream, 2)
-    draining = asyncio.create_task(drain(door.engine, 30))
+    draining = asyncio.create_task(door.engine.drain())
     await asyncio.sleep(0)
     await stream.send(open_message([7], request=2))
     declined = await stream.receive()
@@ -296,13 +295,14 @@ async def test_draining_waits_for_open_requests_and_opens_no_more(serve: Serve) 
     await draining
 
 
-async def test_draining_gives_up_after_its_time(serve: Serve) -> None:
+async def test_draining_waits_as_long_as_a_request_is_open(serve: Serve) -> None:
     door = await serve()
     stream = door.stream()
     await stream.hello()
     await stream.send(open_message([1, 2]))
     await acknowledged(stream, 2)
-    await drain(door.engine, 0)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(door.engine.drain(), 0.2)
     assert (await door.info()).num_requests == 1
 
 

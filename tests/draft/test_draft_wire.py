@@ -195,10 +195,12 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
         _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
         theirs.sendall(pack(Ready(DrafterProfile(("ngram",)))))
         await remote.ready()
-        drained = remote.drain()
+        drained = asyncio.create_task(remote.drain())
+        await asyncio.sleep(0)
         theirs.sendall(b"\x01\x00\x00\x00\xc1")
         await asyncio.wait_for(remote.lost(), 20)
-    assert not remote.alive and drained.done() and told
+    await asyncio.wait_for(drained, 20)
+    assert not remote.alive and told
 
 
 def test_counts_become_metrics_and_add_up() -> None:

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import pytest
-from draft_fakes import GREEDY, VOCAB, Guesses, RecordingPeer, ScriptedDrafter, commit_message, open_message
+from draft_fakes import GREEDY, VOCAB, Guesses, RecordingPort, ScriptedDrafter, commit_message, open_message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,8 +28,8 @@ def grown(requests: Requests) -> None:
     requests.tell()
 
 
-def one(drafter: ScriptedDrafter, credit: int = 64, **options: object) -> tuple[Requests, RecordingPeer]:
-    requests, peer = Requests(drafter, DraftOptions(**options)), RecordingPeer()  # type: ignore[arg-type]
+def one(drafter: ScriptedDrafter, credit: int = 64, **options: object) -> tuple[Requests, RecordingPort]:
+    requests, peer = Requests(drafter, DraftOptions(**options)), RecordingPort()  # type: ignore[arg-type]
     requests.handle(peer, open_message([5, 6], credit=credit))
     grown(requests)
     return requests, peer
@@ -89,7 +89,7 @@ def test_depth_is_bounded() -> None:
 def test_memory_is_bounded_over_all_requests_and_newcomers_are_declined() -> None:
     drafter = ScriptedDrafter()
     requests = Requests(drafter, DraftOptions(max_nodes=64, min_path_probability=0.0))
-    peer = RecordingPeer()
+    peer = RecordingPort()
     for number in range(3):
         requests.handle(peer, open_message([number], request=number))
         grown(requests)
@@ -102,7 +102,7 @@ def test_memory_is_bounded_over_all_requests_and_newcomers_are_declined() -> Non
 
 def test_freed_memory_is_used_again() -> None:
     requests = Requests(ScriptedDrafter(), DraftOptions(max_nodes=64, min_path_probability=0.0))
-    peer = RecordingPeer()
+    peer = RecordingPort()
     requests.handle(peer, open_message([1], request=1))
     grown(requests)
     assert not requests.growth.has_memory
@@ -117,7 +117,7 @@ def test_the_likeliest_node_of_any_request_is_grown_first() -> None:
         return {1: 0.9} if node.request == 2 else {1: 0.3}
 
     drafter = ScriptedDrafter(guess)
-    requests, peer = Requests(drafter, DraftOptions()), RecordingPeer()
+    requests, peer = Requests(drafter, DraftOptions()), RecordingPort()
     for number in (1, 2, 3):
         requests.handle(peer, open_message([7], request=number))
     growth = requests.growth
@@ -132,7 +132,7 @@ def test_the_likeliest_node_of_any_request_is_grown_first() -> None:
 
 def test_growth_stops_when_something_arrives() -> None:
     drafter = ScriptedDrafter()
-    requests, peer = Requests(drafter, DraftOptions()), RecordingPeer()
+    requests, peer = Requests(drafter, DraftOptions()), RecordingPort()
     requests.handle(peer, open_message([7]))
     requests.growth.grow(FOREVER, lambda: len(drafter.widths) >= 3)
     assert len(drafter.widths) == 3
@@ -208,7 +208,7 @@ def test_a_drafter_that_fails_for_one_request_serves_the_others() -> None:
             raise RuntimeError("no guess")
         return {1: 0.9}
 
-    requests, peer = Requests(ScriptedDrafter(guess), DraftOptions()), RecordingPeer()
+    requests, peer = Requests(ScriptedDrafter(guess), DraftOptions()), RecordingPort()
     for number in (1, 2, 3):
         requests.handle(peer, open_message([7], request=number, sampling=GREEDY))
     grown(requests)

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from draft_fakes import GREEDY, VOCAB, RecordingPeer, ScriptedDrafter, commit_message, open_message
+from draft_fakes import GREEDY, VOCAB, RecordingPort, ScriptedDrafter, commit_message, open_message
 
 from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
@@ -27,8 +27,8 @@ def requests(drafter: ScriptedDrafter) -> Requests:
 
 
 @pytest.fixture
-def peer() -> RecordingPeer:
-    return RecordingPeer()
+def peer() -> RecordingPort:
+    return RecordingPort()
 
 
 def settle(requests: Requests) -> None:
@@ -37,7 +37,7 @@ def settle(requests: Requests) -> None:
     requests.tell()
 
 
-def test_every_commit_is_acknowledged_even_without_a_node(requests: Requests, peer: RecordingPeer) -> None:
+def test_every_commit_is_acknowledged_even_without_a_node(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2], credit=0))
     requests.tell()
     requests.handle(peer, commit_message(2, [3], credit=0))
@@ -45,7 +45,7 @@ def test_every_commit_is_acknowledged_even_without_a_node(requests: Requests, pe
     assert [(grow.acked_len, len(grow.token_ids)) for grow in peer.grows()] == [(2, 0), (3, 0)]
 
 
-def test_opening_twice_changes_nothing_and_longer_ones_catch_up(requests: Requests, peer: RecordingPeer) -> None:
+def test_opening_twice_changes_nothing_and_longer_ones_catch_up(requests: Requests, peer: RecordingPort) -> None:
     for _ in range(2):
         requests.handle(peer, open_message([1, 2]))
         settle(requests)
@@ -59,7 +59,7 @@ def test_opening_twice_changes_nothing_and_longer_ones_catch_up(requests: Reques
     assert [(grow.epoch, grow.acked_len) for grow in peer.grows()] == [(2, 4)]
 
 
-def test_a_gap_is_declined_and_opening_again_heals_it(requests: Requests, peer: RecordingPeer) -> None:
+def test_a_gap_is_declined_and_opening_again_heals_it(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2]))
     settle(requests)
     peer.take()
@@ -72,7 +72,7 @@ def test_a_gap_is_declined_and_opening_again_heals_it(requests: Requests, peer: 
     assert peer.grows()[-1].acked_len == 6
 
 
-def test_commits_are_counted_by_outcome(requests: Requests, peer: RecordingPeer) -> None:
+def test_commits_are_counted_by_outcome(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2]))
     settle(requests)
     for commit in (commit_message(2, [3]), commit_message(3, [90]), commit_message(2, [3]), commit_message(9, [1])):
@@ -83,7 +83,7 @@ def test_commits_are_counted_by_outcome(requests: Requests, peer: RecordingPeer)
 
 @pytest.mark.parametrize("message", [commit_message(1, [1], request=9), Pause(9), Resume(9, 4)])
 def test_unknown_requests_are_declined(
-    requests: Requests, peer: RecordingPeer, message: Commit | Pause | Resume
+    requests: Requests, peer: RecordingPort, message: Commit | Pause | Resume
 ) -> None:
     requests.handle(peer, message)
     (decline,) = peer.take()
@@ -91,7 +91,7 @@ def test_unknown_requests_are_declined(
     assert (decline.request, decline.reason.name, decline.retryable) == (9, "UNKNOWN_REQUEST", True)
 
 
-def test_what_means_nothing_is_dropped(requests: Requests, peer: RecordingPeer) -> None:
+def test_what_means_nothing_is_dropped(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, Close(9))
     requests.handle(peer, Hello(1, 1))
     assert peer.take() == []
@@ -100,7 +100,7 @@ def test_what_means_nothing_is_dropped(requests: Requests, peer: RecordingPeer) 
 
 @pytest.mark.parametrize("tokens", [[-1], [VOCAB], [2**31 - 1], [1, 2, -(2**31)]])
 def test_tokens_outside_the_vocabulary_are_declined_and_change_nothing(
-    requests: Requests, peer: RecordingPeer, tokens: list[int]
+    requests: Requests, peer: RecordingPort, tokens: list[int]
 ) -> None:
     requests.handle(peer, open_message(tokens, request=1))
     requests.handle(peer, open_message([1, 2], request=2))
@@ -113,7 +113,7 @@ def test_tokens_outside_the_vocabulary_are_declined_and_change_nothing(
     assert len(requests) == 1
 
 
-def test_too_long_is_declined_for_good(requests: Requests, peer: RecordingPeer, drafter: ScriptedDrafter) -> None:
+def test_too_long_is_declined_for_good(requests: Requests, peer: RecordingPort, drafter: ScriptedDrafter) -> None:
     requests.handle(peer, open_message([1] * 51))
     requests.handle(peer, open_message([1] * 49, request=2))
     requests.handle(peer, commit_message(49, [1, 2], request=2))
@@ -125,7 +125,7 @@ def test_too_long_is_declined_for_good(requests: Requests, peer: RecordingPeer, 
     assert not len(requests) and not drafter.open_requests
 
 
-def test_too_many_requests_are_declined_until_one_closes(requests: Requests, peer: RecordingPeer) -> None:
+def test_too_many_requests_are_declined_until_one_closes(requests: Requests, peer: RecordingPort) -> None:
     for number in range(4):
         requests.handle(peer, open_message([1], request=number))
     (decline,) = peer.take()
@@ -136,7 +136,7 @@ def test_too_many_requests_are_declined_until_one_closes(requests: Requests, pee
     assert len(requests) == 3
 
 
-def test_a_draining_service_opens_nothing_and_finishes_what_is_open(requests: Requests, peer: RecordingPeer) -> None:
+def test_a_draining_service_opens_nothing_and_finishes_what_is_open(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2]))
     requests.draining = True
     requests.handle(peer, open_message([1], request=2))
@@ -148,7 +148,7 @@ def test_a_draining_service_opens_nothing_and_finishes_what_is_open(requests: Re
 
 
 def test_sessions_do_not_see_each_other(requests: Requests, drafter: ScriptedDrafter) -> None:
-    here, there = RecordingPeer(), RecordingPeer()
+    here, there = RecordingPort(), RecordingPort()
     requests.handle(here, open_message([1, 2]))
     requests.handle(there, open_message([7, 8, 9]))
     settle(requests)
@@ -161,7 +161,7 @@ def test_sessions_do_not_see_each_other(requests: Requests, drafter: ScriptedDra
     assert requests.growth.num_live == 0
 
 
-def test_a_request_that_fails_here_is_given_up_alone(requests: Requests, peer: RecordingPeer) -> None:
+def test_a_request_that_fails_here_is_given_up_alone(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2], request=1))
     requests.handle(peer, open_message([1, 2], request=2))
     requests.fail(peer, commit_message(2, [3], request=1))
@@ -178,7 +178,7 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
     phrase = [rng.randrange(VOCAB) for _ in range(20)]
     text = [rng.choice(phrase) if rng.random() < 0.1 else phrase[i % 20] for i in range(200)]
     drafter = NgramDrafter(DraftOptions())
-    requests, peer = Requests(drafter, DraftOptions()), RecordingPeer()
+    requests, peer = Requests(drafter, DraftOptions()), RecordingPort()
     tokens = text[:30]
     mirror = TreeMirror(tokens, VOCAB, 256)
     requests.handle(peer, Open(1, list(tokens), 10, GREEDY, 64))
