@@ -13,18 +13,17 @@ import grpc
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.answer import Answer, legend, show_answer
 from outrider.cli.client import Message, Sampling, generate, list_models
 from outrider.cli.options import (
     MAX_SEED,
     MAX_TOKENS_LIMIT,
     add_service_options,
     given_service_flags,
+    make_cluster,
     parse_service_options,
     whole_number,
 )
-from outrider.cli.services import make_cluster
-from outrider.cli.terminal import StartDisplay, make_console
+from outrider.cli.terminal import Answer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel

@@ -10,12 +10,16 @@ from itertools import takewhile
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.answer import Answer, legend, show_answer
 from outrider.cli.client import Message, Sampling, generate, valid_text
 from outrider.cli.cluster import Cluster
-from outrider.cli.options import MAX_TOKENS_LIMIT, add_service_options, parse_service_options, whole_number
-from outrider.cli.services import make_cluster
-from outrider.cli.terminal import StartDisplay, make_console
+from outrider.cli.options import (
+    MAX_TOKENS_LIMIT,
+    add_service_options,
+    make_cluster,
+    parse_service_options,
+    whole_number,
+)
+from outrider.cli.terminal import Answer, StartDisplay, legend, make_console, show_answer
 from outrider.rpc.channel import open_channel
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.

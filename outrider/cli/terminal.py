@@ -1,17 +1,19 @@
-"""What the commands print with: one console, the services' log lines, and what goes on while they start."""
+"""What the commands print: log lines, what goes on while services start, and answers as they stream."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.answer import printable
 from outrider.cli.child import LineSink
+from outrider.cli.client import Chunk, Origin, Usage
 from outrider.cli.cluster import Cluster
 
 # Time, level, service and logger of a line of outrider.logs.
@@ -58,3 +60,89 @@ class StartDisplay:
             yield cluster
         finally:
             cluster.close()
+
+
+STYLES = {Origin.ACCEPTED: "green", Origin.BONUS: "yellow", Origin.PLAIN: ""}
+
+
+class Painter:
+    """Cuts streamed text into runs of one origin.
+
+    A character that several tokens make up belongs to the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[Origin, int]] = deque()
+        self._origin = Origin.PLAIN
+        self._left = 0
+
+    def feed(self, chunk: Chunk) -> list[tuple[str, Origin]]:
+        """Take a chunk; return its text in runs, in order."""
+        self._tokens.extend(chunk.tokens)
+        runs: list[tuple[str, Origin]] = []
+        for character in chunk.text:
+            while self._left <= 0 and self._tokens:
+                self._origin, num_bytes = self._tokens.popleft()
+                # A character that reached into this token has used up some of it already.
+                self._left += num_bytes
+            self._left -= len(character.encode("utf-8"))
+            if runs and runs[-1][1] is self._origin:
+                runs[-1] = (runs[-1][0] + character, self._origin)
+            else:
+                runs.append((character, self._origin))
+        return runs
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer. Times are in seconds, as the client saw them."""
+
+    text: str
+    usage: Usage
+    finish_reason: str
+    seconds_to_first_token: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate of the tokens after the first."""
+        decoding = self.seconds - self.seconds_to_first_token
+        return (self.usage.completion_tokens - 1) / decoding if decoding > 0 else 0.0
+
+
+async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> Answer:
+    """Print an answer while it streams, nothing without a `console`; return it. Raises what `chunks` raises."""
+    painter = Painter()
+    parts: list[str] = []
+    usage = Usage(0, 0, 0, 0, 0, 0)
+    finish_reason = ""
+    begin = time.monotonic()
+    first = end = 0.0
+    async for chunk in chunks:
+        end = time.monotonic() - begin
+        first = first or (end if chunk.tokens else 0.0)
+        usage = chunk.usage or usage
+        finish_reason = chunk.finish_reason or finish_reason
+        parts.append(chunk.text)
+        if console is not None:
+            for text, origin in painter.feed(chunk):
+                console.print(Text(printable(text), STYLES[origin]), end="", soft_wrap=True)
+    if console is not None:
+        console.print()
+    return Answer("".join(parts), usage, finish_reason, first, end)
+
+
+def legend() -> Text:
+    """Which colour means which origin."""
+    text = Text()
+    for origin in Origin:
+        text.append(f" {origin.value} ", STYLES[origin] and f"{STYLES[origin]} reverse")
+        text.append("  ")
+    return text
+
+
+def printable(text: str) -> str:
+    """The text without control characters: a model must not steer the terminal."""
+    return "".join(
+        c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -8,11 +8,9 @@ import threading
 from rich.console import Console
 
 from outrider.cli.child import ServiceFailedError
-from outrider.cli.cluster import Cluster
-from outrider.cli.options import add_service_options, parse_service_options, service_flags
-from outrider.cli.services import make_cluster
+from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
+from outrider.cli.options import add_service_options, make_cluster, parse_service_options, service_flags
 from outrider.cli.terminal import log_printer, make_console
-from outrider.cli.wiring import ADDRESS_FIELDS
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli.cluster import LINKS, link
 from outrider.cli.options import add_service_options, number, parse_service_options
 from outrider.cli.terminal import make_console
-from outrider.cli.wiring import LINKS, link
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions

@@ -19,9 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.answer import printable
 from outrider.cli.options import number, whole_number
-from outrider.cli.terminal import SERVICE_STYLES, make_console
+from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
 from outrider.config.service import read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage

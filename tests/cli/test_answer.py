@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cli.answer import Painter, printable, show_answer
 from outrider.cli.client import Chunk, Origin, Usage
-from outrider.cli.terminal import make_console
+from outrider.cli.terminal import Painter, make_console, printable, show_answer
 
 origins = st.sampled_from(list(Origin))
 

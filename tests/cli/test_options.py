@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli.cluster import Wiring, bind_again, link
 from outrider.cli.main import COMMANDS, main, make_parser
-from outrider.cli.options import SHARED, in_our_words, parse_service_options, service_flags
-from outrider.cli.services import place_draft_model
-from outrider.cli.wiring import Wiring, bind_again, link
+from outrider.cli.options import SHARED, in_our_words, parse_service_options, place_draft_model, service_flags
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions

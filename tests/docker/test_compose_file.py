@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.cli.wiring import OPTION_TYPES
+from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]

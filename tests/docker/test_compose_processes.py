@@ -14,7 +14,7 @@ import pytest
 from stack import compose_command, run
 
 from benchmarks.serving.compose_plan import Planned, plan, read_compose
-from outrider.cli.wiring import OPTION_TYPES
+from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from outrider.cli.wiring import OPTION_TYPES
+from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import option_rows
 
 ROOT = Path(__file__).resolve().parents[2]
