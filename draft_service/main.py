@@ -23,7 +23,6 @@ from outrider.metrics import MetricsServer
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options
-from outrider.rpc.transport import unix_path
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -43,8 +42,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     options.check()
     share_interpreter()
     ways = door_options(options, options.read_auth_tokens())
-    if unix_path(options.address) is None:
-        check_free(options.address, "--address")
+    check_free(options.address)
     was_open = options.speculative_algorithm == AUTO
     options = _choose(options)
     process, engine, features = await start_engine(options)

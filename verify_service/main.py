@@ -19,7 +19,6 @@ from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source
-from outrider.rpc.transport import unix_path
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
@@ -53,8 +52,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     share_interpreter()
     # Before the model is loaded, which may take minutes.
     ways = _Ways(door_options(options, options.read_auth_tokens()), _draft_dial(options))
-    if unix_path(options.address) is None:
-        check_free(options.address, "--address")
+    check_free(options.address)
     metrics = VerifyMetrics()
     with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)

@@ -80,7 +80,7 @@ class GrpcServer:
     unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
     connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections` new
     ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call whose
-    one message is not there after `message_seconds` is refused. `option` is what error messages call the address.
+    one message is not there after `message_seconds` is refused.
     """
 
     def __init__(
@@ -98,9 +98,8 @@ class GrpcServer:
         max_connections: int = 0,
         handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
         message_seconds: float = DEFAULT_MESSAGE_SECONDS,
-        option: str = "--address",
     ) -> None:
-        check_address(address, option)
+        check_address(address, "--address")
         if not isinstance(auth_token, Mapping):
             several = (auth_token,) if isinstance(auth_token, str) else auth_token
             auth_token = dict.fromkeys(filter(None, several), "")
@@ -111,7 +110,6 @@ class GrpcServer:
         self.address = address
         self._tls = tls
         self._guarded = bool(tokens) or (tls is not None and bool(tls.files.ca))
-        self._option = option
         self._health = HealthServicer(service_names)
         boundary = BoundaryInterceptor(
             auth_tokens=tokens,
@@ -139,9 +137,8 @@ class GrpcServer:
         """
         path = unix_path(self.address)
         if path is not None:
-            _clear_stale_socket(path, self._option)
-        else:
-            check_free(self.address, self._option)
+            _clear_stale_socket(path)
+        check_free(self.address)
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(self.address)
@@ -150,16 +147,14 @@ class GrpcServer:
         except RuntimeError:
             port = 0
         if port == 0:
-            raise ConfigError(
-                f"{self._option}: cannot bind {self.address}; check that this process may, or use another"
-            )
+            raise ConfigError(f"--address: cannot bind {self.address}; check that this process may, or use another")
         await self.grpc.start()
         if path is None:
-            host, _ = split_host_port(self.address, self._option)
+            host, _ = split_host_port(self.address, "--address")
             self.address = f"{host}:{port}"
         _logger.info("bound to %s%s", self.address, " with TLS" if self._tls is not None else "")
         if not self._guarded and not is_local(self.address):
-            _logger.warning("%s: whoever reaches %s may use it; set a token", self._option, self.address)
+            _logger.warning("--address: whoever reaches %s may use it; set a token", self.address)
         return self.address
 
     def set_serving(self, serving: bool) -> None:
@@ -238,7 +233,7 @@ def _connection_options(max_connections: int, handshake_seconds: float) -> Chann
     ]
 
 
-def _clear_stale_socket(path: Path, option: str) -> None:
+def _clear_stale_socket(path: Path) -> None:
     """Remove the socket file of a process that is gone; ConfigError if the path cannot be used.
 
     gRPC would unlink whatever is there, a living server's socket included.
@@ -247,12 +242,12 @@ def _clear_stale_socket(path: Path, option: str) -> None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         if not path.parent.is_dir():
-            raise ConfigError(f"{option}: the folder {path.parent} does not exist; create it first") from None
+            raise ConfigError(f"--address: the folder {path.parent} does not exist; create it first") from None
         return
     except OSError as error:
-        raise ConfigError(f"{option}: {path}: {error.strerror}; use a path that can be reached") from error
+        raise ConfigError(f"--address: {path}: {error.strerror}; use a path that can be reached") from error
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{option}: {path} exists and is not a socket; use another path")
+        raise ConfigError(f"--address: {path} exists and is not a socket; use another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -261,19 +256,24 @@ def _clear_stale_socket(path: Path, option: str) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise ConfigError(f"{option}: {path}: {error.strerror or error}; use another path") from error
-    raise ConfigError(f"{option}: {path} is in use by a running process; stop it or use another path")
+            raise ConfigError(f"--address: {path}: {error.strerror or error}; use another path") from error
+    raise ConfigError(f"--address: {path} is in use by a running process; stop it or use another path")
 
 
-def check_free(address: str, option: str) -> None:
-    """ConfigError if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr."""
-    host, port = split_host_port(address, option)
+def check_free(address: str) -> None:
+    """ConfigError if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr.
+
+    Does nothing for a unix socket.
+    """
+    if unix_path(address) is not None:
+        return
+    host, port = split_host_port(address, "--address")
     reason, bindable = "", False
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
+            f"--address: cannot resolve the host {host}: {error}; use an address of this machine"
         ) from error
     for family, kind, protocol, _, target in found:
         try:
@@ -290,5 +290,6 @@ def check_free(address: str, option: str) -> None:
                 break
     if not bindable:
         raise ConfigError(
-            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
+            f"--address: cannot bind port {port} of {host}: {reason}; free it or choose another one "
+            "(0 takes a free one)"
         )

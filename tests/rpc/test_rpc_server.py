@@ -23,7 +23,7 @@ Load = verify_pb2.VerifyServiceGetLoadRequest
 
 
 def make_server(address: str) -> GrpcServer:
-    return GrpcServer(address=address, service_names=["outrider.v1.VerifyService"], option="--address")
+    return GrpcServer(address=address, service_names=["outrider.v1.VerifyService"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
