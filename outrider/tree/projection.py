@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.errors import InvalidRequestError
@@ -36,14 +35,6 @@ def name_projection(layers: tuple[int, ...], num_columns: int, dtype: str, data:
     digest = _begin_name(layers, num_columns, dtype)
     digest.update(data)
     return digest.hexdigest()
-
-
-def cut_projection(projection: Projection) -> Iterator[ProjectionPart]:
-    """Its parts, each small enough for a message."""
-    data = memoryview(projection.data)
-    for offset in range(0, len(data), MAX_FEATURE_BYTES):
-        part = bytes(data[offset : offset + MAX_FEATURE_BYTES])
-        yield ProjectionPart(projection.num_columns, projection.dtype, offset, part)
 
 
 class ProjectionReader:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
-from outrider.protocol.speculation import MAX_FEATURE_BYTES
+from outrider.protocol.speculation import MAX_FEATURE_BYTES, ProjectionPart
 from outrider.tree.projection import (
     MAX_PROJECTION_BYTES,
     Projection,
-    ProjectionPart,
     ProjectionReader,
-    cut_projection,
     name_projection,
 )
 
 LAYERS, HIDDEN, COLUMNS = (2, 7), 512, 300
+
+
+def cut_projection(projection: Projection) -> Iterator[ProjectionPart]:
+    """Its parts, each small enough for a message."""
+    data = memoryview(projection.data)
+    for offset in range(0, len(data), MAX_FEATURE_BYTES):
+        part = bytes(data[offset : offset + MAX_FEATURE_BYTES])
+        yield ProjectionPart(projection.num_columns, projection.dtype, offset, part)
+
+
 SIZE = 2 * HIDDEN * COLUMNS * 2
 
 

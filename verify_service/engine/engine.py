@@ -17,7 +17,7 @@ from verify_service.engine.grammars import POLL_SECONDS, Grammars
 from verify_service.engine.host_gap import GapWatch, HotPathWarmer
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Commit, Observer, RoundDone, RoundPostprocessor
-from verify_service.engine.request import ActiveRequests, Request
+from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
@@ -98,7 +98,9 @@ class VerifyEngine:
         self._observer = observer
         self._inbox = inbox
         self._stopping = False
-        self._active_requests = ActiveRequests(limits.max_running, limits.max_waiting)
+        self._active_requests: set[Request] = set()
+        """Those that nobody was told the end of."""
+        self._num_submitted = 0
         self._actions: deque[Action] = deque()
         """What messages ask that were received and not processed yet."""
         self._garbage = Garbage()
@@ -129,9 +131,11 @@ class VerifyEngine:
         self._stopping = True
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises OverloadedError when the queue is full, UnavailableError when stopping."""
+        """Queue a request; the door bounds how many there are. Raises UnavailableError when stopping."""
         if self._stopping:
             raise UnavailableError("the verify service is stopping")
+        self._num_submitted += 1
+        request.arrival, request.arrived_at = self._num_submitted, time.monotonic()
         self._active_requests.add(request)
         self._inbox.post(partial(self._begin, request))
 
@@ -369,7 +373,7 @@ class VerifyEngine:
         self.grammars.stop()
         # What broke the engine may have been the device, which must keep nobody from hearing what is committed.
         self._try(partial(self._postprocessor.process, with_features=False))
-        for request in self._active_requests.take():
+        for request in sorted(self._active_requests, key=lambda request: request.arrival):
             request.finished = True
             self.scheduler.end(request)
             self._try(self.scheduler.release_ended)

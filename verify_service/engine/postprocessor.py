@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.protocol.generation import FinishReason, RoundTree, TokenOrigin
 from verify_service.engine.host_gap import Phases, log_long_gap
-from verify_service.engine.request import ActiveRequests
+from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
@@ -28,7 +28,7 @@ class RoundPostprocessor:
         scheduler: Scheduler,
         drafts: Drafts,
         features: FeatureSender,
-        active_requests: ActiveRequests,
+        active_requests: set[Request],
         observer: Observer,
         cost: CostModel,
         max_nodes: int,

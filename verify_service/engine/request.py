@@ -1,12 +1,10 @@
-"""A request as the engine sees it, and the set of those whose end nobody has been told."""
+"""One request as the engine sees it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.errors import OverloadedError
 from outrider.grammar.state import GrammarState
 from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import SamplingParams
@@ -94,33 +92,3 @@ class Request:
             if stop < room:
                 return token_ids[: stop + 1], FinishReason.STOP
         return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None
-
-
-class ActiveRequests:
-    """The requests of an engine that nobody has told their end."""
-
-    def __init__(self, max_running: int, max_waiting: int) -> None:
-        self._max_waiting = max_waiting
-        self._max_requests = max_running + max_waiting
-        self._requests: set[Request] = set()
-        self._num_added = 0
-
-    def add(self, request: Request) -> None:
-        """Let a request in. Raises OverloadedError when there are as many as may run and wait."""
-        if len(self._requests) >= self._max_requests:
-            raise OverloadedError(
-                f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
-            )
-        self._requests.add(request)
-        self._num_added += 1
-        request.arrival = self._num_added
-        request.arrived_at = time.monotonic()
-
-    def discard(self, request: Request) -> None:
-        """It was told its end, or wants to hear nothing of it."""
-        self._requests.discard(request)
-
-    def take(self) -> list[Request]:
-        """All that are left, in the order in which they came; they are left no more."""
-        left, self._requests = self._requests, set()
-        return sorted(left, key=lambda request: request.arrival)

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
@@ -37,8 +35,7 @@ from verify_service.executors.round_buffers import (
     RoundInput,
     RoundOutput,
 )
-from verify_service.features.ports import FeaturePlan, require
-from verify_service.features.staging import FeatureStaging, Ring, StagedRows
+from verify_service.features.ports import FeatureExecutor, FeaturePlan
 
 log = get_logger(__name__)
 
@@ -72,16 +69,16 @@ class _Renewal:
     """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
 
 
-class CudaExecutor:
+class CudaExecutor(FeatureExecutor):
     """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
 
     def __init__(
         self, model: CausalLM, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
     ) -> None:
+        super().__init__(model)
         device = model.device
         self.limits = limits
         self.page_size = page_size
-        self._model = model
         self._attention = attention
         self._on_gpu = device.type == "cuda"
         self._kv = model.new_kv(num_pages * page_size)
@@ -101,8 +98,6 @@ class CudaExecutor:
         self._num_processors = num_processors(device)
         self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare)
         self._last_end: int | None = None
-        self._features: FeatureStore | None = None
-        self._staging: FeatureStaging | None = None
         self._renewal: _Renewal | None = None
         self._uses: Counter[Bucket] = Counter()
 
@@ -162,11 +157,6 @@ class CudaExecutor:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
         self.rows.forget(request)
 
-    @property
-    def feature_format(self) -> tuple[int, str]:
-        """See FeatureExecutor."""
-        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
-
     @torch.inference_mode()
     def begin_features(self, plan: FeaturePlan) -> None:
         """See FeatureExecutor."""
@@ -224,29 +214,8 @@ class CudaExecutor:
         self._prefill.adopt(store)
         self._features = store
 
-    def lend_ring(self) -> Ring | None:
-        """See FeatureExecutor."""
-        try:
-            return self._stage().rings.lend()
-        except torch.OutOfMemoryError:
-            return None
-
-    def take_back_ring(self, ring: Ring) -> None:
-        """See FeatureExecutor."""
-        self._stage().rings.take_back(ring)
-
-    def read_features(
-        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
-    ) -> StagedRows | None:
-        """See FeatureExecutor."""
-        complete = after.complete if isinstance(after, CudaRound) else None
-        return self._stage().read(require(self._features), slots, parts, complete, ring)
-
-    def _stage(self) -> FeatureStaging:
-        """Raises torch.OutOfMemoryError where there is no memory for it."""
-        if self._staging is None:
-            self._staging = FeatureStaging(self._model.device)
-        return self._staging
+    def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
+        return round_.complete if isinstance(round_, CudaRound) else None
 
     def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
         """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""

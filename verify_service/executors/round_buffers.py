@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class RoundInput:
         self._write(_Lists(), self._largest)
         self._write_updates([])
 
-    def fill(self, entries: Sequence[Entry], rows: Rows, bucket: Bucket) -> None:
+    def fill(self, entries: Sequence[Entry], rows: RequestRows | NoRows, bucket: Bucket) -> None:
         """Describe a round of these entries; fields are written as far as the bucket reads them."""
         lists = _Lists()
         token_ids, positions, parents, first = lists.token_ids, lists.positions, lists.parents, lists.first
@@ -231,16 +231,6 @@ class RoundOutput:
         return begin, end
 
 
-class Rows(Protocol):
-    """What a round asks of rows."""
-
-    def row(self, request: Request) -> int:
-        """The request's row."""
-
-    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
-        """(row, place, page) of pages that the device does not know; from now on it does."""
-
-
 class NoRows:
     """Rows of a dry run: no request gets one, and no page becomes known."""
 
@@ -248,11 +238,11 @@ class NoRows:
         self._spare = spare
 
     def row(self, request: Request) -> int:
-        """See Rows."""
+        """See RequestRows."""
         return self._spare
 
     def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
-        """See Rows."""
+        """See RequestRows."""
         return ()
 
 

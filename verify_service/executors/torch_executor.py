@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
@@ -18,10 +16,9 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Pending, Result
+from verify_service.engine.round import Entry, Result
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.features.ports import FeaturePlan, require
-from verify_service.features.staging import FeatureStaging, Ring, StagedRows
+from verify_service.features.ports import FeatureExecutor, FeaturePlan
 
 # A width is measured anew until this much time has gone by.
 _MEASURE_SECONDS = 0.1
@@ -86,7 +83,7 @@ class _Part:
         return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
 
 
-class TorchExecutor:
+class TorchExecutor(FeatureExecutor):
     """Forward, sampling walk and KV compaction with plain torch operations.
 
     Rows of a forward round differently with its width. In fp32 log-probabilities differ by up to 1e-4 between two
@@ -94,13 +91,11 @@ class TorchExecutor:
     """
 
     def __init__(self, model: CausalLM, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
-        self._model = model
+        super().__init__(model)
         self._rule = rule
         self._page_size = page_size
         self._kv = model.new_kv(num_pages * page_size)
         self._attention = TorchAttention()
-        self._features: FeatureStore | None = None
-        self._staging = FeatureStaging(model.device)
         self._slots: dict[Request, torch.Tensor] = {}
 
     def launch(self, entries: Sequence[Entry]) -> TorchRound:
@@ -116,11 +111,6 @@ class TorchExecutor:
         """See Executor."""
         self._slots.pop(request, None)
 
-    @property
-    def feature_format(self) -> tuple[int, str]:
-        """See FeatureExecutor."""
-        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
-
     def begin_features(self, plan: FeaturePlan) -> None:
         """See FeatureExecutor."""
         model = self._model
@@ -135,20 +125,6 @@ class TorchExecutor:
     def refresh_features(self) -> int:
         """See FeatureExecutor."""
         return 0
-
-    def lend_ring(self) -> Ring | None:
-        """See FeatureExecutor."""
-        return self._staging.rings.lend()
-
-    def take_back_ring(self, ring: Ring) -> None:
-        """See FeatureExecutor."""
-        self._staging.rings.take_back(ring)
-
-    def read_features(
-        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
-    ) -> StagedRows | None:
-        """See FeatureExecutor."""
-        return self._staging.read(require(self._features), slots, parts, None, ring)
 
     @torch.inference_mode()
     def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from outrider.cache.features import FeatureStore
+from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
-from verify_service.features.staging import Ring
+from verify_service.features.staging import FeatureStaging, Ring, StagedRows
 from verify_service.speculation.drafts import DraftPort
 
 
@@ -45,26 +48,6 @@ class FeaturePlan:
         return set(parts) <= set(self.parts)
 
 
-Found = TypeVar("Found")
-
-
-class Staged(Protocol):
-    """Rows that are on their way from the store."""
-
-    @property
-    def offset(self) -> int | None:
-        """Where they lie in a ring; None if they come here."""
-
-    def done(self) -> bool:
-        """Whether they are there. Never blocks."""
-
-    def data(self) -> memoryview:
-        """Their bytes, row by row, once they are here."""
-
-    def free(self) -> None:
-        """Their bytes are not needed any more."""
-
-
 @dataclass(eq=False, slots=True)
 class FeatureLine:
     """The features stream of a draft: what is sent and not released is bounded."""
@@ -85,7 +68,7 @@ class FeatureLine:
     under_way: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and bytes of messages that were not released."""
     num_bytes: int = 0
-    lent: deque[tuple[int, Staged]] = field(default_factory=deque)
+    lent: deque[tuple[int, StagedRows]] = field(default_factory=deque)
     """Rows in the ring, and the last message that speaks of them."""
 
     @property
@@ -108,13 +91,18 @@ class FeatureLine:
             self.lent.popleft()[1].free()
 
 
-@runtime_checkable
-class FeatureExecutor(Protocol):
+class FeatureExecutor:
     """An executor that can store features. Called between two rounds, but for `read_features`."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._features: FeatureStore | None = None
+        self._staging: FeatureStaging | None = None
 
     @property
     def feature_format(self) -> tuple[int, str]:
         """Values of a layer's hidden state, and their dtype."""
+        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
 
     def begin_features(self, plan: FeaturePlan) -> None:
         """Prepare for rounds that store what the plan says, and nothing else, for every KV slot.
@@ -122,25 +110,44 @@ class FeatureExecutor(Protocol):
         Until `refresh_features` has said that nothing is left to be done, rounds go on as before. Raises OutriderError,
         and nothing has changed, where there is no memory for them.
         """
+        raise NotImplementedError
 
     def refresh_features(self) -> int:
         """Do a piece of that; how many are left. 0: every round from now on stores features."""
+        raise NotImplementedError
 
     def lend_ring(self) -> Ring | None:
         """Memory that a draft on this host may map; None where there is none to share."""
+        try:
+            return self._stage().rings.lend()
+        except torch.OutOfMemoryError:
+            return None
 
     def take_back_ring(self, ring: Ring) -> None:
         """The draft does not use it, or is gone."""
+        self._stage().rings.take_back(ring)
 
     def read_features(
         self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
-    ) -> Staged | None:
+    ) -> StagedRows | None:
         """Copy features at KV slots [N] once the round `after` has run, to the ring or else to the host.
 
-        None if too much is being copied, or lies in the ring, already.
-
-        While a later round is under way, slots of committed positions alone may be asked for.
+        None if too much is being copied, or lies in the ring, already. While a later round is under way, slots of
+        committed positions alone may be asked for.
         """
+        if self._features is None:
+            raise RuntimeError("features are not stored")
+        return self._stage().read(self._features, slots, parts, self._completion(after), ring)
+
+    def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
+        """What says that a round has stored its features; None where that is so once it was waited for."""
+        return None
+
+    def _stage(self) -> FeatureStaging:
+        """Raises torch.OutOfMemoryError where there is no memory for it."""
+        if self._staging is None:
+            self._staging = FeatureStaging(self._model.device)
+        return self._staging
 
 
 @runtime_checkable
@@ -156,10 +163,3 @@ class FeaturePort(DraftPort, Protocol):
 
     def send_features(self, messages: list[Features]) -> None:
         """Queue features, in order. Their bytes are good during the call alone."""
-
-
-def require(value: Found | None) -> Found:
-    """The value. Raises RuntimeError before features were begun."""
-    if value is None:
-        raise RuntimeError("features are not stored")
-    return value

@@ -19,8 +19,8 @@ from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES,
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
-from verify_service.features.ports import FeatureExecutor, FeatureLine, FeaturePlan, FeaturePort, Staged
-from verify_service.features.staging import STAGE_BYTES
+from verify_service.features.ports import FeatureExecutor, FeatureLine, FeaturePlan, FeaturePort
+from verify_service.features.staging import STAGE_BYTES, StagedRows
 from verify_service.speculation.drafts import DraftPort, DraftReplica, Drafts, SpeculativeRequest
 
 log = get_logger(__name__)
@@ -52,7 +52,7 @@ class _Sending:
     """Pieces for one draft whose rows are on their way from the store."""
 
     replica: DraftReplica
-    rows: Staged
+    rows: StagedRows
     messages: list[Features] = field(default_factory=list)
     """Without their bytes, which lie in `rows` one after the other."""
 
@@ -354,7 +354,7 @@ class FeatureSender:
         return True
 
 
-def _filled(messages: Sequence[Features], rows: Staged, row_bytes: int) -> list[Features]:
+def _filled(messages: Sequence[Features], rows: StagedRows, row_bytes: int) -> list[Features]:
     """The messages with their bytes, which stay where they are, or with their place in the ring."""
     filled, start, data = [], 0, rows.data()
     for message in messages:

@@ -48,21 +48,21 @@ class StagedRows:
         offset: int | None = None,
     ) -> None:
         self.offset = offset
-        """See Staged."""
+        """Where they lie in a ring; None if they come to the host."""
         self._image = image
         self._copied = copied
         self._give_back = give_back
 
     def done(self) -> bool:
-        """See Staged."""
+        """Whether they are there. Never blocks."""
         return self._copied is None or self._copied.query()
 
     def data(self) -> memoryview:
-        """See Staged."""
+        """Their bytes, row by row, once they are on the host."""
         return memoryview(b"") if self._image is None else self._image.numpy().data
 
     def free(self) -> None:
-        """See Staged."""
+        """Give back where they lie: their bytes are not needed any more."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
