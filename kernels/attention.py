@@ -141,7 +141,7 @@ def prefill_attention(
 def _checked(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor, num_splits: int, out: Tensor | None = None
 ) -> Tensor:
-    """`out`, or a new tensor. Raises ValueError for what attention cannot take."""
+    """Return `out` or a new tensor [M, H * D]; raises ValueError for arguments that attention cannot take."""
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be 1 to {MAX_SPLITS}, got {num_splits}")
     num_heads, head_dim = q.shape[1:]
@@ -162,7 +162,7 @@ __all__ = ["BranchSlots", "branch_attention", "list_branches", "short_tokens"]
 
 
 class BranchSlots(NamedTuple):
-    """What M tokens see behind their contexts, themselves included: the tree slots that their masks name."""
+    """KV slots that each of M tokens attends to behind its context: its ancestors in the tree and itself."""
 
     slots: Tensor
     """int32 [M, A], KV slots, `lens` of each token from the first on; the rest means nothing."""
@@ -173,7 +173,8 @@ class BranchSlots(NamedTuple):
 def list_branches(
     mask: Tensor, first: Tensor, table_rows: Tensor, page_tables: Tensor, *, base: int, page_size: int
 ) -> BranchSlots:
-    """Once for all layers, what bit masks over tree regions mean; A = W * 32. One launch, with which nothing overlaps.
+    """Expand bit masks over tree regions to lists of KV slots, once for all layers; A = W * 32. One launch, which no
+    other one overlaps.
 
     A region is a part of a row's page table whose slots hold the keys of a tree that grows over several forwards: of
     some hundred slots a node sees a dozen.

@@ -1,4 +1,4 @@
-"""How attention is cut up: tiles, and splits of long contexts."""
+"""How attention is divided among programs: tiles of queries and keys, and splits of long contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATH_SPLITS = 8
 MAX_SPLITS = 32
 # One tile alone gains nothing by more, and each costs a share of the sum.
 CHOSEN_SPLITS = 24
-# As many are worth several programs on a processor.
+# Up to so many splits are faster even if several programs share a processor.
 MAX_SHARED_SPLITS = 16
 # Queries of the smallest tile.
 SMALL_ROWS = 16
@@ -26,7 +26,7 @@ RESIDENT_TILES = 2
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How a kernel is cut up. Results differ in their last bits between configurations.
+    """Sizes of a kernel's tiles. Results differ in their last bits between configurations.
 
     Attributes:
         rows: queries of one kv head in a tile, tokens times the heads that share it; a power of two, at least 16.
@@ -44,7 +44,7 @@ class TileConfig:
 
 
 def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
-    """Tokens that a row of a round has if all have as many: what tiles are cut for.
+    """Tokens of a row if all rows of a round have as many: tiles are sized for such rows.
 
     A row with more takes several tiles, which read its keys from L2; tiles for the longest row there could be would be
     nearly empty in all others.
@@ -96,7 +96,7 @@ def _short_keys(head_dim: int) -> int:
 
 
 def short_tokens(head_dim: int) -> int:
-    """The longest context that is a short one: what all splits together have in registers, of two-byte numbers.
+    """The longest context that counts as short: its keys fit the registers of all splits, in two-byte numbers.
 
     Where programs are many there are fewer splits, which look at the rest in a loop.
     """
@@ -114,7 +114,7 @@ def short_splits(programs: int, processors: int) -> int:
 
 
 def path_config(group: int, dtype: torch.dtype) -> TileConfig:
-    """The tile of the deterministic mode: few tokens, for each of them follows its own path in the end."""
+    """The tile of the deterministic mode: few tokens, since each follows its own path behind the context."""
     if dtype == torch.float32:
         return _exact_config(group)
     rows = max(16, power_of_two(group))

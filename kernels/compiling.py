@@ -16,7 +16,7 @@ _init_locks = tuple(threading.RLock() for _ in range(64))
 
 
 def allow_threads() -> bool:
-    """Have Triton bear first launches in several threads at once.
+    """Patch Triton so that several threads may launch kernels for the first time at once.
 
     False if there is no Triton, or one whose workings are not those that are known here: launch in one thread then.
     """
@@ -46,7 +46,7 @@ def _is_known(kernel: Any, build: Any) -> bool:
 
 
 def _serialize_loads(build: Any) -> None:
-    """Whoever loads a C module gets one of its own, made before anybody else loads another."""
+    """Have C modules loaded one after the other, each into a module object of its own."""
     load = build._load_module_from_path
 
     def load_locked(name: str, path: str) -> ModuleType:
@@ -59,7 +59,7 @@ def _serialize_loads(build: Any) -> None:
 
 
 def _serialize_init(kernel: Any) -> None:
-    """A kernel is made ready by one thread, and launched when it has its function."""
+    """Have one thread initialize a kernel, while others wait until it has its function on the device."""
     init = kernel._init_handles
 
     def init_locked(self: Any) -> None:
@@ -103,7 +103,7 @@ def share_l1() -> bool:
 
 
 def _set_all_shared(module: Any, function: int, name: str, metadata: Any, hash: str) -> None:
-    """Called by Triton when it has loaded a kernel. One that is refused is slower and no worse."""
+    """Called by Triton when it has loaded a kernel. Without the attribute the kernel is slower, not wrong."""
     if name not in LAYER_KERNELS:
         return
     error = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), CARVEOUT, 100)

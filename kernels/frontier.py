@@ -1,4 +1,4 @@
-"""The device's side of a burst: which candidates a step runs, what attention must know of them, what comes of them."""
+"""A burst of draft steps on the device: choose a step's nodes, lay them out for attention, store their children."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
 def reroot_pool(
     header: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan, reroots: Tensor, step_size: int
 ) -> None:
-    """Requests got new roots while the burst was under way: what does not hang below them leaves the pool. One launch.
+    """Give requests of a running burst new roots: entries that are not below them leave the pool. One launch.
 
     Of a row with a new root three kinds of entries stay: those whose parent sees the root's tree slot, the root's own
     children among them, and the root itself if it was not run. Their path scores, and what their candidates count from,
@@ -170,7 +170,7 @@ def _check_width(step: StepTokens) -> None:
 
 
 def _backend(tensor: Tensor) -> Any:
-    """The module that runs on `tensor`'s device."""
+    """The module whose functions run on `tensor`'s device."""
     if not use_triton(tensor):
         return reference
     from kernels.jit import frontier as jit

@@ -1,4 +1,4 @@
-"""Device memory of a burst of draft steps: what could be run, the rows it belongs to, and the tokens of one step."""
+"""Device memory of a burst of draft steps: the pool of candidates, the requests, and the tokens of one step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_ENTRIES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CandidatePool:
-    """What a burst could run: C entries, seeds first, the candidates of its steps from `max_seeds` on.
+    """Nodes that a burst may run: C entries, seeds first, the candidates of its steps from `max_seeds` on.
 
     Attributes:
         entries: int32 [8, C], one row a field. ROW: row of the burst. PARENT: tree slot of the parent, -1 where all
@@ -47,7 +47,7 @@ class CandidatePool:
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """Entries in all, C."""
         return self.entries.shape[1]
 
 
@@ -72,7 +72,7 @@ class BurstRows:
     free: Tensor
 
     def head(self, num_rows: int) -> BurstRows:
-        """Its first rows."""
+        """The first `num_rows` rows."""
         return BurstRows(*(getattr(self, name)[:num_rows] for name in self.__slots__))
 
 

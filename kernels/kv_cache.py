@@ -98,7 +98,7 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
 
 
 def _backend(tensor: Tensor) -> Any:
-    """The module that runs on `tensor`'s device."""
+    """The module whose functions run on `tensor`'s device."""
     if not use_triton(tensor):
         return reference
     from kernels.jit import kv_cache as jit

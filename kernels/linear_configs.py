@@ -183,12 +183,12 @@ def row_config(num_rows: int, num_out: int, size: int, whole: bool) -> RowConfig
 
 
 def fits_row_kernel(num_rows: int, size: int, whole: bool = True) -> bool:
-    """Whether a product of [num_rows, size] can be made so. `whole`: rows are normed or gated."""
+    """Whether `norm_linear` takes rows [num_rows, size]. `whole`: they are normed, or the product is gated."""
     return 1 <= num_rows <= MAX_ROWS and _MIN_SIZE <= size <= (MAX_SIZE if whole else MAX_CUT_SIZE)
 
 
 def row_kernel_pays(num_rows: int, num_out: int, size: int, whole: bool, gated: bool = False) -> bool:
-    """Whether it is the fastest way on an H200, over the kernel for large models, which is after bandwidth alone.
+    """Whether `norm_linear` is faster on an H200 than the weight-streaming kernel and cuBLAS.
 
     Every cut was tried within a layer: benchmarks/results/draft_layer_h200.json.
     """
@@ -200,13 +200,13 @@ def row_kernel_pays(num_rows: int, num_out: int, size: int, whole: bool, gated: 
 
 
 def fits_qkv_kernel(num_rows: int, size: int, head_dim: int, head_norm: bool) -> bool:
-    """Whether heads that are rotated can be made so. Where they are normed, too, a program takes whole heads."""
+    """Whether `norm_qkv` takes rows [num_rows, size]. `head_norm`: heads are normed, so a program takes whole ones."""
     config = qkv_config(size, head_dim, head_norm)
     return fits_row_kernel(num_rows, size) and config.tile <= head_dim and config.holds(num_rows, size)
 
 
 def qkv_config(size: int, head_dim: int, head_norm: bool) -> RowConfig:
-    """The cut for heads."""
+    """The cut of `norm_qkv`."""
     if head_norm:
         return RowConfig(tile=head_dim)
     config = row_config(MAX_ROWS, head_dim, size, whole=True)

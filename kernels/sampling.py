@@ -116,7 +116,7 @@ def logprobs(
 
 
 def _backend(tensor: Tensor) -> Any:
-    """The module that runs on `tensor`'s device."""
+    """The module whose functions run on `tensor`'s device."""
     if not use_triton(tensor):
         return reference
     from kernels.jit import sampling as jit

@@ -58,7 +58,7 @@ def find_row(first, num_rows, token, ROWS_PAD: tl.constexpr):
 
 @triton.jit
 def load_ints(pointers, ON_GPU: tl.constexpr):
-    """The int32 at each pointer.
+    """Load the int32 at each pointer.
 
     On a GPU by an instruction that the compiler does not take for a load: it would copy these few numbers through
     shared memory, a stage of the pipeline of its own, and have the keys behind them wait. Callers read a step ahead.
@@ -74,7 +74,7 @@ def load_ints(pointers, ON_GPU: tl.constexpr):
 
 @triton.jit
 def keep_in_registers(tile, ON_GPU: tl.constexpr):
-    """A tile that is in registers from here on: the compiler would put its loads off until it is used."""
+    """Have the tile's loads done here: the compiler would put them off until the tile is used."""
     if ON_GPU:
         PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=PACK)
@@ -264,7 +264,7 @@ def combine(
 def launch_options(
     q: Tensor, k_cache: Tensor, num_rows: int, page_size: int, pdl: bool, config: TileConfig
 ) -> dict[str, Any]:
-    """What kernels that walk over key tiles are compiled for."""
+    """Constants and options of the kernels that walk over key tiles."""
     return {
         "HEADS": q.shape[1], "KV_HEADS": k_cache.shape[1], "DIM": q.shape[2], "PAGE": page_size,
         "ROWS": config.rows, "KEYS": config.keys, "ROWS_PAD": power_of_two(num_rows + 1), "STAGES": config.num_stages,
@@ -282,7 +282,7 @@ def tile_tokens(config: TileConfig, num_heads: int, kv_heads: int) -> int:
 
 
 def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """Of each split, (token, head) pair by pair: the weighted sum of values; the top score and the mass."""
+    """Memory of each split for weighted sums of values, and for top scores and masses, by (token, head) pair."""
     if num_splits == 1:
         return q, q
     pairs = (num_splits, q.shape[0] * q.shape[1])
@@ -295,7 +295,7 @@ def launch_combine(
     num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool,
     longest: int = LONG_SPLIT_STEPS, branches: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `combine`."""
+    """Launch `combine` over the parts that splits have left."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
     each = power_of_two(num_splits + branches)
     # The order of the deterministic mode must not depend on the batch.

@@ -73,7 +73,7 @@ def _attend_branch(
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a kv head of one token, and the `count` KV slots at `branch`: the first part of its sum."""
+    """One token's heads of a kv head attend to the `count` KV slots at `branch`: the first part of the sum."""
     keys = tl.arange(0, KEYS)
     last = tl.maximum(count - 1, 0)
     slots = load_ints(branch + tl.minimum(keys, last), ON_GPU).to(tl.int64)
@@ -223,7 +223,7 @@ def branch_attention(
 
 @triton.jit
 def _load_heads(heads, slots, inside, LINE: tl.constexpr, DIM: tl.constexpr):
-    """[KEYS, DIM] of a kv head."""
+    """Keys or values [KEYS, DIM] of a kv head."""
     return tl.load(heads + slots[:, None] * LINE + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
 
 
@@ -249,7 +249,7 @@ def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constex
 
 @triton.jit
 def _scores(tile_q, tile_k, seen):
-    """Unscaled, -inf where a query does not see a key."""
+    """Unscaled scores, -inf where a query does not see a key."""
     return tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
 
 

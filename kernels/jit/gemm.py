@@ -94,7 +94,7 @@ def _add_saved(acc, acc_up, place, index, GATED: tl.constexpr):
 
 @triton.jit
 def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr):
-    """Everything behind the product, and the one rounding, for the tile whose first weight row is `first`."""
+    """Bias, gate, residual and the one rounding, for the tile whose first weight row is `first`."""
     if SWAP:
         acc = tl.trans(acc)
     row = tl.arange(0, acc.shape[0])

@@ -1,4 +1,4 @@
-"""What a forward is given, and what an attention backend must do."""
+"""Batches of a forward, and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TokenBatch:
 
 @dataclass(slots=True)
 class ForwardBatch(TokenBatch):
-    """A forward whose shape the host knows: segment after segment; segments share no query slot.
+    """A batch whose shape the host knows: segment after segment; segments share no query slot.
 
     Attributes:
         segments: their num_queries add up to M.
@@ -63,7 +63,7 @@ class ForwardBatch(TokenBatch):
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """A copy of a batch's lengths in host memory, for attention that is planned there. int32; B rows.
+    """Lengths of a batch of B rows, copied to host memory for attention that is planned there. int32.
 
     Attributes:
         first: [B + 1], where each row's tokens begin; tokens behind first[B] are padding.
@@ -103,9 +103,9 @@ class AttentionPlan(ABC):
     def attend_stream(
         self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None
     ) -> Tensor | None:
-        """The same for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
+        """As `attend`, for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
 
-        None where there are no kernels for that: then nothing has happened.
+        Returns None, having done nothing, where no kernel does that for these shapes.
         """
         return None
 
@@ -114,17 +114,18 @@ class AttentionBackend(ABC):
     """Makes plans. Holds no request state; one backend serves every forward of a model."""
 
     plans_on_host = False
-    """Whether `prepare` does work that forwards of trees cannot do without."""
+    """Whether forwards of trees need `prepare` before them."""
 
     def prepare(self, num_tokens: int, lengths: HostLengths, page_tables: Tensor) -> None:  # noqa: B027
-        """Told before every forward of trees with `num_tokens` token slots, a replay of a captured one included.
+        """Plan on the host a forward of trees with `num_tokens` token slots over `page_tables`.
 
-        `page_tables` is the batch's. For backends that plan on the host; never captured.
+        Called before every such forward, a replay of a captured one included; never captured itself. Backends that do
+        not plan on the host ignore it.
         """
 
     @abstractmethod
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """Do what all layers of the forward share, for `num_heads` query heads: angles, indices, masks, grouping.
+        """Compute what all layers of the forward share, for `num_heads` query heads: angles, indices, masks, groups.
 
         Raises:
             ValueError: a batch that this backend cannot run, or segments that do not fit it.

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer over the same pages: prompts, and trees as custom masks. Needs the host to plan."""
+"""Attention by FlashInfer over paged KV: prompts, and trees as custom masks. Planned on the host."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class CallShape:
 
 
 class FlashInferAttention(AttentionBackend):
-    """Prompts by FlashInfer; trees too, or by our own kernels.
+    """Prompts by FlashInfer; trees by FlashInfer too, or by the Triton kernels of this repository.
 
-    Its split of the work depends on lengths, so `prepare` must be told them before every forward of trees, replays
-    of a captured one included. Rotation and the writing of k and v are our own kernel's. Results depend on the batch
-    around a token: there is no deterministic mode.
+    The split of the work depends on lengths, so `prepare` must be called before every forward of trees, replays of a
+    captured one included. A Triton kernel rotates q and k and writes k and v. Results depend on the batch around a
+    token: there is no deterministic mode.
     """
 
     def __init__(self, shape: CallShape, device: torch.device, trees: bool = True) -> None:
@@ -97,7 +97,7 @@ class FlashInferAttention(AttentionBackend):
 
 
 class _FlashInferPlan(TritonPlan):
-    """Our rotation and writing, their attention."""
+    """Rotates and writes as TritonPlan does, then calls FlashInfer."""
 
     def __init__(
         self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary, call: PrefillCall | TreeCall

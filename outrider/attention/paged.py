@@ -1,4 +1,4 @@
-"""A forward whose lengths live in device memory, so that one CUDA graph serves every round of its shape."""
+"""Batches whose lengths lie in device memory, so that one CUDA graph serves every round of a shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TreeTokens(RoundTokens):
-    """The tokens of a decode round, as a host lays them out: what sampling reads of them, and where their KV goes."""
+    """The tokens of a decode round: what sampling reads of them, and how much context each row has."""
 
     cached_len: Tensor
     """[B], tokens with valid KV."""
@@ -81,7 +81,7 @@ class PagedBatch(TokenBatch):
 
 
 class TreeBuffers:
-    """Memory for what attention wants to know of a round's trees; the same at every replay of a graph."""
+    """Device memory of KV slots, ancestor masks and paths of a round's trees; the same at every replay of a graph."""
 
     def __init__(self, max_tokens: int, max_path: int, device: torch.device) -> None:
         self._slots = torch.empty(max_tokens, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Forwards of prompts as a host lays them out: one run of int32 words, one copy to the device."""
+"""Batches of prompt chunks, described on the host as one array of int32 words, copied to the device at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptShape(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """Tokens of one row of a forward: as many as there are slots."""
+    """Consecutive tokens of one request in a forward: as many as there are slots."""
 
     table_row: int
     token_ids: Sequence[int] | Words
@@ -38,7 +38,7 @@ class PromptChunk(NamedTuple):
 
 
 class PromptLayout:
-    """Where the int32 fields of `PagedBatch` lie in one piece of memory, for forwards up to some shape."""
+    """Offsets of the int32 fields of a `PagedBatch` in one array, for forwards up to the shape `largest`."""
 
     def __init__(self, largest: PromptShape) -> None:
         tokens, rows = largest

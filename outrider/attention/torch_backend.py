@@ -43,7 +43,7 @@ class TorchAttention(AttentionBackend):
 
 
 class _TorchPlan(AttentionPlan):
-    """Calls give their padded rows one after the other; `order` picks the batch's rows out of them."""
+    """Attention of all groups; `order` picks the batch's rows out of the groups' padded rows."""
 
     def __init__(
         self, kv: KVCache, split: HeadSplit, own_slots: Tensor, calls: list[_GroupAttention], order: Tensor | None

@@ -1,4 +1,4 @@
-"""Attention by our own kernels over pages; on a CPU, by their references."""
+"""Attention over paged KV by the Triton kernels of `kernels`; on a CPU, by their torch references."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonPlan(AttentionPlan):
-    """One launch a layer for rotation and writing, with norm and product in it for small models; one or two for
-    attention."""
+    """Of a layer: one launch rotates and writes, for small models behind norm and product; one or two attend."""
 
     def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         self.batch = batch

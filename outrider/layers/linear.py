@@ -1,4 +1,4 @@
-"""Matrix products, the bulk of a forward."""
+"""Matrix products with the fastest kernel for their device, dtype and shape."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Linear:
         return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
 
     def uses_row_kernel(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
-        """Whether products of `rows` [M, in] are those of small models, which take norm and residual along.
+        """Whether products of `rows` [M, in] are small enough for the kernel that takes norm and residual along.
 
         `whole`: the rows are to be normed, and `gated`.
         """
@@ -107,7 +107,7 @@ class Linear:
 
 
 def has_small_products(width: int) -> bool:
-    """Whether a model whose residual stream is so wide is one of small products, on a GPU and not in float32."""
+    """Whether products of a model with a residual stream of `width` use `norm_linear`, on a GPU and not in float32."""
     return row_kernel_pays(1, width, width, whole=True)
 
 

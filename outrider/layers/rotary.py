@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies once per model, cos and sin once per forward, three kernels per layer."""
+"""Rotary positions: frequencies once per model, cos and sin once per forward, a rotation per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes of a GPU by its config.json, what fits beside it, and how fast a round can be at best. Torch-free.
+"""Memory that a model takes by its config.json, what fits a GPU beside it, and the least time of a round. Torch-free.
 
 Tests hold the sizes of weights to what the loaders allocate.
 """
@@ -95,7 +95,7 @@ class Elements:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Elements in all."""
         return self.embedding + self.layers + self.output
 
     @property
@@ -105,14 +105,14 @@ class Elements:
 
 
 def model_elements(config: ModelConfig, packed: bool = False) -> Elements:
-    """Of a language model. `packed`: on a CPU whose products want the output matrix in a layout of its own."""
+    """Elements of a language model. `packed`: on a CPU whose products need the output matrix in a layout of its own."""
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
     return Elements(embedding, layers, embedding if packed or not config.tie_embeddings else 0)
 
 
 def head_elements(algorithm: str, head: HeadConfig, num_target_ids: int | None = None) -> Elements:
-    """Of an EAGLE3, EAGLE or NEXTN head, its copy of the embedding included.
+    """Elements of an EAGLE3, EAGLE or NEXTN head, its copy of the embedding included.
 
     `num_target_ids`: rows that a token map leaves of the output matrix; None for those of the head.
     """
@@ -133,7 +133,7 @@ def head_elements(algorithm: str, head: HeadConfig, num_target_ids: int | None =
 
 
 def kv_elements(config: ModelConfig) -> int:
-    """Of one token's keys and values over all layers."""
+    """Elements of one token's keys and values over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 

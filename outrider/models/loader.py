@@ -1,4 +1,4 @@
-"""From a folder of safetensors to a model that runs."""
+"""Loads a model from a Hugging Face folder."""
 
 from __future__ import annotations
 

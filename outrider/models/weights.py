@@ -107,7 +107,7 @@ class TensorReader:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write contiguous CPU tensors, to be read by whom the umask lets. Raises OSError where the disk does."""
+    """Write contiguous CPU tensors; file permissions follow the umask. Raises OSError where the disk does."""
     save_file(dict(tensors), path, {"format": "pt"})
     # safetensors writes through a temporary file that nobody else may read; another user may run the services.
     mask = os.umask(0)
@@ -117,7 +117,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file to be written and the tensors in it, in order."""
+    """A file to be written, and names and shapes of the tensors in it, in order."""
 
     name: str
     tensors: dict[str, tuple[int, ...]]
@@ -147,7 +147,7 @@ def write_shards(
 ) -> None:
     """Write the shards and their index. `make(name)` gives each tensor, on any device, when its turn comes.
 
-    `progress` is told the bytes written so far. Raises OSError where the disk does.
+    `progress` is called with the bytes written so far. Raises OSError where the disk does.
     """
     done = 0
     weight_map: dict[str, str] = {}
@@ -185,6 +185,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _write_all(write: Callable[[memoryview], int | None], data: memoryview) -> None:
-    """A raw file may take less than it is given."""
+    """Write all of `data`: an unbuffered file may take less at once."""
     while data:
         data = data[write(data) or 0 :]
