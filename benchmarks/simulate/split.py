@@ -281,20 +281,18 @@ class Simulation:
             for owner, name, value in before:
                 setattr(owner, name, value)
 
-    def _noting_ends(self, land: Callable[[Any], None]) -> Callable[[Any], None]:
-        def noting(grown: Any) -> None:
-            active = grown._active
-            if active is not None:
-                plan, lists = active.plan, grown._batch_manager
-                reasons = {
-                    "outdated": active.is_outdated,
-                    "all steps": plan.queued_steps >= plan.most_steps,
-                    "opening or closing": lists._opening or lists._closing,
-                    "news": lists._changed,
-                    "unsettled": lists._incomplete,
-                }
-                self.ends[next((name for name, holds in reasons.items() if holds), "nothing to run")] += 1
-            land(grown)
+    def _noting_ends(self, land: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def noting(grown: Any, active: Any) -> None:
+            plan, lists = active.plan, grown._batch_manager
+            reasons = {
+                "outdated": active.is_outdated,
+                "all steps": plan.queued_steps >= plan.most_steps,
+                "opening or closing": lists._opening or lists._closing,
+                "changes": lists._changed,
+                "incomplete": lists._incomplete,
+            }
+            self.ends[next((name for name, holds in reasons.items() if holds), "nothing to run")] += 1
+            land(grown, active)
 
         return noting
 

@@ -34,6 +34,6 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     forest.merge(collector, part(64, 0, first, [np.float32(-0.1), below]))
     # The second candidate, run after a commit that the device was told of.
     forest.merge(collector, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
-    forest.slots.settle(leased)
+    forest.slots.take_back(leased)
     check_forest(forest)
     assert (forest.entries.rows[: forest.entries.count] > 0).all()

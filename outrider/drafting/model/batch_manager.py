@@ -215,7 +215,7 @@ class BatchManager:
         if is_full:
             for context in self._contexts.values():
                 if context.root_run:
-                    self._settle(context, along=True)
+                    self._move_final(context, along=True)
         self.kv_manager.free_slots()
 
     def extend(self) -> bool:
@@ -233,7 +233,7 @@ class BatchManager:
         """Requests of which a burst must run something now; those that lack nothing are not looked at again."""
         return [context for context in list(self._incomplete.values()) if self._is_to_run(context, needs_run)]
 
-    def settle(self, context: DraftContext) -> None:
+    def mark_scheduled(self, context: DraftContext) -> None:
         """The burst that is launched next runs what the request lacks."""
         context.root_in_burst = not context.root_run
         self._incomplete.pop(context.tree.handle, None)
@@ -327,7 +327,7 @@ class BatchManager:
             return
         self._note_root_run(context)
         # Verify has no tree after a miss: KV is moved once the root was run.
-        if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._settle(context):
+        if (context.root_run or len(context.uncached) > self.kv_manager.max_forced) and not self._move_final(context):
             return
         if self._options.takes_in and context.seen < context.tree.author.next_id:
             self._forest.adopt(context.row, context.tree.author, context.seen)
@@ -335,10 +335,10 @@ class BatchManager:
         self._set_bounds(context)
         self._incomplete[context.tree.handle] = context
 
-    def _settle(self, context: DraftContext, *, along: bool = False) -> bool:
+    def _move_final(self, context: DraftContext, *, along: bool = False) -> bool:
         """Move KV of committed tokens to the context, if it is worth it; False if that failed; see `fail`."""
         try:
-            self.kv_manager.settle(context, along=along)
+            self.kv_manager.move_final(context, along=along)
         except Exception as error:
             self.fail(context, error)
             return False

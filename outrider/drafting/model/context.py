@@ -1,4 +1,4 @@
-"""A request's committed tokens as a draft model holds them: its context, and the tokens between that and the root."""
+"""A request's committed tokens as a draft model holds them: context, uncached tokens and root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class UncachedToken(NamedTuple):
     slot: int
     """Tree slot of its KV; -1 if it was not run."""
     is_final: bool
-    """Whether its KV is what the context should hold: made from true features, or from none."""
+    """Whether its KV is what the context should hold: computed with the target's feature, or by a model without."""
 
 
 UNRUN = UncachedToken(-1, False)
@@ -24,10 +24,9 @@ UNRUN = UncachedToken(-1, False)
 
 @dataclass(slots=True, eq=False)
 class DraftContext:
-    """One request.
+    """One request: tokens before position `end` are context, `uncached` holds those from there to before `root`.
 
-    Tokens at positions below `end` are context, those from there to below `root` lie in `uncached`, and the root is at
-    position `root`. KV positions are `lag` less than positions; the first `lag` tokens have none.
+    KV positions are `lag` less than positions; the first `lag` tokens have none.
     """
 
     tree: Tree
@@ -55,7 +54,7 @@ class DraftContext:
     seen: int = 1
     """Ids of the author below this were looked at for nodes that others appended."""
     root_in_burst: bool = False
-    """Whether a burst that is under way runs the root."""
+    """Whether the burst under way runs the root."""
 
     def __post_init__(self) -> None:
         author = self.tree.author
@@ -65,7 +64,7 @@ class DraftContext:
 
     @property
     def first_unrun(self) -> int:
-        """Index in `uncached` of the first token that was not run; one past them if all were."""
+        """Index in `uncached` of the first token that was not run; one past the last if all were."""
         for index, (slot, _) in enumerate(self.uncached):
             if slot < 0:
                 return index
@@ -73,14 +72,14 @@ class DraftContext:
 
     @property
     def num_with_features(self) -> int:
-        """Tokens of `uncached`, and the root behind them, that could be run with true features."""
+        """How many of `uncached`, and the root behind them, could be run with the target's features."""
         return min(max(self.feature_end - self.end, 0), len(self.uncached) + 1)
 
     def to_run(self, *, root: bool) -> tuple[list[int], int]:
-        """Indices in `uncached` of what a burst is to run, in order, and how many of the first take true features.
+        """Indices in `uncached` of what a burst is to run, in order; how many, from the first, take target features.
 
-        Tokens whose KV can be made as it should be; with `root` those that were not run, too, and the root, whose index
-        is one past the last.
+        These are the tokens whose KV can become final; with `root` also those that were not run, and the root, whose
+        index is one past the last.
         """
         num_with_features = self.num_with_features
         indices = [
@@ -99,13 +98,13 @@ class DraftContext:
 
     @property
     def feature_end(self) -> int:
-        """Tokens before this position could be run from the context on with true features."""
+        """One past the last position that the target's features reach without a gap from the context on."""
         if not self.lag:
             return self.root + 1
         return self.features.end_from(self.end - 1) + 1
 
     def follow(self, slots: list[int], count: int, *, root_run: bool) -> None:
-        """`count` tokens were committed; `slots` of the old root and those behind it whose nodes were found."""
+        """`count` tokens were committed; `slots` are those of the old root and of the found nodes behind it."""
         is_final = not self.lag
         uncached = [UncachedToken(slot, is_final) if slot >= 0 else UNRUN for slot in slots]
         if self.root_final and uncached:
@@ -119,13 +118,13 @@ class DraftContext:
         self.root_final = root_run and not self.lag
 
     def note_root_run(self) -> None:
-        """A burst ran the root before it was one."""
+        """A burst ran the node that is the root now."""
         self.root_run, self.root_final, self.root_in_burst = True, not self.lag, False
 
     def take_final(self, *, accept_own: bool) -> list[int]:
-        """Take leading tokens off `uncached` whose KV may move to the context, and return their tree slots.
+        """Take leading tokens whose KV is final off `uncached`, and return their tree slots.
 
-        With `accept_own`, KV made from the draft's own features may move too.
+        With `accept_own`, KV computed with the draft's own features is taken, too.
         """
         slots: list[int] = []
         for slot, is_final in self.uncached:
@@ -140,7 +139,7 @@ class DraftContext:
 
     @property
     def num_movable(self) -> int:
-        """Tokens of `uncached` that need not stay in tree slots: what is run next may take its parent's own feature."""
+        """Leading tokens of `uncached` whose tree slots no later token needs for its parent's own feature."""
         if not self.lag or self.root_run:
             return len(self.uncached)
         first = self.first_unrun

@@ -30,9 +30,9 @@ _logger = get_logger(__name__)
 _EMA_WEIGHT = 0.05
 _MAX_HOST_SECONDS = 0.002
 _FEW_ROWS = 4
-"""Requests whose commits are worth a look at what could be told of them before the next part has landed."""
+"""Requests of a burst at most for which entries are published again once it followed commits."""
 _FIRST_ANSWER_NODES = 32
-"""Nodes of a request in the first answer to a commit."""
+"""Nodes of each request in the first answer to a commit; the others follow."""
 
 
 @dataclass(slots=True)
@@ -41,10 +41,10 @@ class _ActiveBurst:
 
     plan: BurstPlan
     pending: PendingBurst
-    """The part of it that lands next."""
+    """Its part that lands next."""
     began: float
     more: PendingBurst | None = None
-    """The part behind that one, if it is queued."""
+    """The part behind that, if it is queued."""
     is_outdated: bool = False
     """Whether the forest has followed commits that it cannot be told of."""
 
@@ -54,10 +54,10 @@ def _immediately() -> bool:
 
 
 class BurstGrowth(Grower):
-    """Keeps one burst under way; while it runs, what the one before brought is appended to the authors' trees.
+    """Keeps one burst under way, and appends to the authors' trees what the parts before brought.
 
-    What arrives while a burst runs waits for its result, but for commits whose path the forest holds: it follows them
-    at once, and the device is told of them when it goes on. A burst ends for what cannot be told.
+    While a burst runs, the forest follows commits at once where it can, and the device is told of them with the next
+    part. The burst ends for whatever else waits.
     """
 
     def __init__(self, runner: BurstRunner, limits: TreeLimits, table: TreeTable, options: GrowthOptions) -> None:
@@ -79,8 +79,8 @@ class BurstGrowth(Grower):
         )
         self._active: _ActiveBurst | None = None
         self._host_seconds = PART_SECONDS
-        self._part_ended_at = 0.0  # when the part ended that is being dealt with; 0 for none
-        self._nothing_to_run = True  # whether the last look found nothing to run
+        self._part_ended_at = 0.0  # when the part ended whose result is being published; 0 for none
+        self._nothing_to_run = True  # whether the last attempt to launch found nothing to run
 
     @property
     def idle(self) -> bool:
@@ -91,27 +91,27 @@ class BurstGrowth(Grower):
 
     @property
     def device_idle(self) -> bool:
-        """Whether a device that has something to do has nothing to do yet."""
+        """Whether there is something to run and no burst is under way."""
         return self._active is None and not self._nothing_to_run
 
     def open(self, tree: Tree) -> None:
-        """A tree gets its row once the burst under way has ended."""
+        """A tree gets its row when the burst under way has ended."""
         self._batch_manager.open(tree)
         if not self._shape.lag:  # verify sends no features before it was answered
             self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The forest follows while the burst under way runs, if it can, or else once that has ended."""
+        """The forest follows the commit with the next call of `grow`, or when the burst under way has ended."""
         self._withhold(tree)
         if self._active is not None:
             self.table.expecting.add(tree.handle)
 
     def changed(self, tree: Tree) -> None:
-        """Look again once the burst under way has ended."""
+        """Look again with the next call of `grow`, or when the burst under way has ended."""
         self._batch_manager.change(tree)
 
     def found(self, tree: Tree) -> None:
-        """Take in what another grower appended, if that is done."""
+        """Make entries of what another grower appended, if the options say so."""
         if not self._options.takes_in:
             return
         context = self._batch_manager.find(tree.handle)
@@ -119,17 +119,17 @@ class BurstGrowth(Grower):
             self._batch_manager.change(tree)
 
     def close(self, tree: Tree) -> None:
-        """Its row and its pages are free once the burst under way has ended."""
+        """Free row and pages when the burst under way has ended."""
         self.table.withheld.discard(tree.handle)
         self._batch_manager.close(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:
-        """Keep true features until their tokens are run with them."""
+        """Keep the target's features until the tokens behind them are run with them."""
         self._batch_manager.take_features(tree, features)
         self._nothing_to_run = False
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
-        """Take what the burst under way brought, launch the next one, and append to the authors while that runs."""
+        """Take in a part that has ended, have the device go on or launch the next burst, and publish meanwhile."""
         self._grow(deadline, interrupted, wait)
         waiting = self.table.unsent if self._active is not None else ()
         self.table.expecting = {handle for handle in waiting if self._batch_manager.expects(handle)}
@@ -137,7 +137,7 @@ class BurstGrowth(Grower):
     def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         active = self._active
         if active is not None and self._follow_ahead(active):
-            # Before the answer, which takes longer than there is time.
+            # Queued before the answer is published, which takes longer than the part that is nearly over.
             if active.more is None and active.pending.nearly(_immediately):
                 active.more = self._go_on(active)
             if len(active.plan.rows) <= _FEW_ROWS:
@@ -156,8 +156,8 @@ class BurstGrowth(Grower):
                     self._part_ended_at = perf_counter()
                     self._take(active, active.more)
                 else:
-                    self._land()
-                    if interrupted():  # what the next burst runs may depend on it
+                    self._land(active)
+                    if interrupted():  # what came may change what the next burst runs
                         return
             if self._active is None:
                 self._apply()
@@ -172,47 +172,44 @@ class BurstGrowth(Grower):
             self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES * owing)
 
     def _note_host_work(self) -> None:
-        """What a part brought is dealt with: see how long that took."""
+        """Measure how long the host took for the part before."""
         if self._part_ended_at:
             taken = perf_counter() - self._part_ended_at
             self._host_seconds += _EMA_WEIGHT * (min(taken, _MAX_HOST_SECONDS) - self._host_seconds)
             self._part_ended_at = 0.0
 
     def _follow_ahead(self, active: _ActiveBurst) -> bool:
-        """Follow commits while the burst under way runs: answers leave earlier, and less is left for its end."""
+        """Follow commits while the burst under way runs, so that answers leave earlier; returns whether it did."""
         if not self._batch_manager.has_updates() or self._options.lockstep_steps:
             return False
-        # What a part brought is taken in first, if the device has something to do meanwhile.
+        # A part that has ended is taken in first, unless the device would wait for that.
         if active.pending.done() and (active.more is not None or not self._options.most_steps):
             return False
         plan, planner = active.plan, self._planner
         excluded = {one.context for one in plan.forced}
-        moved = self._batch_manager.follow_ahead(
-            excluded, misses=self._options.most_steps > 0 and not self._forest.has_foreign_nodes
-        )
-        for context in moved:
+        misses = self._options.most_steps > 0 and not self._forest.has_foreign_nodes
+        followed = self._batch_manager.follow_ahead(excluded, misses=misses)
+        for context in followed:
             if not planner.follows(plan, context):
                 active.is_outdated = True
                 continue
             plan.rerooted_rows.add(context.row)
             if planner.needs_seeds(plan, context):
                 self._batch_manager.mark_incomplete(context)
-        return bool(moved)
+        return bool(followed)
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
             self.table.withheld.add(tree.handle)
 
     def _release(self) -> None:
-        """Have complete trees told, and those that do not grow.
+        """Lockstep: send trees that are complete, and those that do not grow.
 
         While prompts take more than a further chunk, their commits are acknowledged without a tree after each chunk:
-        verify takes a draft that answers nothing for two seconds for lost, and a session that is dialled anew would
-        begin with the same prompts.
+        verify gives up a session that answers nothing for two seconds, and a new one would begin with the same prompts.
         """
-        withheld = [
-            context for handle in self.table.withheld if (context := self._batch_manager.find(handle)) is not None
-        ]
+        found = map(self._batch_manager.find, self.table.withheld)
+        withheld = [context for context in found if context is not None]
         behind = {context for context in withheld if len(context.uncached) > self._shape.region // 8}
         if sum(len(context.uncached) for context in behind) <= self._options.prompt_chunk:
             behind.clear()
@@ -226,7 +223,7 @@ class BurstGrowth(Grower):
         """Nothing is kept of a target."""
 
     def count_into(self, count: Callable[[str, float], None]) -> None:
-        """Tell bursts and what they were made of."""
+        """Count bursts, their steps and nodes, and prompt tokens."""
         if self._kv_manager.num_extended:
             self.counts["prompt_tokens"] += self._kv_manager.num_extended
             self._kv_manager.num_extended = 0
@@ -235,20 +232,20 @@ class BurstGrowth(Grower):
         self.counts.clear()
 
     def _go_on(self, active: _ActiveBurst) -> PendingBurst | None:
-        """Have the device go on with the burst under way; None where something waits for its end."""
+        """Queue the next part of the burst under way; None where something waits for its end."""
         plan, planner, batch_manager = active.plan, self._planner, self._batch_manager
         if batch_manager.has_closed:
             plan.closed_rows.update(row for row in batch_manager.take_closed_rows() if row in plan.rows)
         if active.is_outdated or batch_manager.has_updates({one.context for one in plan.forced}):
             return None
         needy = batch_manager.to_run(planner.needs_run)
-        if len(needy) < batch_manager.num_incomplete:  # some have tokens that are computed apart
+        if len(needy) < batch_manager.num_incomplete:  # some need a forward apart
             return None
         seconds = (active.pending.step_seconds, self._host_seconds)
         steps = planner.more_steps(plan, *seconds, forced=bool(needy))
         if not steps:
             return None
-        # The others wait for these, or, if there is no place for any, for the end.
+        # Those that do not fit wait for the others, or for the end of the burst.
         told = planner.force(plan, needy)
         if needy and not told and not plan.forced:
             return None
@@ -259,15 +256,15 @@ class BurstGrowth(Grower):
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
         for context in told:
-            batch_manager.settle(context)
-        if more is None:  # it is not asked again: its end says what became of it
+            batch_manager.mark_scheduled(context)
+        if more is None:  # the burst ends with the steps that are queued
             plan.most_steps = plan.queued_steps
         else:
             plan.queued_steps += steps
         return more
 
     def _take(self, active: _ActiveBurst, more: PendingBurst) -> None:
-        """Take what a part of the burst under way brought, while the next one runs. Entries keep their numbers."""
+        """Take in a part of the burst under way while the next part runs. Entries keep their numbers."""
         try:
             for context in self._planner.take(active.plan, active.pending.wait()):
                 self._batch_manager.mark_incomplete(context)
@@ -281,11 +278,9 @@ class BurstGrowth(Grower):
             return
         active.pending, active.more = more, None
 
-    def _land(self) -> None:
-        """Wait for the burst under way, and take what it brought into the forest."""
-        active, self._active = self._active, None
-        if active is None:
-            return
+    def _land(self, active: _ActiveBurst) -> None:
+        """Wait for the last part of the burst under way, and take it in."""
+        self._active = None
         self._publisher.forget()
         try:
             result = active.pending.wait()
@@ -305,13 +300,13 @@ class BurstGrowth(Grower):
         """Bring the requests of a burst that landed up to date."""
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
-            # Committed tokens of which the root was not one are no part of a tree.
+            # Uncached tokens that were run without the root are no part of a tree.
             self._batch_manager.spend((row for row in plan.rows if self._batch_manager.rows[row].root_run), num_steps)
         self._batch_manager.release_closed()  # others may need their pages now
         self._batch_manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
 
     def _apply(self) -> None:
-        """Do what waited for the burst to end."""
+        """Do what waited for the end of a burst."""
         self._publisher.forget()
         self._batch_manager.admit()
         if self._batch_manager.has_changes:
@@ -319,7 +314,7 @@ class BurstGrowth(Grower):
             self._batch_manager.follow()
 
     def _launch(self) -> None:
-        """Compute a chunk of a prompt, and start the next burst."""
+        """Compute a chunk of prompts, and launch the next burst."""
         extended = self._batch_manager.extend()
         needy = self._batch_manager.to_run(self._planner.needs_run)
         self._nothing_to_run = not extended
@@ -332,7 +327,7 @@ class BurstGrowth(Grower):
             return
         self._nothing_to_run = False
         for one in plan.forced:
-            self._batch_manager.settle(one.context)
+            self._batch_manager.mark_scheduled(one.context)
         began = perf_counter()
         try:
             self._active = _ActiveBurst(plan, self._runner.launch(plan.burst), began)

@@ -24,12 +24,12 @@ Ints = NDArray[np.intp]
 
 
 class SlotLease(NamedTuple):
-    """Free slots that a burst may fill from its launch on. It fills some of them."""
+    """Free slots that a burst may fill; it fills some of them."""
 
     rows: Ints
     """[B] ascending."""
     starts: Int32s
-    """[B], of each row those from here in `TreeSlots.stacks` on, as it was then."""
+    """[B], the first of each row in `TreeSlots.stacks` as they were at the lease."""
     ends: Int32s
     """[B], one past the last."""
 
@@ -40,7 +40,7 @@ class SlotLease(NamedTuple):
 
 
 class TreeSlots:
-    """The regions of R rows. A slot is free, taken, lent to the burst that runs, or live.
+    """The tree regions of R rows. A slot is free, taken, leased to the burst that runs, or live.
 
     Attributes:
         live: bool [R, region].
@@ -54,14 +54,14 @@ class TreeSlots:
         self.num_free = np.full(num_rows, region, np.int32)
         self.stacks = np.empty((num_rows, region), np.int32)
         self.stacks[:] = np.arange(region - 1, -1, -1)
-        # Slots that are lent and not filled, as far as that is known: as bytes, which are searched at once, and bools.
+        # Slots that are leased and not known to be filled: as bytes, which are fast to search, and as bools.
         self._leased_bytes = bytearray(num_rows * region)
         self._flat_leased = np.frombuffer(self._leased_bytes, np.bool_)
         self._leased = self._flat_leased.reshape(num_rows, region)
         self._flat_live = self.live.reshape(-1)
 
     def take(self, row: int, count: int) -> list[int]:
-        """Free slots for good; they become live when they are filled. Raises InternalError if there are not so many."""
+        """Take free slots, which become live when they are filled. Raises InternalError if there are not so many."""
         left = int(self.num_free[row]) - count
         if left < 0:
             raise InternalError(f"row {row} has {left + count} free tree slots, {count} are needed")
@@ -70,7 +70,7 @@ class TreeSlots:
         return taken
 
     def lease(self, rows: Ints, counts: Ints) -> SlotLease:
-        """Free slots for a burst, `counts` of each row at most."""
+        """Lease free slots to a burst, at most `counts` of each row."""
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0).astype(np.int32)
         self.num_free[rows] = starts
@@ -79,9 +79,9 @@ class TreeSlots:
         return SlotLease(rows, starts, ends)
 
     def lease_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
-        """Further ones for the burst that runs: free by now, or freed by what it is told of at the same time.
+        """Lease further slots to the burst that runs: free by now, or freed by commits that it is told of with them.
 
-        `counts`: of each row so many may be lent at most, with those that are and were not filled.
+        `counts`: slots of each row that may be leased at most, those included that are leased and not filled.
         """
         found = []
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
@@ -96,12 +96,12 @@ class TreeSlots:
         return found
 
     def is_leased(self, row: int) -> bool:
-        """Whether a row has slots that are lent and were not filled, as far as that is known."""
+        """Whether a row has leased slots that are not known to be filled."""
         first = row * self.region
         return self._leased_bytes.find(1, first, first + self.region) >= 0
 
     def fill(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
-        """A burst filled these slots, which are live now. One row may stand for all."""
+        """A burst filled these slots, which are live now. `rows` may be one row for all."""
         if isinstance(rows, int):
             self._leased[rows][slots] = False
             self.live[rows][slots] = True
@@ -111,25 +111,22 @@ class TreeSlots:
         self._flat_live[places] = True
 
     def free_dead(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
-        """A burst filled these slots with nodes that are dead by now. One row may stand for all."""
+        """A burst filled these slots with nodes that are dead by now. `rows` may be one row for all."""
         self._leased[rows, slots] = False
         if isinstance(rows, int):
             self.free_of(rows, slots)
         else:
             self.free(rows, slots)
 
-    def settle(self, leased: SlotLease) -> None:
-        """Take back what a burst did not fill."""
+    def take_back(self, leased: SlotLease) -> None:
+        """End a lease: what the burst did not fill is free."""
         rows = leased.rows
         places, slots = self._leased[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
         self._leased[rows] = False
         self._push(rows[places], self.region - 1 - slots)
 
     def free(self, rows: NDArray[np.integer[Any]], slots: Int32s) -> None:
-        """Live slots, or taken ones, are free again.
-
-        A burst that runs may still read them. It is told that it may fill them only when it is told of what freed them.
-        """
+        """Free live or taken slots. A burst that runs may still read them until it is told of what freed them."""
         self.live[rows, slots] = False
         order = rows.argsort(kind="stable")
         self._push(rows[order], slots[order])
@@ -163,14 +160,11 @@ class TreeSlots:
 
 
 _MIN_FORCED_TOKENS = 7
-"""Tokens that a burst computes, however many requests share it: a forward apart is one more wait before the burst."""
-
+"""Uncached tokens of a request that a burst always computes: a forward apart delays the burst."""
 _MAX_STALE_TOKENS = 6
-"""Committed tokens whose true features wait: a burst is given them after about two commits."""
-
-
+"""Uncached tokens without final KV that a burst under way is given, which is after about two commits."""
 _MIN_MOVE_ALONG = 8
-"""Committed tokens that are moved with those of others: no burst should end for them a few rounds later."""
+"""Uncached tokens that are moved when others are, so that no burst ends for them a few rounds later."""
 
 
 class DeclinedError(Exception):
@@ -189,7 +183,7 @@ class ExtendResult(NamedTuple):
 
 
 class ContextKVManager:
-    """Owns the context pages. Methods raise DeclinedError where they are used up, and what the runner raises."""
+    """Owns the context pages. Methods raise DeclinedError where no page is free, and what the runner raises."""
 
     def __init__(self, runner: BurstRunner, slots: TreeSlots, options: GrowthOptions) -> None:
         shape = runner.shape
@@ -200,7 +194,7 @@ class ContextKVManager:
         """Tokens computed outside of bursts since someone set this to 0."""
         self._forced_limit = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
         self.max_forced = self._forced_limit
-        """Tokens between context and root that a burst computes; more are computed apart."""
+        """Uncached tokens of a request that a burst computes; more are computed in a forward apart."""
         self._num_open = 0
         self._runner = runner
         self._slots = slots
@@ -211,36 +205,36 @@ class ContextKVManager:
         self._freed_slots: list[int] = []
 
     def open(self, context: DraftContext) -> None:
-        """A request takes its row."""
+        """A request begins in its row."""
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
         self._runner.open(context.row, context.tree.author.sampling)
 
     def close(self, context: DraftContext) -> None:
-        """It leaves its row and its pages."""
+        """A request ended; its pages are free."""
         self.pool.release(context.pages)
         context.pages = []
         self._share_bursts(-1)
         self._runner.close(context.row)
 
     def is_full(self, context: DraftContext) -> bool:
-        """Whether committed tokens wait that a burst should end for: their KV is to be moved."""
+        """Whether a burst should end so that KV of uncached tokens can be moved."""
         return len(context.uncached) >= self._min_move
 
     def has_stale_kv(self, context: DraftContext) -> bool:
-        """Whether much KV of committed tokens is to be made anew of true features."""
+        """Whether KV of many uncached tokens is to be computed again from the target's features."""
         if not context.lag or len(context.uncached) < _MAX_STALE_TOKENS:
             return False
         return sum(not one.is_final for one in context.uncached) >= _MAX_STALE_TOKENS
 
-    def settle(self, context: DraftContext, *, along: bool = False) -> None:
-        """Move KV of committed tokens that were run as they should be to the context; then call `free_slots`.
+    def move_final(self, context: DraftContext, *, along: bool = False) -> None:
+        """Move final KV of uncached tokens to the context, if there is enough; then call `free_slots`.
 
-        `along`: that of others is moved now, which one more hardly makes longer.
+        `along`: KV of other requests is moved now, so that less is enough.
         """
         if len(context.uncached) < (min(self._min_move, _MIN_MOVE_ALONG) if along else self._min_move):
             return
-        # Those whose true features are here will be run with them.
+        # Tokens whose features of the target are here will be run with them.
         accept_own = len(context.uncached) > self._max_uncached and context.feature_end <= context.end
         first = context.kv_len
         slots = context.take_final(accept_own=accept_own)
@@ -251,7 +245,7 @@ class ContextKVManager:
         self._advanced(context, slots)
 
     def num_extendable(self, context: DraftContext) -> int:
-        """Tokens that should be computed apart before anything else of the request."""
+        """Uncached tokens that should be computed in a forward apart before anything else of the request."""
         num_uncached = len(context.uncached)
         if not context.lag or not num_uncached:
             return num_uncached if num_uncached > self.max_forced else 0
@@ -261,13 +255,13 @@ class ContextKVManager:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
-        # Those behind the last one that lacks its KV are moved: one launch for dozens of them.
+        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them.
         tokens = context.uncached[:covered]
         lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.is_final]
         return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
 
     def extend(self, contexts: Iterable[DraftContext], limit: int) -> ExtendResult:
-        """Compute up to `limit` of those tokens in all, those of the first requests first, at once."""
+        """Compute up to `limit` of those tokens of all requests, first come first served, in one call of the runner."""
         served: list[DraftContext] = []
         failed: list[tuple[DraftContext, Exception]] = []
         extents: list[Extent] = []
@@ -310,8 +304,9 @@ class ContextKVManager:
         self._advanced(context, slots)
 
     def _share_bursts(self, more: int) -> None:
-        """So many more requests are open. With true features every committed token is run once more, for each request:
-        what does not fit a burst would keep other requests out of it.
+        """Give each request an even share of a burst, `more` requests being open.
+
+        With features every committed token is run once more; what does not fit would keep other requests out.
         """
         self._num_open += more
         if self._runner.shape.lag:
@@ -330,7 +325,7 @@ class ContextKVManager:
         self._runner.set_pages(context.row, context.pages)
 
     def free_slots(self) -> None:
-        """The slots that `settle` emptied are free."""
+        """Free the slots that `move_final` emptied."""
         if self._freed_slots:
             self._slots.free(np.array(self._freed_rows, np.int32), np.array(self._freed_slots, np.int32))
             self._freed_rows.clear()

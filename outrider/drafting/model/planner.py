@@ -29,7 +29,7 @@ from outrider.drafting.model.kv import ContextKVManager, Int32s, SlotLease
 
 @dataclass(slots=True)
 class ForcedTokens:
-    """A request's tokens that a burst must run: some of those between context and root, or the root, or both."""
+    """Seeds of a request that a burst must run: some of its uncached tokens, or the root, or both."""
 
     context: DraftContext
     indices: list[int]
@@ -39,11 +39,11 @@ class ForcedTokens:
     taken: list[bool]
     """Whether the slot was free before."""
     num_with_features: int
-    """How many of them, from the first on, are run with true features."""
+    """How many of them, from the first on, are run with the target's features."""
     first: int
     """Pool index of the first; the others follow it."""
     ran: list[bool] = field(default_factory=list)
-    """Of each, whether a part that landed ran it."""
+    """Whether a part that landed ran it, of each."""
 
     @property
     def has_root(self) -> bool:
@@ -51,21 +51,21 @@ class ForcedTokens:
         return self.indices[-1] == len(self.context.uncached)
 
     def note(self, picked: AbstractSet[int]) -> bool:
-        """See which of them a part ran, by the pool indices of what it ran; whether all were run by now.
+        """Note which of them a part ran, from the pool indices of its nodes; returns whether all were run by now.
 
-        One that takes its parent's own feature comes a step behind it.
+        A token that takes its parent's own feature is run a step after the parent.
         """
         self.ran = [ran or self.first + place in picked for place, ran in enumerate(self.ran)]
         return all(self.ran)
 
 
-def force(
+def take_forced(
     forest: DraftForest, contexts: Sequence[DraftContext], first: int, limit: int, *, cuts: bool = False
 ) -> list[ForcedTokens]:
-    """What these requests need run, at most `limit` seeds in all, from pool index `first` on; it takes tree slots.
+    """What these requests need run, at most `limit` seeds in all, from pool index `first` on. Takes tree slots.
 
-    A request that does not fit is left out. `cuts`: `limit` is all that there ever is, so that of one that needs more
-    the first tokens are taken, if all of those have true features; others wait for theirs.
+    A request that does not fit is left out. `cuts`: no burst takes more than `limit`, so that of a request that needs
+    more the first tokens are taken, if all of those have the target's features.
     """
     forced: list[ForcedTokens] = []
     if not contexts:
@@ -93,17 +93,17 @@ def force(
 
 @dataclass(slots=True)
 class ForcedSeeds:
-    """Forced seeds as a burst is told of them."""
+    """Forced seeds in the form of a burst."""
 
     fields: Int32s
     """[8, N], see Seeds."""
     entries: Ints
-    """[N] entry of each; -1 for those that are none, which are all but roots."""
+    """[N] entry of each root; -1 for other tokens, which are no entries."""
     features: list[object]
     """See Burst.features."""
 
 
-def lay_out(forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s) -> ForcedSeeds:
+def encode_forced(forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s) -> ForcedSeeds:
     """`index`: place in the burst of each row."""
     rows: list[int] = []
     parents: list[int] = []
@@ -144,8 +144,8 @@ def lay_out(forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s) 
     return ForcedSeeds(fields, entries, parts)
 
 
-def land(forest: DraftForest, one: ForcedTokens) -> None:
-    """Take what was run of a request's tokens; slots that were taken for others are free again."""
+def land_forced(forest: DraftForest, one: ForcedTokens) -> None:
+    """Note what was run of a request's tokens, and free the slots that were taken for the others."""
     context, root = one.context, len(one.context.uncached)
     context.root_in_burst = False
     unused: list[int] = []
@@ -163,7 +163,7 @@ def land(forest: DraftForest, one: ForcedTokens) -> None:
 
 
 def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
-    """First position and one past the last of features that forced tokens take, an unbroken run at a time."""
+    """First position and one past the last of each unbroken run of features that forced tokens take."""
     start = one.context.end - 1
     taking = one.indices[: one.num_with_features]
     for place, index in enumerate(taking):
@@ -174,20 +174,20 @@ def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
 
 
 _CHILDREN_PER_REQUEST = 2
-"""Nodes of a step for each request, as a multiple of a node's candidates."""
+"""Width of a step for each request, in nodes whose candidates it has room for; the next one after a miss."""
 _CHILDREN_PER_FRESH_REQUEST = 4
 _MAX_STEP_NODES = 32
-"""Nodes of a step at most, but for many requests: one of 64 takes a quarter longer, and depth is worth more."""
+"""Nodes of a step at most for few requests: 64 take a quarter longer than 32, and depth is worth more."""
 _STEP_NODES_PER_ROW = 4
 """Nodes of a step for each of many requests."""
 _SPREAD_STEPS = 4
 """Steps in which what there is to run spreads from a root to the width of a step."""
 _FULL_STEP_PART = 4
-"""A burst goes on while a step finds at least this part of the nodes that it may run: narrow ones are hardly faster."""
+"""A burst goes on while a step finds a fourth of the nodes that it may run: narrower steps are hardly faster."""
 _MAX_EVEN_SHARES = 4
-"""Nodes of a burst that a request may have, as a multiple of its even share."""
+"""Tree slots of a burst that a request may fill, as a multiple of its even share."""
 _RESERVED_SEED_PART = 3
-"""A burst that goes on keeps this part of its seeds for committed tokens that nobody knows yet."""
+"""A burst that goes on keeps a third of its seeds for tokens that are not committed yet."""
 
 
 @dataclass(slots=True)
@@ -198,32 +198,32 @@ class BurstPlan:
     rows: list[int]
     """Of the runner, those of `burst.rows`."""
     forced: list[ForcedTokens]
-    """Those that were not all run yet."""
+    """Forced tokens of requests of which some were not run yet."""
     collector: BurstCollector
-    """Of its seeds, committed tokens are no entries."""
+    """Entries by pool index."""
     leased: SlotLease
     most_steps: int
-    """Steps at most, with those of further parts."""
+    """Steps of all parts at most."""
     slot_limit: int
-    """Tree slots that a request may have to fill at any time."""
+    """Tree slots that a request may have leased and not filled at any time."""
     num_leased: int
-    """Tree slots that it was told to fill, in all."""
+    """Tree slots leased to it so far."""
     queued_steps: int
     landed_steps: int = 0
     num_nodes: int = 0
     """Nodes that landed parts ran."""
     contexts: list[DraftContext] = field(default_factory=list)
-    """Of all that is or was in `forced`."""
+    """Requests of all that is or was in `forced`."""
     unsent: list[ForcedTokens] = field(default_factory=list)
-    """Those of `forced` that the device is not told of yet."""
+    """Forced tokens that the device is told of with the next part."""
     is_full: bool = True
-    """Whether the last step that landed found as many nodes as it may run, as far as that can be expected."""
+    """Whether the last step that landed found so many nodes that further steps are worth it."""
     rerooted_rows: set[int] = field(default_factory=set)
-    """Rows of the runner with new roots that the device is not told of yet."""
+    """Rows of the runner with new roots that the device is told of with the next part."""
     closed_rows: set[int] = field(default_factory=set)
-    """Rows that were closed, which it is not told of yet."""
+    """Rows that were closed, likewise."""
     spreads_from: int = 0
-    """The step from which on what there is to run spreads from a root."""
+    """The step at which the device was last told of a root, below which there are few nodes to run at first."""
 
     @property
     def num_forced(self) -> int:
@@ -232,7 +232,7 @@ class BurstPlan:
 
 
 class Planner:
-    """Chooses what a burst runs."""
+    """Lays out what a burst runs, and takes its results into forest and contexts."""
 
     def __init__(
         self,
@@ -252,10 +252,10 @@ class Planner:
         self._index = np.zeros(shape.num_rows, np.int32)  # place in the burst of each row
 
     def needs_run(self, context: DraftContext) -> bool:
-        """Whether the root is to be run, or committed tokens once more with true features, and could be.
+        """Whether the root, or uncached tokens with the target's features, are to be run and can be.
 
-        A root that was run with the draft's own features is left as it is until it is no root any more: what it would
-        bring is there already, and to find that out takes the place of a whole burst.
+        A root that was run with the draft's own feature is not run again while it is the root: its children are there
+        already, and running it would take the place of a whole burst.
         """
         if context.root_run:
             return bool(context.to_run(root=False)[0])
@@ -267,17 +267,17 @@ class Planner:
             return True
         if self._options.lockstep_steps:
             return False
-        # Without true features it takes its parent's own, which lie in the parent's tree slot.
+        # Without the target's feature it takes its parent's own, which lies in the parent's tree slot.
         return max(context.num_with_features, context.first_unrun) > 0
 
     def plan(self, contexts: Sequence[DraftContext]) -> BurstPlan | None:
-        """A burst that runs what `contexts` need, as many as fit, and the best of the forest; None if nothing is."""
+        """A burst of what `contexts` need, as many as fit, and the best of the forest; None if there is nothing."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
-        forced = force(forest, contexts, 0, min(self._shape.max_width, max_seeds), cuts=True)
+        forced = take_forced(forest, contexts, 0, min(self._shape.max_width, max_seeds), cuts=True)
         num_forced = sum(len(one.slots) for one in forced)
         num_fresh = sum(one.has_root for one in forced)
         max_nodes = self._shape.max_width * max(options.fresh_steps, options.most_steps)
-        # A burst that goes on past commits finds all in its pool that they make worth running.
+        # A burst that goes on past commits needs in its pool what those make worth running.
         goes_on = options.most_steps > 0
         room = max_seeds - max_seeds // _RESERVED_SEED_PART if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
@@ -306,9 +306,9 @@ class Planner:
         entries = np.empty(num_forced + len(chosen), np.intp)
         parts: list[object] = []
         if forced:
-            layout = lay_out(forest, forced, self._index)
+            layout = encode_forced(forest, forced, self._index)
             fields[:, :num_forced], entries[:num_forced], parts = layout.fields, layout.entries, layout.features
-        self._lay_out_chosen(chosen, chosen_rows, fields[:, num_forced:])
+        self._encode_chosen(chosen, chosen_rows, fields[:, num_forced:])
         entries[num_forced:] = chosen
         slots = forest.slots
         num_indices = max_seeds + most_steps * width * branching
@@ -330,7 +330,7 @@ class Planner:
             contexts=[one.context for one in forced],
         )
 
-    def _lay_out_chosen(self, chosen: Ints, rows: Int32s, fields: Int32s) -> None:
+    def _encode_chosen(self, chosen: Ints, rows: Int32s, fields: Int32s) -> None:
         """Entries and their rows as seeds; `fields` [8, N] as in Seeds."""
         entries = self._forest.entries
         fields[0] = self._index[rows]
@@ -341,9 +341,9 @@ class Planner:
         fields[6:].view(np.float32)[:] = entries.scores[chosen]
 
     def _rows_of(self, chosen: Ints, rows: Int32s, *, goes_on: bool) -> tuple[NDArray[np.bool_], int]:
-        """[R] rows that a burst of these entries holds, its forced ones aside; how many of them are worth running now.
+        """[R] rows of a burst of these entries, and how many of the entries are worth running now.
 
-        One that goes on holds all trees that may grow: commits may come to any of them. `rows`: of the entries.
+        A burst that goes on holds all trees that may grow: commits may come to any of them. `rows`: of the entries.
         """
         forest = self._forest
         there = np.zeros(self._shape.num_rows, np.bool_)
@@ -356,10 +356,7 @@ class Planner:
         return there, len(rows)
 
     def more_steps(self, plan: BurstPlan, step_seconds: float, host_seconds: float, *, forced: bool) -> int:
-        """Steps by which the burst should go on behind those that are queued; 0 if there may be no more to do.
-
-        `forced`: there are committed tokens that it must run.
-        """
+        """Steps of the next part; 0 if the burst should end. `forced`: there are uncached tokens that it must run."""
         part = self._options.part_steps(len(plan.rows), step_seconds, host_seconds)
         steps = min(part, plan.most_steps - plan.queued_steps)
         if forced or plan.rerooted_rows or steps <= 0:
@@ -369,35 +366,35 @@ class Planner:
         return steps if plan.is_full and is_able else 0
 
     def follows(self, plan: BurstPlan, context: DraftContext) -> bool:
-        """Whether a burst under way can go on below a request's new root."""
+        """Whether the burst under way can go on below a request's new root."""
         forest, row = self._forest, context.row
         if not self._options.most_steps or forest.has_foreign_nodes or forest.quotas[row] <= 0 or row not in plan.rows:
             return False
-        # What could be run with its true feature is not left to be run without; whether it is being run is not known.
+        # A root that is in the pool may run without the target's feature, though that is here by now.
         is_waiting = context.lag > 0 and not context.root_run and self._is_known(plan, context)
         return not is_waiting and not self._kv_manager.is_full(context)
 
     def needs_seeds(self, plan: BurstPlan, context: DraftContext) -> bool:
-        """Whether that burst has to be given committed tokens of the request: what it could run does not hold them."""
+        """Whether the burst under way needs uncached tokens of a request as forced seeds."""
         return self._kv_manager.has_stale_kv(context) if context.root_run else not self._is_known(plan, context)
 
     def _is_known(self, plan: BurstPlan, context: DraftContext) -> bool:
         return plan.collector.index_of(int(self._forest.roots[context.row])) >= 0
 
     def force(self, plan: BurstPlan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
-        """Have the burst run what these requests need when it goes on; those that fit, the first ones first."""
+        """Have the next part run what these requests need; returns those that fit, the first ones first."""
         if not contexts:
             return []
         first, forest = len(plan.collector.seeds), self._forest
         limit = min(plan.burst.width - plan.num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
-        plan.unsent = force(forest, [context for context in contexts if context.row in rows], first, limit)
+        plan.unsent = take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
         return [one.context for one in plan.unsent]
 
     def reroots(self, plan: BurstPlan) -> Reroots | None:
-        """What the device is to be told of new roots when the burst goes on; None for nothing.
+        """What the device is told of new roots with the next part; None for nothing.
 
-        Trees that may grow and have no slot left are told their old roots again, for the slots that come with them.
+        Trees that may grow and have no leased slot left are told their roots again, for the slots that come with them.
         """
         forest, spent = self._forest, self._rows_without_lease(plan)
         if not (plan.rerooted_rows or plan.unsent or plan.closed_rows or spent):
@@ -426,7 +423,7 @@ class Planner:
         return told
 
     def _add_forced(self, plan: BurstPlan, told: Reroots) -> None:
-        layout = lay_out(self._forest, plan.unsent, self._index)
+        layout = encode_forced(self._forest, plan.unsent, self._index)
         told.seeds, told.first_seed, told.features = Seeds(layout.fields), len(plan.collector.seeds), layout.features
         plan.collector.add(layout.entries)
         plan.contexts += [one.context for one in plan.unsent]
@@ -434,9 +431,9 @@ class Planner:
         plan.unsent = []
 
     def _rows_without_lease(self, plan: BurstPlan) -> list[int]:
-        """Rows that may run more nodes, and have slots for them, but were lent none that is not filled.
+        """Rows that may run more nodes and have free slots, but none that is leased and not filled.
 
-        What a burst runs below nodes that have died by then takes slots from what is left of a tree.
+        Nodes that a burst runs below nodes that are dead by then take slots from their tree.
         """
         return [row for row in plan.rows if not self._forest.slots.is_leased(row) and self._can_run_more(plan, row)]
 
@@ -449,7 +446,7 @@ class Planner:
         return bool(forest.entries.slots[forest.roots[row]] >= 0) and not is_waiting
 
     def take(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
-        """Take a part of a burst's result into the forest; returns requests that lack more than it was to run."""
+        """Take the result of a part into the forest; returns requests that need more than they were given."""
         self._forest.merge(plan.collector, result)
         ran = [len(step) - step.count(-1) for step in result.picked.tolist()]
         plan.num_nodes += sum(ran)
@@ -462,15 +459,15 @@ class Planner:
         return self._land_forced(plan, result) if plan.forced else []
 
     def land(self, plan: BurstPlan, result: BurstResult) -> None:
-        """The same for the last part, and for what waited for it."""
+        """Take the result of the last part, and end leases and forced tokens."""
         self.take(plan, result)
-        self._forest.slots.settle(plan.leased)
+        self._forest.slots.take_back(plan.leased)
         for one in (*plan.forced, *plan.unsent):
-            land(self._forest, one)
+            land_forced(self._forest, one)
         plan.forced, plan.unsent = [], []
 
     def _land_forced(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
-        """Land those requests of which a part has run the last token; returns those whose root was left out."""
+        """Land requests of which a part has run the last forced token; returns those whose root was not among them."""
         picked = result.picked.reshape(-1)
         seeds = set(picked[(picked >= 0) & (picked < self._shape.max_seeds)].tolist())
         waiting, lacking = [], []
@@ -478,9 +475,9 @@ class Planner:
             if not one.note(seeds):
                 waiting.append(one)
                 continue
-            left_out = not one.has_root and not one.context.root_run
-            land(self._forest, one)
-            if left_out:
+            lacks_root = not one.has_root and not one.context.root_run
+            land_forced(self._forest, one)
+            if lacks_root:
                 lacking.append(one.context)
         plan.forced = waiting
         return lacking
@@ -494,10 +491,7 @@ class Planner:
         return options.part_steps(len(rows)) if options.most_steps else options.steady_steps
 
     def _width(self, num_forced: int, num_fresh: int, num_chosen: int, num_rows: int, left: int) -> int:
-        """Nodes of a step: as many as are worth it by now, and room for their children.
-
-        As many as the runner's steps have: they take what they find, and what a burst may run in all counts with that.
-        """
+        """Nodes of a step: as many as are worth it now, with room for their children, rounded up to a bucket."""
         if self._options.lockstep_steps:
             want = self._options.lockstep_width * num_rows
         else:

@@ -185,20 +185,20 @@ class BurstRunner(ABC):
     @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
         """A request begins in a free row."""
-        self._settle()
+        self._run_launched()
         self._check_row(row)
         self.memory.forget(row)
         self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
         """Its row is free."""
-        self._settle()
+        self._run_launched()
         self._check_row(row)
         self.memory.forget(row)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """All context pages of the row, in order; they only ever grow at their end."""
-        self._settle()
+        self._run_launched()
         self._check_row(row)
         self.memory.set_pages(row, pages)
 
@@ -211,7 +211,7 @@ class BurstRunner(ABC):
         """
         for extent in extents:
             self._check_extent(extent)
-        self._settle()
+        self._run_launched()
         self.memory.flush()
         given: Tensor | None = None
         if self.shape.feature_size:
@@ -226,7 +226,7 @@ class BurstRunner(ABC):
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
-        self._settle()
+        self._run_launched()
         self._check_row(row)
         if slots:
             self.memory.move(row, slots, position)
@@ -265,7 +265,7 @@ class BurstRunner(ABC):
     @on_device
     def finish(self, pending: PendingBurst) -> BurstResult:
         """Wait for a burst, and read what it brought. Raises what went wrong in it."""
-        self._settle()
+        self._run_launched()
         self._launched.remove(pending)
         if pending.error is not None:
             raise pending.error
@@ -315,7 +315,7 @@ class BurstRunner(ABC):
     def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
         """Where nothing works in the background: run what was launched, and end early if `interrupted()`."""
 
-    def _settle(self) -> None:  # noqa: B027
+    def _run_launched(self) -> None:  # noqa: B027
         """Run what was launched, before anything changes that it depends on."""
 
     @abstractmethod
@@ -324,7 +324,7 @@ class BurstRunner(ABC):
 
     @abstractmethod
     def _queue(self, pending: PendingBurst) -> None:
-        """Run a burst now or by the next `_settle`."""
+        """Run a burst now or by the next `_run_launched`."""
 
     @abstractmethod
     def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:

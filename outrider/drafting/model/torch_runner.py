@@ -42,7 +42,7 @@ class TorchRunner(BurstRunner):
         """See BurstRunner."""
         self._interrupted = interrupted
         try:
-            self._settle()
+            self._run_launched()
         finally:
             self._interrupted = _never
 
@@ -53,7 +53,7 @@ class TorchRunner(BurstRunner):
         return result
 
     @on_device
-    def _settle(self) -> None:
+    def _run_launched(self) -> None:
         for pending in self._launched:
             if not pending.ran:
                 try:
@@ -68,7 +68,7 @@ class TorchRunner(BurstRunner):
         return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: PendingBurst) -> None:
-        """Left to `_settle`: the host may first pass on what the burst before brought."""
+        """Left to `_run_launched`: the host may first pass on what the burst before brought."""
 
     def _run(self, pending: PendingBurst) -> None:
         """Run a burst's steps, and write what they bring where `finish` reads it."""
