@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from outrider.config.draft import DraftOptions
-from outrider.host.frames import Ready, Refused, Start, Stop
+from outrider.host.frames import Ready, Refused, Start, Stop, decoder
 from outrider.protocol.speculation import (
     DraftMessage,
     Features,
@@ -195,9 +195,9 @@ FromEngine = TurnUpdates | State | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart
 
-from_door: msgspec.msgpack.Decoder[FromDoor] = msgspec.msgpack.Decoder(FromDoor)
-from_engine: msgspec.msgpack.Decoder[Ready[DrafterProfile] | Refused | FromEngine] = msgspec.msgpack.Decoder(
+from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
+from_engine: msgspec.msgpack.Decoder[Ready[DrafterProfile] | Refused | FromEngine] = decoder(
     Ready[DrafterProfile] | Refused | FromEngine
 )
-features_from_door: msgspec.msgpack.Decoder[FeaturesFromDoor] = msgspec.msgpack.Decoder(FeaturesFromDoor)
-features_from_engine: msgspec.msgpack.Decoder[FeaturesFromEngine] = msgspec.msgpack.Decoder(FeaturesFromEngine)
+features_from_door: msgspec.msgpack.Decoder[FeaturesFromDoor] = decoder(FeaturesFromDoor)
+features_from_engine: msgspec.msgpack.Decoder[FeaturesFromEngine] = decoder(FeaturesFromEngine)

@@ -15,19 +15,20 @@ from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, share_interpreter
 from outrider.metrics import MetricsServer
 from outrider.models.store import served_name
+from outrider.protocol.generation import VerifyInfo, VerifyLoad
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.v1 import verify_pb2, verify_pb2_grpc
+from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.grammar_check import GrammarChecker
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
 from verify_service.door.session import Dial, DraftDialer
-from verify_service.frames.engine import RoundReport, ServedModel
+from verify_service.frames import RoundReport, ServedModel
 
 SERVICE = "outrider.v1.VerifyService"
 ENGINE_MODULE = "verify_service.engine.worker"
@@ -125,20 +126,20 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
-def _info(options: VerifyOptions, served: ServedModel) -> verify_pb2.VerifyServiceGetInfoResponse:
-    return verify_pb2.VerifyServiceGetInfoResponse(
+def _info(options: VerifyOptions, served: ServedModel) -> VerifyInfo:
+    return VerifyInfo(
         model=options.served_model_name or served_name(options.model),
         model_path=served.model_path,
         tokenizer_hash=served.tokenizer_hash,
         vocab_size=served.vocab_size,
         context_length=served.context_length,
         dtype=served.dtype,
-        eos_token_ids=served.eos_token_ids,
+        eos_token_ids=tuple(served.eos_token_ids),
         version=__version__,
     )
 
 
-def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, served: ServedModel) -> Hello:
+def _hello(info: VerifyInfo, served: ServedModel) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
@@ -151,8 +152,8 @@ def _hello(info: verify_pb2.VerifyServiceGetInfoResponse, served: ServedModel) -
     )
 
 
-def _load_report(engine: RemoteVerifyEngine, metrics: VerifyMetrics) -> verify_pb2.VerifyServiceGetLoadResponse:
-    return verify_pb2.VerifyServiceGetLoadResponse(
+def _load_report(engine: RemoteVerifyEngine, metrics: VerifyMetrics) -> VerifyLoad:
+    return VerifyLoad(
         num_running=engine.num_running,
         num_waiting=engine.num_waiting,
         num_pages_used=engine.snapshot.num_pages_used,

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.host.garbage import take_over
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import Commit, Grow, Open, VerifyMessage
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from outrider.tree.author import TreeAuthor
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.engine import Action, VerifyEngine
@@ -34,8 +34,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.frames.engine import RoundFigures
-from verify_service.frames.submission import Update
+from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, CostModel
 
 VOCAB = 1000
@@ -274,15 +273,14 @@ def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace:
     params = SamplingParams(temperature=0.0)
     for _ in range(batch):
         prompt = [7] * 100
-        sampler = RequestSampler(params, prompt, VOCAB)
-        engine.submit(Request("r", prompt, 100, params, sampler, 1 << 20, frozenset(), True, drop))
+        engine.submit(Request.begin(GenerationRequest("r", prompt, params, 1 << 20), drop, VOCAB))
     take_over()
     engine.run()
     gc.enable()
     return device, notes
 
 
-def drop(update: Update) -> None:
+def drop(update: GenerationUpdate) -> None:
     """A client that nobody is."""
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes
 from verify_service.executors.cuda import CudaExecutor
@@ -189,17 +189,8 @@ class Rounds:
 
     def _request(self, num_tokens: int, params: SamplingParams) -> Request:
         tokens = [self._rng.randrange(self._vocab_size) for _ in range(num_tokens)]
-        return Request(
-            request_id="benchmark",
-            tokens=tokens,
-            prompt_len=num_tokens,
-            sampling=params,
-            sampler=RequestSampler(params, tokens, self._vocab_size),
-            max_tokens=1 << 20,
-            stop_ids=frozenset(),
-            speculate=True,
-            sink=lambda update: None,
-        )
+        asked = GenerationRequest("benchmark", tokens, params, max_tokens=1 << 20)
+        return Request.begin(asked, lambda update: None, self._vocab_size)
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():

@@ -40,15 +40,14 @@ from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.world import Actor, Costs, Notes, VerifyInbox, World
 from outrider.buckets import TOKEN_BUCKETS
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import DraftMessage
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.frames.submission import Update
 from verify_service.speculation.budget import CostModel
 
 _MODULES = (announce, growth, launch, options, batch_manager, draft_wait, health, drafts)
@@ -188,15 +187,16 @@ class Simulation:
 
     def _begin(self, prompt: list[int]) -> None:
         params = SamplingParams(temperature=0.0)
-        sampler = RequestSampler(params, prompt, VOCAB)
         count = self.scene.tokens
         self.engine.submit(
-            Request(
-                "r", list(prompt), len(prompt), params, sampler, count, frozenset(), self.scene.speculate, self._update
+            Request.begin(
+                GenerationRequest("r", prompt, params, count, disable_speculation=not self.scene.speculate),
+                self._update,
+                VOCAB,
             )
         )
 
-    def _update(self, update: Update) -> None:
+    def _update(self, update: GenerationUpdate) -> None:
         if not update.last:
             return
         if update.error is not None:

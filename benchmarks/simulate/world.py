@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from outrider.protocol.generation import GenerationUpdate
 from verify_service.engine.engine import Action
 from verify_service.engine.round import Entry
-from verify_service.frames.engine import RoundFigures
-from verify_service.frames.submission import Update
+from verify_service.frames import RoundFigures
 
 _USUAL_LEARN = 0.05
 """As verify's metrics have it."""
@@ -282,7 +282,7 @@ class Notes:
     answers: list[float] = field(default_factory=list)
     usual: float = 0.0
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+    def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         """A round was run."""
         told = [update for update in updates if update.token_ids]
         nodes = sum(update.num_draft_tokens for update in told)

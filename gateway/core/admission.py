@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from pydantic import BaseModel
+
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.request import Chat, GenerateRequest, Job
 from gateway.core.tokenizer import Tokenizer
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
 
@@ -56,39 +60,39 @@ async def admit(request: GenerateRequest, model: ServedModel, request_id: str, n
     # First: of a prompt that is much too long nothing more is looked at.
     max_tokens = _fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names)
     check_ids(prompt, model.vocab_size, prompt_field)
+    known = _given(GenerationRequest, request) | {
+        "sampling": _sampling(request),
+        "max_tokens": max_tokens,
+        "disable_speculation": request.speculation == "off",
+        "tenant": salted_tenant(request.cache_salt or ""),
+        "stop_token_ids": frozenset(request.stop_token_ids or ()),
+        "prompt_token_ids": prompt,
+    }
     return Job(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(
-            temperature=_or(sampling.temperature, 1.0),
-            top_k=max(0, sampling.top_k or 0),
-            top_p=_or(sampling.top_p, 1.0),
-            min_p=sampling.min_p or 0.0,
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64,
-            presence_penalty=sampling.presence_penalty or 0.0,
-            frequency_penalty=sampling.frequency_penalty or 0.0,
-            repetition_penalty=_or(sampling.repetition_penalty, 1.0),
-            logit_bias=dict(sampling.logit_bias or {}),
-            num_logprobs=sampling.num_logprobs,
-            grammar=request.grammar,
-        ),
-        grammar_field=names.get("grammar", ""),
+        GenerationRequest(request_id=request_id, **known),
         n=request.n or 1,
-        max_tokens=max_tokens,
         stop=tuple(request.stop or ()),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        speculation=request.speculation != "off",
-        priority=request.priority or 0,
-        tenant=salted_tenant(request.cache_salt or ""),
         arrived=arrived,
-        num_prompt_logprobs=request.num_prompt_logprobs,
-        trace=bool(request.trace),
+        grammar_field=names.get("grammar", ""),
         prompt_only=request.prompt_only,
     )
 
 
-async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldNames) -> tuple[str, Sequence[int]]:
+def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
+    """The fields of a struct that a request has given a value, by their common names."""
+    names = [name for name in struct.__struct_fields__ if name in type(model).model_fields]
+    return {name: value for name in names if (value := getattr(model, name)) is not None}
+
+
+def _sampling(request: GenerateRequest) -> SamplingParams:
+    fields = _given(SamplingParams, request.sampling) | {"grammar": request.grammar}
+    seed = request.sampling.seed
+    fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
+    fields["top_k"] = max(0, request.sampling.top_k or 0)
+    return SamplingParams(**fields)
+
+
+async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldNames) -> tuple[str, list[int]]:
     """The prompt's field, as its door calls it, and its token ids."""
     if request.prompt_token_ids is not None:
         return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids
@@ -168,7 +172,3 @@ def _fit(num_prompt: int, max_tokens: int | None, context_length: int, prompt_fi
             f"send at most {room} here, or a shorter prompt",
         )
     return max_tokens or room
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

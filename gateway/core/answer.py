@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gateway.core.detokenizer import StopMatcher
-from gateway.core.events import Delta, Token, Usage, VerifyChunk
+from gateway.core.events import Delta, Token, Usage
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
-from outrider.protocol.generation import FinishReason
+from outrider.protocol.generation import FinishReason, GenerationUpdate
 
 
 class Answer:
@@ -23,7 +23,7 @@ class Answer:
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
 
-    def feed(self, chunk: VerifyChunk) -> Delta:
+    def feed(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds. Tokens behind a stop string are dropped, and the answer is finished."""
         if self._prompt_only:
             return self._feed_prompt(chunk)
@@ -47,19 +47,19 @@ class Answer:
             tuple(tokens),
             self.finish_reason,
             prompt_logprobs=chunk.prompt_logprobs,
-            trees=chunk.trees,
+            trees=chunk.round_trees,
             num_rounds=len(chunk.rounds),
-            num_accepted=sum(r.num_accepted_tokens for r in chunk.rounds),
+            num_accepted=chunk.num_accepted_tokens,
             cached_tokens=chunk.cached_prompt_tokens,
         )
 
-    def _feed_prompt(self, chunk: VerifyChunk) -> Delta:
+    def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds where only the prompt is of interest: its one token is nobody's."""
         self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
         self._count(chunk, 0)
         return Delta(self._choice_index, "", (), self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
 
-    def _take(self, chunk: VerifyChunk, index: int) -> tuple[Token, str]:
+    def _take(self, chunk: GenerationUpdate, index: int) -> tuple[Token, str]:
         """One token of a chunk, and the text that is final with it."""
         token_id = chunk.token_ids[index]
         ends = chunk.finish_reason is FinishReason.STOP and index == len(chunk.token_ids) - 1
@@ -79,9 +79,9 @@ class Answer:
             return text
         return text + self._stop.finish()
 
-    def _count(self, chunk: VerifyChunk, num_tokens: int) -> None:
+    def _count(self, chunk: GenerationUpdate, num_tokens: int) -> None:
         self.usage.completion_tokens += num_tokens
         self.usage.cached_prompt_tokens = max(self.usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
         self.usage.num_rounds += len(chunk.rounds)
-        self.usage.num_draft_tokens += sum(r.num_draft_tokens for r in chunk.rounds)
-        self.usage.num_accepted_tokens += sum(r.num_accepted_tokens for r in chunk.rounds)
+        self.usage.num_draft_tokens += chunk.num_draft_tokens
+        self.usage.num_accepted_tokens += chunk.num_accepted_tokens

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gateway.core.admission import ServedModel
 from gateway.core.tokenizer import Tokenizer
-from gateway.core.verify_codec import VerifyInfo
 from outrider.errors import ConfigError, UnavailableError
 from outrider.logs import get_logger
+from outrider.protocol.generation import VerifyInfo
 
 _logger = get_logger(__name__)
 

@@ -88,7 +88,7 @@ class Engine:
         meter = self._metrics.answer(model.name, run.job)
         outcome, last = "error", None
         try:
-            async with aclosing(self._router.generate(run.job, run.choice_index)) as chunks:
+            async with aclosing(self._router.generate(run.job.answer(run.choice_index))) as chunks:
                 async for chunk in chunks:
                     delta = run.answer.feed(chunk)
                     meter.chunk(chunk, delta)

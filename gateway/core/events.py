@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One verify round of one answer."""
-
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyChunk:
-    """Tokens that verify committed since its last message. `origins` and `logprobs` go with `token_ids`."""
-
-    token_ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    rounds: tuple[Round, ...] = ()
-    finish_reason: FinishReason | None = None
-    cached_prompt_tokens: int = 0
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    trees: tuple[RoundTree, ...] = ()
-    """Of `rounds`, for a request that is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +52,9 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = field(default=None)
     """Of the request, in the last delta of its last answer."""
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
     """Of prompt tokens, where asked for; all of them come before the answer's first token."""
-    trees: tuple[RoundTree, ...] = ()
+    trees: Sequence[RoundTree] = ()
     """Of the rounds that committed these tokens, for a request that is traced."""
     num_rounds: int = 0
     """Verify rounds that it tells of."""

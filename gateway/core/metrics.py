@@ -19,12 +19,12 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from gateway.core.events import Delta, VerifyChunk
+from gateway.core.events import Delta
 from gateway.core.gate import Gate
 from gateway.core.replica import ReplicaState
 from gateway.core.request import Job
 from gateway.core.router import Router
-from outrider.protocol.generation import FinishReason
+from outrider.protocol.generation import FinishReason, GenerationUpdate
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 LOAD_DEADLINE = 0.5
@@ -163,7 +163,7 @@ class AnswerMeter:
         self._num_tokens = 0
         self._cached = 0
 
-    def chunk(self, chunk: VerifyChunk, delta: Delta) -> None:
+    def chunk(self, chunk: GenerationUpdate, delta: Delta) -> None:
         """Counts what came from verify and what of it reached the client."""
         num_tokens = len(delta.tokens)
         self._cached = max(self._cached, chunk.cached_prompt_tokens)

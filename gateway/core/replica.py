@@ -8,11 +8,10 @@ from enum import Enum
 
 import grpc
 
-from gateway.core.events import VerifyChunk
-from gateway.core.request import Job
-from gateway.core.verify_codec import VerifyInfo, VerifyLoad, decode_chunk, decode_info, decode_load, encode_request
 from outrider.errors import DeadlineError, OutriderError, UnavailableError
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo, VerifyLoad
+from outrider.protocol.generation_codec import INFO, LOAD, REQUEST, UPDATE
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
@@ -111,7 +110,7 @@ class Replica:
     async def info(self) -> VerifyInfo:
         """What it serves. Raises OutriderError."""
         try:
-            return decode_info(
+            return INFO.decode(
                 await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
             )
         except grpc.aio.AioRpcError as error:
@@ -123,22 +122,22 @@ class Replica:
             self.load = VerifyLoad()
             return
         try:
-            self.load = decode_load(
+            self.load = LOAD.decode(
                 await self._stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=deadline)
             )
         except grpc.aio.AioRpcError as error:
             _logger.debug("verify %s told no load: %s", self.address, error.code())
 
-    async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationUpdate, None]:
         """One answer; closing the iterator cancels the call. Raises OutriderError, also when the end is missing."""
         if self._ended.is_set():
             raise _shutting_down()
-        call = self._stub.Generate(encode_request(job, choice_index))
+        call = self._stub.Generate(REQUEST.encode(request))
         self._calls.add(call)
         self.num_answers += 1
         try:
             async for message in call:
-                chunk = decode_chunk(message)
+                chunk = UPDATE.decode(message)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return

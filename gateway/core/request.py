@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from msgspec.structs import replace
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenIdList
 from outrider.grammar.spec import Grammar
-from outrider.sampling.params import SamplingParams
+from outrider.protocol.generation import GenerationRequest
 
 
 class Sampling(SamplingFields):
@@ -66,28 +68,24 @@ class GenerateRequest(OutputFields):
 class Job:
     """A request that the served model can run: `n` answers to one tokenized prompt."""
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    """`choice_index` is 0 here; answer i runs with i."""
+    request: GenerationRequest
+    """Of all answers; `answer` is one's."""
     n: int
-    max_tokens: int
-    """Prompt and this many tokens fit the context."""
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    speculation: bool
     arrived: float
     """time.monotonic() when the request came in, in seconds."""
-    num_prompt_logprobs: int | None = None
-    """None: no log-probabilities of the prompt; k: those of its tokens and of the k most likely at each position."""
-    trace: bool = False
-    """Whether the tree that each round verified is told."""
-    priority: int = 0
-    """Lower is earlier."""
-    tenant: str = ""
-    """Whose text this is (outrider.rpc.call.salted_tenant)."""
     grammar_field: str = ""
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
     prompt_only: bool = False
     """The answer is not wanted: the one token that verify commits is dropped."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self.request.prompt_token_ids
+
+    def answer(self, choice_index: int) -> GenerationRequest:
+        """What verify is asked for one of the answers."""
+        request_id = f"{self.request.request_id}-{choice_index}"
+        sampling = replace(self.request.sampling, choice_index=choice_index)
+        return replace(self.request, request_id=request_id, sampling=sampling)

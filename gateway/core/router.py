@@ -8,12 +8,10 @@ from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 
-from gateway.core.events import VerifyChunk
 from gateway.core.replica import Replica, ReplicaState
-from gateway.core.request import Job
-from gateway.core.verify_codec import VerifyInfo
 from outrider.errors import UnavailableError
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo
 
 _logger = get_logger(__name__)
 
@@ -79,7 +77,7 @@ class Router:
             return least_loaded
         return preferred
 
-    async def generate(self, job: Job, choice_index: int) -> AsyncGenerator[VerifyChunk, None]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationUpdate, None]:
         """One answer; closing the iterator cancels the call. Raises OutriderError.
 
         An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
@@ -87,10 +85,10 @@ class Router:
         """
         avoid: tuple[Replica, ...] = ()
         while True:
-            replica = self.choose(job.prompt_token_ids, avoid, tenant=job.tenant)
+            replica = self.choose(request.prompt_token_ids, avoid, tenant=request.tenant)
             started = False
             try:
-                async with aclosing(replica.generate(job, choice_index)) as chunks:
+                async with aclosing(replica.generate(request)) as chunks:
                     async for chunk in chunks:
                         started = True
                         yield chunk

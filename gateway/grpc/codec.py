@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
+
+from google.protobuf.message import Message
+from pydantic import BaseModel
 
 from gateway.core.admission import ServedModel
 from gateway.core.events import Delta, Usage
 from gateway.core.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from gateway.core.request import GenerateRequest
+from gateway.core.request import GenerateRequest, Sampling
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import check_grammar
-from outrider.protocol.generation import TokenLogprobs
-from outrider.protocol.generation_codec import decode_grammar, encode_prompt_logprobs, encode_tree
+from outrider.protocol.generation_codec import TREE, decode_grammar, encode_logprobs, encode_prompt_logprobs
 from outrider.v1 import common_pb2, gateway_pb2
 
 _SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "num_logprobs",
-)
+_BOUNDS = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_LOGIT_BIAS}
+"""Entries of repeated fields."""
+_INPUTS = ("prompt", "prompt_token_ids", "chat")
 
 
 def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> GenerateRequest:
     """The request, validated like a REST one. Raises InvalidRequestError."""
-    fields: dict[str, Any] = {
-        "model": message.model or None,
-        "stop": _bounded(message.stop, MAX_STOP_STRINGS, "stop") or None,
-        "stop_token_ids": _bounded(message.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids") or None,
-        "ignore_eos": message.ignore_eos,
-        "priority": message.priority,
-        "cache_salt": message.cache_salt,
-        "trace": message.trace,
-        "sampling": _sampling(message.sampling),
-    }
-    for name in ("n", "max_tokens", "num_prompt_logprobs"):
-        if message.HasField(name):
-            fields[name] = getattr(message, name)
+    fields = _given(message, GenerateRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
+    fields["sampling"] = _given(message.sampling, Sampling, prefix="sampling.")
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
         fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
     if message.HasField("grammar"):
@@ -65,16 +48,26 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
     return validate(GenerateRequest, fields)
 
 
-def _sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING if message.HasField(name)}
-    if message.logit_bias:
-        _check_length(len(message.logit_bias), MAX_LOGIT_BIAS, "sampling.logit_bias")
-        fields["logit_bias"] = dict(message.logit_bias)
+def _given(
+    message: Message, model: type[BaseModel], *, leave_out: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """The fields of a message that bear a name of the model's and are set."""
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        name = field.name
+        if name not in model.model_fields or name in leave_out:
+            continue
+        value = getattr(message, name)
+        if field.is_repeated:
+            # A message of 8 MB holds millions of empty entries: they are counted before Python makes objects of them.
+            _check_length(len(value), _BOUNDS[name], prefix + name)
+            value = dict(value) if field.message_type is not None else list(value)
+        if message.HasField(name) if field.has_presence else value:
+            fields[name] = value
     return fields
 
 
 def _bounded(values: Sequence[Any], limit: int, field: str) -> list[Any]:
-    # A message of 8 MB holds millions of empty entries: they are counted before a Python object is made of each.
     _check_length(len(values), limit, field)
     return list(values)
 
@@ -93,19 +86,12 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         text=delta.text,
         token_ids=[t.id for t in tokens],
         origins=cast(Any, [int(t.origin) for t in tokens]),
-        logprobs=[_logprobs(t.logprobs) for t in tokens if t.logprobs is not None],
+        logprobs=[encode_logprobs(t.logprobs) for t in tokens if t.logprobs is not None],
         finish_reason=cast(Any, int(delta.finish_reason or 0)),
         usage=None if delta.usage is None else _usage(delta.usage),
         text_lengths=[len(t.text.encode()) for t in tokens],
         prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.prompt_logprobs],
-        rounds=[encode_tree(tree) for tree in delta.trees],
-    )
-
-
-def _logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    return common_pb2.TokenLogprobs(
-        logprob=entry.logprob,
-        top=[common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+        rounds=[TREE.encode(tree) for tree in delta.trees],
     )
 
 

@@ -179,7 +179,7 @@ class ChatBuilder(ChoicesBuilder):
             )
             for index, answer in enumerate(self._answers)
         ]
-        more = self._prompt_logprobs(0, self._jobs[0].num_prompt_logprobs)
+        more = self._prompt_logprobs(0, self._jobs[0].request.num_prompt_logprobs)
         return ChatCompletion(
             object="chat.completion", choices=choices, usage=UsageBody.of(self._usage), **more, **self._head
         )

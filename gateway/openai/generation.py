@@ -142,7 +142,7 @@ class ResponseBuilder(ABC):
         """Log-probabilities, tree nodes and tokens of the answers that are kept."""
         self._usage = Usage()
         self._head: dict[str, Any] = {
-            "id": jobs[0].request_id,
+            "id": jobs[0].request.request_id,
             "created": int(time.time()),
             "model": model.name,
             "system_fingerprint": model.fingerprint,
@@ -151,8 +151,8 @@ class ResponseBuilder(ABC):
     @property
     def keeps_values(self) -> bool:
         """Whether more than text and tokens may be kept in memory."""
-        job = self._jobs[0]  # the others ask for the same
-        return job.sampling.num_logprobs is not None or job.num_prompt_logprobs is not None or job.trace
+        request = self._jobs[0].request  # the others ask for the same
+        return request.sampling.num_logprobs is not None or request.num_prompt_logprobs is not None or request.trace
 
     @property
     def num_kept(self) -> int:
@@ -164,7 +164,7 @@ class ResponseBuilder(ABC):
         """The field of the request that asked for most of them."""
         if self.num_prompt_values > self._num_collected:
             return self.prompt_field
-        return "trace" if self._jobs[0].sampling.num_logprobs is None else self.top_field
+        return "trace" if self._jobs[0].request.sampling.num_logprobs is None else self.top_field
 
     @property
     def is_very_large(self) -> bool:
@@ -177,7 +177,7 @@ class ResponseBuilder(ABC):
 
     def _keeps_tokens(self, job: Job) -> bool:
         """Whether a whole answer needs its tokens, not their text alone."""
-        return job.sampling.num_logprobs is not None or job.trace
+        return job.request.sampling.num_logprobs is not None or job.request.trace
 
     def collect(self, delta: Delta) -> None:
         """Keeps a delta for `whole`."""
@@ -204,7 +204,7 @@ class ResponseBuilder(ABC):
 
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
         """The field with the trace of a choice's tokens, for a request that is traced."""
-        return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].trace else {}
+        return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].request.trace else {}
 
     def _prompt_logprobs(self, index: int, num_top: int | None) -> dict[str, Any]:
         """The field with the prompt's log-probabilities, where asked for."""
@@ -256,9 +256,9 @@ def _num_values(delta: Delta) -> int:
 
 def _num_prompt_values(job: Job) -> int:
     """Log-probabilities in the response of a job's prompt, over one answer."""
-    if job.num_prompt_logprobs is None:
+    if job.request.num_prompt_logprobs is None:
         return 0
-    return len(job.prompt_token_ids) * (1 + job.num_prompt_logprobs)
+    return len(job.prompt_token_ids) * (1 + job.request.num_prompt_logprobs)
 
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)

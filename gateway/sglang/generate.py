@@ -269,7 +269,7 @@ class GenerateBuilder(ResponseBuilder):
         progress.size += len(delta.text) + _TOKEN_SIZE * len(new) + _VALUE_SIZE * num_values
         if delta.finish_reason is not None:
             return True
-        scored = self._jobs[delta.choice_index].sampling.num_logprobs is not None
+        scored = self._jobs[delta.choice_index].request.sampling.num_logprobs is not None
         enough = progress.size // (_MAX_REPEATS_SCORED if scored else _MAX_REPEATS)
         return bool(delta.text or new) and (
             progress.size <= _EVERY_DELTA_SIZE or progress.size - progress.size_sent >= enough
@@ -299,7 +299,7 @@ class GenerateBuilder(ResponseBuilder):
                 "spec_verify_ct": rounds,
             }
         return GenerateMeta(
-            id=self._id or job.request_id,
+            id=self._id or job.request.request_id,
             finish_reason=self._finish(job, answer),
             prompt_tokens=len(job.prompt_token_ids),
             completion_tokens=len(answer.tokens),
@@ -322,7 +322,7 @@ class GenerateBuilder(ResponseBuilder):
         return GenerateFinish(type="stop", matched=min(found)[2] if found else None)
 
     def _logprobs(self, job: Job, answer: CollectedAnswer) -> dict[str, Any]:
-        num_top = job.sampling.num_logprobs
+        num_top = job.request.sampling.num_logprobs
         if num_top is None:
             return {}
         known = [token for token in answer.tokens if token.logprobs is not None]

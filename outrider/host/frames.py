@@ -1,6 +1,7 @@
 """Frames between a door and its engine process: how they are packed, and those of every engine's start and end.
 
-A frame is four bytes of length, little-endian, and one message of msgpack; arrays travel as the bytes of their numbers.
+A frame is four bytes of length, little-endian, and one message of msgpack. Structs travel as they are, numpy's arrays
+and errors as extensions.
 Both ends are the same release on the same machine, so nothing here has a version. Torch-free.
 """
 
@@ -11,14 +12,19 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from outrider.errors import InternalError
+from outrider.errors import (
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+)
 
 MAX_FRAME_BYTES = 1 << 30
 """A longer frame is no frame: one end has lost its place."""
 
-Number = TypeVar("Number", bound=np.generic)
 OptionsT = TypeVar("OptionsT")
 ServedT = TypeVar("ServedT")
 
@@ -47,14 +53,47 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     message: str
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's."""
+_ARRAY, _ERROR = 1, 2
+"""Codes of extensions."""
+_ERRORS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError)}
+
+
+def _to_wire(value: Any) -> Any:
+    """What msgpack has no word for: numbers and arrays of numpy, and errors for clients."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, _encoder.encode((value.dtype.str, value.shape, value.tobytes())))
+    if isinstance(value, OutriderError):
+        words = [value.message]
+        if isinstance(value, InvalidRequestError):
+            words = [value.field, value.problem, value.fix]
+        known: dict[str, Any] = {"code": value.code}
+        if isinstance(value, OverloadedError | UnavailableError):
+            known["retry_after"] = value.retry_after
+        return msgspec.msgpack.Ext(_ERROR, _encoder.encode((type(value).__name__, words, known)))
     raise TypeError(f"a {type(value).__name__} does not travel")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+def _from_wire(code: int, data: memoryview) -> Any:
+    if code == _ARRAY:
+        dtype, shape, values = msgspec.msgpack.decode(data)
+        return np.frombuffer(values, dtype).reshape(shape)
+    if code == _ERROR:
+        kind, words, known = msgspec.msgpack.decode(data)
+        if kind in _ERRORS:
+            return _ERRORS[kind](*words, **known)
+        # One that is not for clients: they are told no more than that.
+        return InternalError(words[0], code=known["code"])
+    raise ValueError(f"no extension has the code {code}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+
+
+def decoder(frames: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Decodes frames of these types: a union of structs."""
+    return msgspec.msgpack.Decoder(frames, ext_hook=_from_wire)
 
 
 def pack(frame: msgspec.Struct) -> bytearray:
@@ -104,13 +143,3 @@ class FrameReader:
                 bodies.append(bytes(data[start + _LENGTH.size : end]))
                 start = end
         return bodies, start
-
-
-def bytes_of(array: NDArray[Any], dtype: type[np.generic]) -> bytes:
-    """The numbers of an array as `dtype`, in the order of the machine."""
-    return array.astype(dtype, copy=False).tobytes()
-
-
-def array_of(data: bytes, dtype: type[Number]) -> NDArray[Number]:
-    """Numbers of `dtype`; the array cannot be written to. Raises ValueError for half a number."""
-    return np.frombuffer(data, dtype)

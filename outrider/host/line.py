@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.host.frames import pack
+from outrider.host.frames import decoder, pack
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
@@ -69,8 +69,8 @@ class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
     messages: list[DraftMessage]
 
 
-to_draft: msgspec.msgpack.Decoder[LineUp | VerifyBatch] = msgspec.msgpack.Decoder(LineUp | VerifyBatch)
-to_verify: msgspec.msgpack.Decoder[DraftBatch] = msgspec.msgpack.Decoder(DraftBatch)
+to_draft: msgspec.msgpack.Decoder[LineUp | VerifyBatch] = decoder(LineUp | VerifyBatch)
+to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 
 
 class Line(Pipe[FrameT]):

@@ -9,6 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.errors import OutriderError
+from outrider.sampling.params import SamplingParams
+
 
 class TokenOrigin(IntEnum):
     """Where a committed token came from; numbers as in common.proto."""
@@ -30,6 +33,62 @@ class FinishReason(IntEnum):
     """A stop token, the end-of-sequence token or a stop string."""
     LENGTH = 2
     """max_tokens or the context length."""
+
+
+class VerifyInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a verify replica serves."""
+
+    model: str
+    """As clients know it."""
+    model_path: str
+    """Folder of the checkpoint, which holds the tokenizer."""
+    tokenizer_hash: str
+    """SHA-256 of tokenizer.json, hexadecimal."""
+    vocab_size: int
+    context_length: int
+    """Most tokens of prompt and output together."""
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    eos_token_ids: tuple[int, ...]
+    version: str
+    """Release of the service."""
+
+
+class VerifyLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy a verify replica is."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages_used: int = 0
+    num_pages: int = 0
+    tokens_per_second: float = 0.0
+    num_healthy_drafts: int = 0
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One answer to a tokenized prompt, as the gateway asks verify for it.
+
+    Verify's door hands it to the engine once every field lies within the model's limits; it has added the model's
+    end-of-sequence tokens to `stop_token_ids` then, and set `disable_speculation` where there is no draft to ask.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    disable_speculation: bool = False
+    num_prompt_logprobs: int | None = None
+    """None: no log-probabilities of the prompt; k: those of its tokens and of the k most likely at each position."""
+    trace: bool = False
+    """Whether the tree that each round verified is told."""
+    priority: int = 0
+    """Lower is earlier."""
+    tenant: str = ""
+    """Whose text this is (outrider.rpc.call.salted_tenant): nothing learned from it serves another tenant."""
+    client: str = ""
+    """On whose behalf; requests of equal priority take turns by client. Verify's door says so, not the message."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -83,3 +142,64 @@ class RoundTree(msgspec.Struct, frozen=True, array_like=True):
     accepted: Sequence[int] = ()
     """Indices of accepted nodes, the child of the root first."""
     drafter_names: Sequence[str] = ()
+
+
+class RoundCounts(msgspec.Struct, frozen=True, array_like=True):
+    """One verify round of one answer."""
+
+    num_draft_tokens: int
+    """Tree nodes that were verified."""
+    num_accepted_tokens: int
+    """Draft tokens that were committed."""
+
+
+class GenerationUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """News of one answer: tokens that one or more rounds committed, or its end."""
+
+    token_ids: Sequence[int] = ()
+    origins: Sequence[TokenOrigin] = ()
+    """One a token."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One a token where asked for, else none."""
+    rounds: Sequence[RoundCounts] = ()
+    finish_reason: FinishReason | None = None
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV came from the radix cache, where it tells of tokens."""
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    """Of prompt tokens that chunks of prefill have computed."""
+    round_trees: Sequence[RoundTree] = ()
+    """Of `rounds`, for a request that is traced."""
+    error: OutriderError | None = None
+    """Why the answer ends without being complete; over gRPC it is the call's status."""
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tree nodes verified in all of its rounds."""
+        return sum(counts.num_draft_tokens for counts in self.rounds)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens committed in all of its rounds."""
+        return sum(counts.num_accepted_tokens for counts in self.rounds)
+
+
+def join_updates(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
+    """Updates of one answer that follow each other, as one."""
+    if len(updates) == 1:
+        return updates[0]
+    return GenerationUpdate(
+        token_ids=[token for update in updates for token in update.token_ids],
+        origins=[origin for update in updates for origin in update.origins],
+        logprobs=[entry for update in updates for entry in update.logprobs],
+        rounds=[counts for update in updates for counts in update.rounds],
+        finish_reason=updates[-1].finish_reason,
+        cached_prompt_tokens=max(update.cached_prompt_tokens for update in updates),
+        prompt_logprobs=[part for update in updates for part in update.prompt_logprobs],
+        round_trees=[tree for update in updates for tree in update.round_trees],
+        error=updates[-1].error,
+    )

@@ -8,25 +8,26 @@ from msgspec.structs import replace
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.codec import StructCodec
-from outrider.protocol.generation import PromptLogprobs, RoundTree
+from outrider.protocol.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationUpdate,
+    PromptLogprobs,
+    RoundCounts,
+    RoundTree,
+    TokenLogprobs,
+    TokenOrigin,
+    VerifyInfo,
+    VerifyLoad,
+)
 from outrider.sampling.params import SamplingParams
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, draft_pb2, verify_pb2
 
 MAX_CHOICES_ON_WIRE = 4096
 """A message of some megabytes holds a million empty texts; they are counted before an object is made of each."""
 
-_SAMPLING = StructCodec(SamplingParams, common_pb2.SamplingParams, local=("choice_index", "grammar"))
-_TREE = StructCodec(RoundTree, common_pb2.RoundTree)
-
-
-def encode_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Sampling fields as a message; every field is set, so that defaults of other versions do not matter."""
-    return _SAMPLING.encode(params)
-
-
-def decode_sampling(message: common_pb2.SamplingParams, *, choice_index: int) -> SamplingParams:
-    """Sampling fields of a message; unset ones take their defaults."""
-    return replace(_SAMPLING.decode(message), choice_index=choice_index)
+Sampled = verify_pb2.VerifyServiceGenerateRequest | draft_pb2.Open
+"""Messages with sampling fields, and with the grammar and the choice index beside them."""
 
 
 def encode_grammar(grammar: Grammar | None) -> common_pb2.Grammar | None:
@@ -61,6 +62,27 @@ def decode_grammar(message: common_pb2.Grammar) -> Grammar:
     raise InvalidRequestError("grammar", "says nothing", "set json_object, json_schema, regex or choice")
 
 
+def encode_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Sampling fields as a message; every field is set, so that defaults of other versions do not matter."""
+    return _SAMPLING.encode(params)
+
+
+def decode_sampling(message: Sampled) -> SamplingParams:
+    """Sampling fields of a message, unset ones at their defaults. Raises InvalidRequestError for a bad grammar."""
+    grammar = decode_grammar(message.grammar) if message.HasField("grammar") else None
+    return replace(_SAMPLING.decode(message.sampling), choice_index=message.choice_index, grammar=grammar)
+
+
+def encode_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """Log-probabilities at one token as a message."""
+    top = [common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
+    return common_pb2.TokenLogprobs(logprob=entry.logprob, top=top)
+
+
+def _decode_logprobs(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
 def encode_prompt_logprobs(part: PromptLogprobs) -> common_pb2.PromptLogprobs:
     """As a message."""
     return common_pb2.PromptLogprobs(
@@ -87,11 +109,49 @@ def decode_prompt_logprobs(message: common_pb2.PromptLogprobs) -> PromptLogprobs
     )
 
 
-def encode_tree(tree: RoundTree) -> common_pb2.RoundTree:
-    """As a message."""
-    return _TREE.encode(tree)
+_ORIGINS = {int(origin): origin for origin in TokenOrigin}
+_REASONS = {int(reason): reason for reason in FinishReason}
 
 
-def decode_tree(message: common_pb2.RoundTree) -> RoundTree:
-    """From a message."""
-    return _TREE.decode(message)
+def _decode_reason(message: verify_pb2.VerifyServiceGenerateResponse) -> FinishReason | None:
+    """A word of a newer protocol is STOP."""
+    if message.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _REASONS.get(message.finish_reason, FinishReason.STOP)
+
+
+_SAMPLING = StructCodec(SamplingParams, common_pb2.SamplingParams, local=("choice_index", "grammar"))
+TREE = StructCodec(RoundTree, common_pb2.RoundTree)
+INFO = StructCodec(VerifyInfo, verify_pb2.VerifyServiceGetInfoResponse)
+LOAD = StructCodec(VerifyLoad, verify_pb2.VerifyServiceGetLoadResponse)
+REQUEST = StructCodec(
+    GenerationRequest,
+    verify_pb2.VerifyServiceGenerateRequest,
+    encoders={
+        "sampling": lambda request: encode_sampling(request.sampling),
+        "choice_index": lambda request: request.sampling.choice_index,
+        "grammar": lambda request: encode_grammar(request.sampling.grammar),
+    },
+    decoders={"sampling": decode_sampling},
+    local=("client",),
+)
+UPDATE = StructCodec(
+    GenerationUpdate,
+    verify_pb2.VerifyServiceGenerateResponse,
+    nested={
+        "rounds": StructCodec(RoundCounts, common_pb2.RoundReport),
+        "round_trees": TREE,
+    },
+    encoders={
+        "logprobs": lambda update: [encode_logprobs(entry) for entry in update.logprobs],
+        "prompt_logprobs": lambda update: [encode_prompt_logprobs(part) for part in update.prompt_logprobs],
+        "finish_reason": lambda update: update.finish_reason or 0,
+    },
+    decoders={
+        "origins": lambda message: [_ORIGINS.get(origin, TokenOrigin.UNSPECIFIED) for origin in message.origins],
+        "logprobs": lambda message: [_decode_logprobs(entry) for entry in message.logprobs],
+        "prompt_logprobs": lambda message: [decode_prompt_logprobs(part) for part in message.prompt_logprobs],
+        "finish_reason": _decode_reason,
+    },
+    local=("error",),
+)

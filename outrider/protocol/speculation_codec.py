@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
 from outrider.protocol.codec import StructCodec
-from outrider.protocol.generation_codec import decode_grammar, decode_sampling, encode_grammar, encode_sampling
+from outrider.protocol.generation_codec import decode_sampling, encode_grammar, encode_sampling
 from outrider.protocol.speculation import (
     FEATURE_ITEM_BYTES,
     MAX_FEATURE_BYTES,
@@ -34,6 +33,7 @@ from outrider.protocol.speculation import (
     Resume,
     VerifyMessage,
 )
+from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import MAX_FEATURE_LAYERS
 from outrider.v1 import draft_pb2
 
@@ -51,13 +51,13 @@ _MAX_POSITIONS = 1 << 31
 Batch = TypeVar("Batch", draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse)
 
 
-def _decode_target_sampling(opened: draft_pb2.Open) -> Any:
-    sampling = decode_sampling(opened.sampling, choice_index=opened.choice_index)
-    if opened.HasField("grammar"):
-        # One that this version does not know only makes for worse guesses.
-        with suppress(InvalidRequestError):
-            return replace(sampling, grammar=decode_grammar(opened.grammar))
-    return sampling
+def _decode_target_sampling(opened: draft_pb2.Open) -> SamplingParams:
+    try:
+        return decode_sampling(opened)
+    except InvalidRequestError:
+        # A grammar that this version does not know only makes for worse guesses.
+        opened.ClearField("grammar")
+        return decode_sampling(opened)
 
 
 _REASONS = {reason.value: reason for reason in DeclineReason}

@@ -12,7 +12,7 @@ from draft_service.frames import State
 from draft_service.main import watch
 from gateway.core.metrics import GatewayMetrics
 from verify_service.door.metrics import VerifyMetrics
-from verify_service.frames.engine import PeerPart, Snapshot
+from verify_service.frames import PeerPart, Snapshot
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")

@@ -19,12 +19,12 @@ from tokenizers.models import WordLevel
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.models.decoder import CausalLM
+from outrider.protocol.generation import GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.build import build, load
 from verify_service.engine.request import Request
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.frames.submission import Update
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +92,7 @@ def test_deterministic_answers_are_the_same_bit_by_bit(
             if num_pages == 28:
                 assert engine.scheduler.num_preemptions > 0
             else:
-                assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+                assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
 def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(tmp_path: Path, start: Start) -> None:
@@ -114,7 +114,7 @@ def cancel_after(engine: ThreadedEngine, request: Request, num_updates: int) -> 
     """Have a request cancelled at its first update, its second, ...; it may have ended by then."""
     left = num_updates
 
-    def sink(update: Update) -> None:
+    def sink(update: GenerationUpdate) -> None:
         nonlocal left
         left -= 1
         if left <= 0:
@@ -144,7 +144,7 @@ def test_memory_is_back_after_a_thousand_requests_of_which_many_are_cancelled(
                 waiting.append(answer)
             engine.submit(request)
         for answer in waiting:
-            assert answer.done.wait(60) and answer.updates[-1].finish is not None
+            assert answer.done.wait(60) and answer.updates[-1].finish_reason is not None
 
     batch(50)
     torch.cuda.synchronize()

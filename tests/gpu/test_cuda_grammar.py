@@ -45,7 +45,7 @@ def test_tokens_under_a_grammar_are_the_same_with_any_draft(
     complete = 0
     for (_, params), answer in zip(jobs(), truth or [], strict=True):
         assert answer.updates[-1].error is None
-        if params.grammar is not None and answer.updates[-1].finish is FinishReason.STOP:
+        if params.grammar is not None and answer.updates[-1].finish_reason is FinishReason.STOP:
             complete += 1
             assert fits(params.grammar, text_of(answer.token_ids))
     assert complete >= 8

@@ -37,7 +37,7 @@ def ask(engine: ThreadedEngine, prompt: list[int], num_top: int = 3) -> Answer:
 
 def told(answer: Answer) -> PromptLogprobs:
     assert answer.done.wait(60) and answer.updates[-1].error is None
-    parts = [update.prompt_logprobs for update in answer.updates if update.prompt_logprobs is not None]
+    parts = [part for update in answer.updates for part in update.prompt_logprobs]
     assert [part.start for part in parts] == [1, *np.cumsum([len(part) for part in parts[:-1]]) + 1]
     names = ("logprobs", "ranks", "top_ids", "top_logprobs")
     return PromptLogprobs(1, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))

@@ -19,8 +19,7 @@ from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.worker import connect
-from verify_service.frames.engine import RoundReport, ServedModel
-from verify_service.frames.messages import from_door
+from verify_service.frames import RoundReport, ServedModel, from_door
 
 
 class WatchedEngine(RemoteVerifyEngine):

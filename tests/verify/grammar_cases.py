@@ -37,7 +37,7 @@ def jobs() -> list[Job]:
 
 def run(engine: ThreadedEngine, width: int = 4, **fields: object) -> list[Answer]:
     engine.start()
-    return run_all(engine, jobs(), width, max_tokens=40, stop_ids=frozenset([END]), **fields)
+    return run_all(engine, jobs(), width, max_tokens=40, stop_token_ids=frozenset([END]), **fields)
 
 
 def guesser(name: str, truth: list[Answer]) -> Guess | None:

@@ -13,13 +13,12 @@ from threaded_engine import ThreadedEngine
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.torch_executor import TorchExecutor
-from verify_service.frames.submission import Update
 from verify_service.speculation.budget import WIDTHS, CostModel
 
 PAGE_SIZE = 4
@@ -29,11 +28,11 @@ PAGE_SIZE = 4
 class Answer:
     """What a request's sink received."""
 
-    updates: list[Update] = field(default_factory=list)
+    updates: list[GenerationUpdate] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     request: Request | None = None
 
-    def take(self, update: Update) -> None:
+    def take(self, update: GenerationUpdate) -> None:
         self.updates.append(update)
         if update.last:
             self.done.set()
@@ -106,17 +105,17 @@ def make_request(
     max_tokens: int = 24,
     **fields: object,
 ) -> Request:
-    values: dict[str, object] = {"stop_ids": frozenset[int](), "speculate": True} | fields
-    return Request(
-        request_id="test",
-        tokens=list(prompt),
-        prompt_len=len(prompt),
-        sampling=params,
-        sampler=RequestSampler(params, prompt, vocab_size),
-        max_tokens=max_tokens,
-        sink=answer.take,
-        **values,  # type: ignore[arg-type]
+    """`speculate`, True by default, and fields of GenerationRequest."""
+    speculate = fields.pop("speculate", True)
+    asked = GenerationRequest(
+        "test",
+        list(prompt),
+        params,
+        max_tokens,
+        disable_speculation=not speculate,
+        **fields,  # type: ignore[arg-type]
     )
+    return Request.begin(asked, answer.take, vocab_size)
 
 
 def run_all(

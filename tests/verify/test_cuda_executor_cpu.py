@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_cpu(
     if num_pages == 24:
         assert engine.scheduler.num_preemptions > 0
     else:
-        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+        assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -188,4 +188,4 @@ def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made
             waiting.append(answer)
     for answer in waiting:
         assert answer.done.wait(60)
-        assert answer.updates[-1].finish is not None
+        assert answer.updates[-1].finish_reason is not None

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.host.process import KERNEL_CACHES
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from verify_service import main
-from verify_service.frames.engine import RoundReport
-from verify_service.frames.submission import Submission, Update
+from verify_service.frames import RoundReport
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
         assert ready.eos_token_ids == [60] and ready.dtype == "float32" and ready.model_path == str(folder)
         environment = psutil.Process(process._process.pid).environ()
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
-        updates: asyncio.Queue[Update] = asyncio.Queue()
+        updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()
         greedy = SamplingParams(temperature=0.0)
-        engine.submit(Submission("r", [1, 2], greedy, 8, frozenset(), False), updates.put_nowait)
+        engine.submit(GenerationRequest("r", [1, 2], greedy, 8, disable_speculation=True), updates.put_nowait)
         count = 0
         while True:
             update = await asyncio.wait_for(updates.get(), 20)
@@ -86,8 +86,8 @@ async def test_a_killed_engine_fails_the_streams_and_ends_the_service(folder: Pa
     process, engine = await main.start_engine(options_for(folder), lambda report: None)
     try:
         await process.ready(asyncio.Event())
-        updates: asyncio.Queue[Update] = asyncio.Queue()
-        asked = Submission("r", [1, 2], SamplingParams(temperature=0.0), 250, frozenset(), False)
+        updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()
+        asked = GenerationRequest("r", [1, 2], SamplingParams(temperature=0.0), 250, disable_speculation=True)
         process._process.send_signal(signal.SIGSTOP)
         engine.submit(asked, updates.put_nowait)
         process._process.kill()

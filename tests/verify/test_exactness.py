@@ -47,7 +47,7 @@ def test_tokens_are_the_same_with_any_draft_batch_and_memory(
     if num_pages == 24 and width == 4:
         assert engine.scheduler.num_preemptions > 0
     if num_pages == 256:
-        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+        assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
 RULES: list[dict[str, object]] = [

@@ -54,7 +54,7 @@ def test_every_committed_position_arrives(
     if num_pages == 24:
         assert engine.scheduler.num_preemptions > 0
     else:
-        assert any(update.num_cached_prompt_tokens for answer in answers for update in answer.updates)
+        assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
     if guess == "right":
         assert sum(answer.num_accepted for answer in answers) > 100
 
@@ -111,10 +111,10 @@ def test_requests_from_before_stay_plain_and_their_prefixes_are_not_shared(
     wait_for([early, late])
     assert tokens([early]) == tokens([late])
     assert len(draft.texts) == 1, "the early request was opened without features"
-    assert late.updates[0].num_cached_prompt_tokens == 0
+    assert late.updates[0].cached_prompt_tokens == 0
     again = run_all(engine, [(prompt, GREEDY)])
     engine.stop()
-    assert again[0].updates[0].num_cached_prompt_tokens
+    assert again[0].updates[0].cached_prompt_tokens
     draft.check(model)
 
 

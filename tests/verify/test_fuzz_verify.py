@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from proto_fuzz import EXAMPLES, check, fuzz, messages, outcome, wire
 
 from outrider.models.decoder import CausalLM
+from outrider.protocol.generation import VerifyInfo, VerifyLoad
 from outrider.protocol.speculation import FeaturesBegin
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
@@ -50,7 +51,7 @@ class Door:
 @asynccontextmanager
 async def open_door(model: CausalLM, folder: Path) -> AsyncIterator[Door]:
     async with engine_thread(make_engine(model)) as engine:
-        info, load = verify_pb2.VerifyServiceGetInfoResponse(), verify_pb2.VerifyServiceGetLoadResponse
+        info, load = VerifyInfo("m", "", "", VOCAB, 200, "float32", (60,), "0"), VerifyLoad
         servicer = VerifyServicer(engine.remote, Admission(VOCAB, 200, (60,), True), info, load)
         server = GrpcServer(address=f"unix:{folder}/v", service_names=["outrider.v1.VerifyService"], for_peers=True)
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)

@@ -77,7 +77,7 @@ def test_every_complete_answer_is_what_its_grammar_allows_and_ends_with_stop(tru
         assert answer.updates[-1].error is None
         if params.grammar is None:
             continue
-        if answer.updates[-1].finish is FinishReason.STOP:
+        if answer.updates[-1].finish_reason is FinishReason.STOP:
             num_complete += 1
             assert answer.token_ids[-1] == END and answer.token_ids.count(END) == 1
             assert fits(params.grammar, text_of(answer.token_ids))

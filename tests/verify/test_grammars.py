@@ -41,7 +41,7 @@ Ask = Callable[..., Answer]
 
 def ask(engine: ThreadedEngine, grammar: Grammar | None, max_tokens: int = 40) -> Answer:
     answer, params = Answer(), SamplingParams(temperature=1.0, seed=7, grammar=grammar)
-    answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, stop_ids=frozenset([END]))
+    answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, stop_token_ids=frozenset([END]))
     engine.submit(answer.request)
     return answer
 
@@ -58,7 +58,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(engine: Threa
     assert isinstance(error, InvalidRequestError) and error.field == "grammar.regex"
     assert all(finished(other).updates[-1].error is None for other in others)
     assert text_of(others[1].token_ids) in CHOICE.choices
-    assert others[1].updates[-1].finish is FinishReason.STOP
+    assert others[1].updates[-1].finish_reason is FinishReason.STOP
 
 
 def test_a_request_whose_grammar_is_given_up_on_fails_alone_and_with_a_reason(

@@ -12,11 +12,11 @@ from local_draft import Guess, LocalDraft, chain
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import InternalError
+from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.round import Entry, Result
-from verify_service.frames.engine import RoundFigures
-from verify_service.frames.submission import Update
+from verify_service.frames import RoundFigures
 
 
 @pytest.fixture(params=[False, True], ids=["sleeping", "spinning"])
@@ -52,7 +52,7 @@ class NotedAnswer(Answer):
         super().__init__()
         self._events = events
 
-    def take(self, update: Update) -> None:
+    def take(self, update: GenerationUpdate) -> None:
         self._events.append("update")
         super().take(update)
 
@@ -64,7 +64,7 @@ class NotedRounds:
         self.gaps: list[float | None] = []
         self._events = events
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+    def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         assert len(entries) == len(updates) and figures.seconds >= 0 and figures.held >= 0 and figures.gpu == 0.5
         self.gaps.append(figures.gap)
         self._events.append("observed")

@@ -13,7 +13,7 @@ from harness import Answer, make_request
 from threaded_engine import ThreadedEngine
 
 from outrider.errors import OverloadedError
-from outrider.protocol.generation import FinishReason, TokenLogprobs
+from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate, TokenLogprobs
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import error_from_rpc
@@ -22,7 +22,6 @@ from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.remote import Backlog
 from verify_service.door.servicer import Outbox, VerifyServicer
-from verify_service.frames.submission import Submission, Update
 
 
 def submit(
@@ -30,8 +29,8 @@ def submit(
 ) -> Answer:
     answer = Answer()
     prompt = [count_up(position) for position in range(prompt_len)]
-    request = make_request(answer, prompt, SamplingParams(temperature=0.0), VOCAB, max_tokens)
-    request.client, request.priority = client, priority
+    greedy = SamplingParams(temperature=0.0)
+    request = make_request(answer, prompt, greedy, VOCAB, max_tokens, client=client, priority=priority)
     answer.request = request
     engine.submit(request)
     return answer
@@ -146,12 +145,12 @@ async def test_a_reader_that_falls_behind_is_told_so_and_nothing_more_is_kept(
     write: Callable[[], Awaitable[None]],
 ) -> None:
     outbox = Outbox(stall_seconds=3600, max_weight=1000)
-    outbox.put(Update(token_ids=[1]))
+    outbox.put(GenerationUpdate(token_ids=[1]))
     assert [update.token_ids for update in await outbox.take()] == [[1]]
     writing = asyncio.create_task(outbox.write(write))
     await asyncio.sleep(0)
     for _ in range(100):
-        outbox.put(Update(token_ids=[1], logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)]))
+        outbox.put(GenerationUpdate(token_ids=[1], logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)]))
     assert outbox.overflowed and not outbox._updates
     with pytest.raises(OverloadedError, match="left unread too much") as caught:
         await writing
@@ -168,8 +167,8 @@ async def test_a_write_that_never_ends_is_given_up() -> None:
 async def test_what_gathers_is_sent_in_messages_of_bounded_size_and_in_order() -> None:
     outbox = Outbox(stall_seconds=10)
     for number in range(100_000):
-        outbox.put(Update(token_ids=[number]))
-    outbox.put(Update(token_ids=[-1], finish=FinishReason.STOP))
+        outbox.put(GenerationUpdate(token_ids=[number]))
+    outbox.put(GenerationUpdate(token_ids=[-1], finish_reason=FinishReason.STOP))
     taken = []
     while not taken or not taken[-1][-1].last:
         taken.append(list(await outbox.take()))
@@ -186,13 +185,13 @@ class Flood:
         self.cancelled = asyncio.Event()
         self.num_updates = 0
 
-    def submit(self, submission: Submission, deliver: Callable[[Update], None]) -> int:
+    def submit(self, request: GenerationRequest, deliver: Callable[[GenerationUpdate], None]) -> int:
         self.task = asyncio.create_task(self._talk(deliver))
         return 1
 
-    async def _talk(self, deliver: Callable[[Update], None]) -> None:
+    async def _talk(self, deliver: Callable[[GenerationUpdate], None]) -> None:
         while not self.cancelled.is_set():
-            deliver(Update(token_ids=[1] * 50, logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)] * 50))
+            deliver(GenerationUpdate(token_ids=[1] * 50, logprobs=[TokenLogprobs(-1.0, ((1, -1.0),) * 20)] * 50))
             self.num_updates += 1
             await asyncio.sleep(0)
             await self.goes_on.wait()

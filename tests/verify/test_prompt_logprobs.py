@@ -83,13 +83,13 @@ def told(answer: Answer) -> PromptLogprobs:
     """All parts as one; they must follow each other without a gap, and come before the first token."""
     assert answer.done.wait(60)
     assert answer.updates[-1].error is None
-    parts = [update.prompt_logprobs for update in answer.updates if update.prompt_logprobs is not None]
+    parts = [part for update in answer.updates for part in update.prompt_logprobs]
     end = 1
     for part in parts:
         assert part.start == end
         end += len(part)
     first_token = next(i for i, update in enumerate(answer.updates) if update.token_ids)
-    assert all(update.prompt_logprobs is None for update in answer.updates[first_token + 1 :])
+    assert all(not update.prompt_logprobs for update in answer.updates[first_token + 1 :])
     names = ("logprobs", "ranks", "top_ids", "top_logprobs")
     return PromptLogprobs(1, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -124,12 +124,12 @@ def test_a_prompt_that_is_in_the_cache_is_described_from_its_beginning(
     engine = start(engines, make(target.model))
     prompt = prompt_of(30)
     plain = ask(engine, prompt, num_top=None)
-    assert plain.done.wait(60) and all(update.prompt_logprobs is None for update in plain.updates)
+    assert plain.done.wait(60) and all(not update.prompt_logprobs for update in plain.updates)
     again = ask(engine, prompt, num_top=None)
-    assert again.done.wait(60) and again.updates[0].num_cached_prompt_tokens > 0
+    assert again.done.wait(60) and again.updates[0].cached_prompt_tokens > 0
     described = ask(engine, prompt)
     check(described, prompt, target.expected(prompt))
-    assert all(update.num_cached_prompt_tokens == 0 for update in described.updates)
+    assert all(update.cached_prompt_tokens == 0 for update in described.updates)
     assert described.token_ids == plain.token_ids
 
 
@@ -152,8 +152,8 @@ def test_a_token_is_greedy_exactly_when_its_value_is_the_top_one(
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_prompt_of_one_token_has_none(make: Make, target: Target, engines: list[ThreadedEngine]) -> None:
     answer = ask(start(engines, make(target.model)), [5])
-    assert answer.done.wait(60) and answer.updates[-1].finish is FinishReason.LENGTH
-    assert all(update.prompt_logprobs is None for update in answer.updates)
+    assert answer.done.wait(60) and answer.updates[-1].finish_reason is FinishReason.LENGTH
+    assert all(not update.prompt_logprobs for update in answer.updates)
 
 
 @pytest.mark.parametrize("make", MAKERS)

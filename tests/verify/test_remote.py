@@ -13,7 +13,7 @@ from local_draft import LocalDraft, oracle
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.models.decoder import CausalLM
-from outrider.protocol.generation import FinishReason
+from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     Decline,
@@ -29,9 +29,7 @@ from outrider.protocol.speculation import (
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection
 from verify_service.door.remote import MAX_UNREAD_WEIGHT, RemoteVerifyEngine
-from verify_service.frames.drafts import FeaturesDone, FeaturesToDraft
-from verify_service.frames.messages import FromDoor
-from verify_service.frames.submission import Submission, Update
+from verify_service.frames import FeaturesDone, FeaturesToDraft, FromDoor
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -53,24 +51,24 @@ def wanted(model: CausalLM) -> list[list[int]]:
         engine.stop()
 
 
-def submission(prompt: list[int], params: SamplingParams = PARAMS[0], max_tokens: int = 24) -> Submission:
-    return Submission("r", prompt, params, max_tokens, frozenset(), True)
+def submission(prompt: list[int], params: SamplingParams = PARAMS[0], max_tokens: int = 24) -> GenerationRequest:
+    return GenerationRequest("r", prompt, params, max_tokens)
 
 
 class Stream:
     """Updates of one request."""
 
-    def __init__(self, thread: EngineThread, asked: Submission) -> None:
-        self.updates: list[Update] = []
+    def __init__(self, thread: EngineThread, asked: GenerationRequest) -> None:
+        self.updates: list[GenerationUpdate] = []
         self._done = asyncio.Event()
         self.number = thread.remote.submit(asked, self._take)
 
-    def _take(self, update: Update) -> None:
+    def _take(self, update: GenerationUpdate) -> None:
         self.updates.append(update)
         if update.last:
             self._done.set()
 
-    async def end(self) -> Update:
+    async def end(self) -> GenerationUpdate:
         await asyncio.wait_for(self._done.wait(), 20)
         return self.updates[-1]
 
@@ -104,7 +102,7 @@ async def test_tokens_are_those_of_the_engine_alone(model: CausalLM, wanted: lis
     async with engine_thread(make_engine(model)) as thread:
         streams = [Stream(thread, submission(*job)) for job in zip(PROMPTS, PARAMS, strict=True)]
         assert [await stream.token_ids() for stream in streams] == wanted
-        assert [update.finish for update in streams[1].updates if update.last] == [FinishReason.LENGTH]
+        assert [update.finish_reason for update in streams[1].updates if update.last] == [FinishReason.LENGTH]
         assert sum(len(update.logprobs) for update in streams[1].updates) == 24
 
 

@@ -36,7 +36,7 @@ def ask(engine: ThreadedEngine, trace: bool = True, **fields: object) -> Answer:
 
 
 def trees(answer: Answer) -> list[RoundTree]:
-    return [update.tree for update in answer.updates if update.tree is not None]
+    return [tree for update in answer.updates for tree in update.round_trees]
 
 
 def test_trees_tell_where_every_token_came_from(engine: ThreadedEngine) -> None:

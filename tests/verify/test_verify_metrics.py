@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from prometheus_client import generate_latest
 
 from verify_service.door.metrics import VerifyMetrics
-from verify_service.frames.engine import PeerPart, RoundFigures, RoundReport, Snapshot
+from verify_service.frames import PeerPart, RoundFigures, RoundReport, Snapshot
 
 
 def test_a_round_is_counted_in_every_figure() -> None:

@@ -20,7 +20,17 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, Start, pack
-from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import (
+    FinishReason,
+    GenerationRequest,
+    GenerationUpdate,
+    PromptLogprobs,
+    RoundCounts,
+    RoundTree,
+    TokenLogprobs,
+    TokenOrigin,
+)
+from outrider.protocol.generation_codec import REQUEST
 from outrider.protocol.speculation import (
     Close,
     Commit,
@@ -39,21 +49,26 @@ from outrider.protocol.speculation import (
 )
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Terms
-from verify_service.frames.codec import pack_submission, pack_update, unpack_submission, unpack_update
-from verify_service.frames.drafts import (
+from verify_service.frames import (
+    Cancel,
     DraftUp,
+    EngineUpdates,
     FeaturesDone,
     FeaturesOpen,
     FeaturesToDraft,
     FeaturesUp,
+    FromDoor,
     FromDraft,
+    FromEngine,
     ProjectionFrame,
+    RoundFigures,
+    RoundReport,
+    Snapshot,
+    Submit,
     ToDraft,
+    from_door,
+    from_engine,
 )
-from verify_service.frames.engine import EngineUpdates, RoundFigures, RoundReport, Snapshot
-from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
-from verify_service.frames.requests import Cancel, Submit
-from verify_service.frames.submission import Submission, Update
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=8)
 ids = st.integers(0, 2**31 - 1)
@@ -67,14 +82,14 @@ sampling = st.builds(
     logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=3),
     num_logprobs=st.none() | st.integers(0, 20),
 )
-submissions = st.builds(
-    Submission,
+requests = st.builds(
+    GenerationRequest,
     request_id=st.text(max_size=9),
-    tokens=tokens,
+    prompt_token_ids=tokens,
     sampling=sampling,
     max_tokens=st.integers(1, 99),
-    stop_ids=st.frozensets(ids, max_size=4),
-    speculate=st.booleans(),
+    stop_token_ids=st.frozensets(ids, max_size=4),
+    disable_speculation=st.booleans(),
     num_prompt_logprobs=st.none() | st.integers(0, 20),
     trace=st.booleans(),
 )
@@ -99,19 +114,18 @@ trees = st.builds(
     drafter_names=st.lists(st.text(max_size=4), max_size=2),
 )
 updates = st.builds(
-    Update,
+    GenerationUpdate,
     token_ids=tokens,
     origins=st.lists(st.sampled_from(TokenOrigin), max_size=4),
     logprobs=st.lists(
         st.builds(TokenLogprobs, numbers, st.lists(st.tuples(ids, numbers), max_size=3)),
         max_size=3,
     ),
-    num_draft_tokens=st.integers(0, 99),
-    num_accepted_tokens=st.integers(0, 99),
-    num_cached_prompt_tokens=ids,
-    finish=st.none() | st.sampled_from(FinishReason),
-    prompt_logprobs=st.none() | st.builds(described, st.integers(0, 4), st.integers(0, 3)),
-    tree=st.none() | trees,
+    rounds=st.lists(st.builds(RoundCounts, st.integers(0, 99), st.integers(0, 99)), max_size=3),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    cached_prompt_tokens=ids,
+    prompt_logprobs=st.lists(st.builds(described, st.integers(0, 4), st.integers(0, 3)), max_size=2),
+    round_trees=st.lists(trees, max_size=2),
 )
 words = st.text(max_size=9)
 errors: st.SearchStrategy[OutriderError] = st.one_of(
@@ -158,25 +172,24 @@ def to_door(frame: FromEngine) -> FromEngine:
     return from_engine.decode(body)
 
 
-@given(submissions)
-def test_a_submission_arrives_as_it_left(submission: Submission) -> None:
-    frame = to_engine(pack_submission(7, submission))
-    assert isinstance(frame, Submit) and frame.number == 7
-    assert unpack_submission(frame) == submission
+@given(requests)
+def test_a_request_arrives_as_it_left(request: GenerationRequest) -> None:
+    assert to_engine(Submit(7, request)) == Submit(7, request)
+    wanted = REQUEST.encode(request)
+    assert REQUEST.decode(type(wanted).FromString(wanted.SerializeToString())) == request
 
 
 @given(updates)
-def test_an_update_arrives_as_it_left(update: Update) -> None:
-    frame = to_door(EngineUpdates([pack_update(7, update)], [], [], {}, None))
-    assert isinstance(frame, EngineUpdates) and frame.updates[0].number == 7
-    assert unpack_update(frame.updates[0]) == update
+def test_an_update_arrives_as_it_left(update: GenerationUpdate) -> None:
+    frame = EngineUpdates([(7, update)], [], [], {}, None)
+    assert to_door(frame) == frame
 
 
 @given(errors)
 def test_an_error_arrives_with_all_that_a_client_is_told(error: OutriderError) -> None:
-    frame = to_door(EngineUpdates([pack_update(7, Update(error=error))], [], [], {}, None))
+    frame = to_door(EngineUpdates([(7, GenerationUpdate(error=error))], [], [], {}, None))
     assert isinstance(frame, EngineUpdates)
-    got = unpack_update(frame.updates[0]).error
+    got = frame.updates[0][1].error
     assert type(got) is type(error) and got is not None and str(got) == str(error)
     for name in ("message", "code", "field", "problem", "fix", "retry_after"):
         assert getattr(got, name, None) == getattr(error, name, None)
@@ -228,10 +241,12 @@ def test_options_arrive_as_they_left() -> None:
 
 
 def test_numbers_of_numpy_arrive_as_plain_ones_and_other_things_do_not_leave() -> None:
-    update = Update(token_ids=[np.int32(5)], logprobs=[TokenLogprobs(np.float32(-0.5), [(np.int64(5), -math.inf)])])  # type: ignore[list-item,arg-type]
-    frame = to_door(EngineUpdates([pack_update(1, update)], [], [], {}, None))
+    update = GenerationUpdate(
+        token_ids=[np.int32(5)], logprobs=[TokenLogprobs(np.float32(-0.5), [(np.int64(5), -math.inf)])]
+    )  # type: ignore[list-item,arg-type]
+    frame = to_door(EngineUpdates([(1, update)], [], [], {}, None))
     assert isinstance(frame, EngineUpdates)
-    got = unpack_update(frame.updates[0])
+    ((_, got),) = frame.updates
     assert got.token_ids == [5] and got.logprobs == [TokenLogprobs(-0.5, [(5, -math.inf)])]
     with pytest.raises(TypeError, match="does not travel"):
         pack(Cancel(object()))  # type: ignore[arg-type]

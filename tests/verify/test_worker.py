@@ -17,17 +17,25 @@ from outrider.errors import ConfigError, InternalError
 from outrider.host.frames import FrameReader, Refused, Start, Stop, pack
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_start, run_engine
+from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Close, ProjectionPart
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.reporter import SNAPSHOT_SECONDS, ReporterPort, VerifyReporter
 from verify_service.engine.worker import SocketInbox, connect
-from verify_service.frames.drafts import DraftReset, ProjectionFrame, ToDraft
-from verify_service.frames.engine import EngineUpdates, RoundFigures
-from verify_service.frames.messages import FromDoor, FromEngine, from_door, from_engine
-from verify_service.frames.requests import Cancel
-from verify_service.frames.submission import Update
+from verify_service.frames import (
+    Cancel,
+    DraftReset,
+    EngineUpdates,
+    FromDoor,
+    FromEngine,
+    ProjectionFrame,
+    RoundFigures,
+    ToDraft,
+    from_door,
+    from_engine,
+)
 
 
 @dataclass
@@ -89,7 +97,7 @@ def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -
 def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> None:
     reporter = VerifyReporter(wire.pipe)
     for number in (1, 2, 3):
-        reporter.update(number, Update(token_ids=[number]))
+        reporter.update(number, GenerationUpdate(token_ids=[number]))
     reporter.ended(4)
     reporter.read(9, 16)
     reporter.read(9, 32)

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar, check_grammar
-from outrider.protocol.generation_codec import decode_grammar, decode_sampling
+from outrider.protocol.generation import GenerationRequest
+from outrider.protocol.generation_codec import REQUEST
 from outrider.rpc.call import client
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import verify_pb2
-from verify_service.frames.submission import Submission
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
@@ -43,7 +43,7 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     speculation: bool
 
-    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Submission:
+    def admit(self, message: verify_pb2.VerifyServiceGenerateRequest) -> GenerationRequest:
         """A request ready for the engine.
 
         Raises InvalidRequestError naming field, limit and fix; ContextLengthError for a prompt without room.
@@ -51,35 +51,32 @@ class Admission:
         # Sizes first: a message of some megabytes holds millions of entries.
         self._check_prompt(message.prompt_token_ids)
         _check_sizes(message)
-        prompt = list(message.prompt_token_ids)
         if message.max_tokens < 1:
             raise InvalidRequestError("max_tokens", "is 0", "ask for at least 1 token")
-        params = decode_sampling(message.sampling, choice_index=message.choice_index)
+        request = REQUEST.decode(message)
+        sampling = request.sampling
         if not message.sampling.HasField("seed"):
-            params = replace(params, seed=secrets.randbits(64))
-        check_sampling(params, self.vocab_size)
-        if message.HasField("grammar"):
-            params = replace(params, grammar=self._grammar(message))
-        eos = () if message.ignore_eos else self.eos_token_ids
-        return Submission(
-            request_id=message.request_id,
-            tokens=prompt,
-            sampling=params,
-            max_tokens=min(message.max_tokens, self.context_length - len(prompt)),
-            stop_ids=frozenset(message.stop_token_ids) | frozenset(eos),
-            speculate=self.speculation and not message.disable_speculation,
-            num_prompt_logprobs=self._prompt_logprobs(message),
-            trace=message.trace,
-            priority=message.priority,
-            tenant=message.tenant,
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        check_sampling(sampling, self.vocab_size)
+        if sampling.grammar is not None:
+            self._check_grammar(sampling.grammar, request.ignore_eos)
+        if (request.num_prompt_logprobs or 0) > MAX_LOGPROBS:
+            raise InvalidRequestError(
+                "num_prompt_logprobs", f"is {request.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
+            )
+        return replace(
+            request,
+            sampling=sampling,
+            max_tokens=min(request.max_tokens, self.context_length - len(request.prompt_token_ids)),
+            stop_token_ids=request.stop_token_ids.union(() if request.ignore_eos else self.eos_token_ids),
+            disable_speculation=request.disable_speculation or not self.speculation,
             client=client.get(),
         )
 
-    def _grammar(self, message: verify_pb2.VerifyServiceGenerateRequest) -> Grammar:
+    def _check_grammar(self, grammar: Grammar, ignore_eos: bool) -> None:
         """Whether it can be compiled is seen later, by GrammarChecker."""
-        grammar = decode_grammar(message.grammar)
         check_grammar(grammar)
-        if message.ignore_eos:
+        if ignore_eos:
             raise InvalidRequestError(
                 "ignore_eos", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
             )
@@ -87,16 +84,6 @@ class Admission:
             raise InvalidRequestError(
                 "grammar", "cannot be used: the model has no end-of-sequence token", "leave it out"
             )
-        return grammar
-
-    def _prompt_logprobs(self, message: verify_pb2.VerifyServiceGenerateRequest) -> int | None:
-        if not message.HasField("num_prompt_logprobs"):
-            return None
-        if message.num_prompt_logprobs > MAX_LOGPROBS:
-            raise InvalidRequestError(
-                "num_prompt_logprobs", f"is {message.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
-            )
-        return message.num_prompt_logprobs
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.session import DraftDialer
-from verify_service.frames.engine import RoundReport
+from verify_service.frames import RoundReport
 
 _ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)

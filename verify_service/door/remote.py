@@ -12,6 +12,7 @@ from typing import Protocol
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import (
     Decline,
     DraftMessage,
@@ -23,23 +24,26 @@ from outrider.protocol.speculation import (
     VerifyMessage,
 )
 from outrider.tree.handshake import Terms
-from verify_service.frames.codec import pack_submission, unpack_update
-from verify_service.frames.drafts import (
+from verify_service.frames import (
+    Cancel,
     DraftDown,
     DraftReset,
     DraftUp,
+    EngineUpdates,
     FeaturesDone,
     FeaturesOpen,
     FeaturesToDraft,
     FeaturesUp,
     FromDraft,
+    FromEngine,
     ProjectionFrame,
+    RoundReport,
+    ServedModel,
+    Snapshot,
+    Submit,
     ToDraft,
+    from_engine,
 )
-from verify_service.frames.engine import EngineUpdates, RoundReport, ServedModel, Snapshot
-from verify_service.frames.messages import FromEngine, from_engine
-from verify_service.frames.requests import Cancel
-from verify_service.frames.submission import Submission, Update
 
 log = get_logger(__name__)
 
@@ -51,7 +55,7 @@ _END_INTERVAL_LEARN = 0.2
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 
-Deliver = Callable[[Update], None]
+Deliver = Callable[[GenerationUpdate], None]
 
 
 class Backlog:
@@ -182,7 +186,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         """Draft services connected and answering."""
         return sum(peer.good for peer in self.snapshot.peers)
 
-    def submit(self, submission: Submission, deliver: Deliver) -> int:
+    def submit(self, request: GenerationRequest, deliver: Deliver) -> int:
         """Queue a request; returns its number. `deliver` gets every update, the last one included.
 
         Raises OverloadedError when too many requests or prompt tokens wait, UnavailableError when stopping.
@@ -190,9 +194,9 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         if not self.alive:
             raise UnavailableError("the verify service is stopping")
         number = next(self._numbers)
-        self.backlog.admit(number, len(submission.tokens))
+        self.backlog.admit(number, len(request.prompt_token_ids))
         self._answers[number] = deliver
-        self.send(pack_submission(number, submission))
+        self.send(Submit(number, request))
         return number
 
     def cancel(self, number: int) -> None:
@@ -258,7 +262,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
         answers, self._answers = self._answers, {}
         for deliver in answers.values():
             if deliver is not None:
-                deliver(Update(error=reason))
+                deliver(GenerationUpdate(error=reason))
 
     def receive(self, frame: FromEngine) -> None:
         """See FrameConnection."""
@@ -280,14 +284,13 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
                 session.port.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
-        for part in frame.updates:
-            deliver = self._answers.get(part.number)
-            update = unpack_update(part)
+        for number, update in frame.updates:
+            deliver = self._answers.get(number)
             if update.token_ids:
-                self.backlog.began(part.number)
+                self.backlog.began(number)
             if update.last:
-                self._answers.pop(part.number, None)
-                self.backlog.ended(part.number)
+                self._answers.pop(number, None)
+                self.backlog.ended(number)
             if deliver is not None:
                 deliver(update)
         for number in frame.ended:

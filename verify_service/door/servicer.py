@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 
 from outrider.errors import OverloadedError, UnavailableError
-from outrider.protocol.generation_codec import encode_prompt_logprobs, encode_tree
-from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
+from outrider.protocol.generation import GenerationUpdate, VerifyInfo, VerifyLoad, join_updates
+from outrider.protocol.generation_codec import INFO, LOAD, UPDATE
+from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.grammar_check import GrammarChecker
 from verify_service.door.remote import RemoteVerifyEngine
-from verify_service.frames.submission import Update
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,8 +28,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self,
         engine: RemoteVerifyEngine,
         admission: Admission,
-        info: verify_pb2.VerifyServiceGetInfoResponse,
-        load: Callable[[], verify_pb2.VerifyServiceGetLoadResponse],
+        info: VerifyInfo,
+        load: Callable[[], VerifyLoad],
         *,
         stall_seconds: float = 120.0,
         grammars: GrammarChecker | None = None,
@@ -49,10 +49,10 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         if self.draining:
             raise UnavailableError("the verify service is draining; send the request to another replica")
         outbox = Outbox(self._stall_seconds)
-        submission = self._admission.admit(request)
-        if self._grammars is not None and submission.sampling.grammar is not None:
-            await self._grammars.check(submission.sampling.grammar)
-        number = self._engine.submit(submission, outbox.put)
+        admitted = self._admission.admit(request)
+        if self._grammars is not None and admitted.sampling.grammar is not None:
+            await self._grammars.check(admitted.sampling.grammar)
+        number = self._engine.submit(admitted, outbox.put)
         try:
             # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
             await context.send_initial_metadata(())
@@ -62,8 +62,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                 last = gathered[-1].last
                 error = gathered[-1].error
                 if error is None or len(gathered) > 1:
-                    message = encode_updates([update for update in gathered if update.error is None])
-                    await outbox.write(partial(context.write, message))
+                    await outbox.write(partial(context.write, UPDATE.encode(join_updates(gathered))))
                 if error is not None:
                     raise error
         except OverloadedError as error:
@@ -76,37 +75,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.VerifyServiceGetInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetInfoResponse:
         """The model and its limits."""
-        return self._info
+        return INFO.encode(self._info)
 
     async def GetLoad(
         self, request: verify_pb2.VerifyServiceGetLoadRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetLoadResponse:
         """The present load."""
-        return self._load()
-
-
-def encode_updates(updates: Sequence[Update]) -> verify_pb2.VerifyServiceGenerateResponse:
-    """Updates that a slow reader let gather, as one message."""
-    response = verify_pb2.VerifyServiceGenerateResponse(
-        cached_prompt_tokens=max(update.num_cached_prompt_tokens for update in updates)
-    )
-    for update in updates:
-        response.token_ids.extend(update.token_ids)
-        response.origins.extend(origin.value for origin in update.origins)  # type: ignore[misc]
-        for entry in update.logprobs:
-            top = [common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in entry.top]
-            response.logprobs.append(common_pb2.TokenLogprobs(logprob=entry.logprob, top=top))
-        if update.prompt_logprobs is not None:
-            response.prompt_logprobs.append(encode_prompt_logprobs(update.prompt_logprobs))
-        if update.tree is not None:
-            response.round_trees.append(encode_tree(update.tree))
-        if update.token_ids:
-            response.rounds.add(
-                num_draft_tokens=update.num_draft_tokens, num_accepted_tokens=update.num_accepted_tokens
-            )
-        if update.finish is not None:
-            response.finish_reason = update.finish.value  # type: ignore[assignment]
-    return response
+        return LOAD.encode(self._load())
 
 
 MAX_UNREAD_WEIGHT = 2 << 20
@@ -127,13 +102,13 @@ class Outbox:
         """`stall_seconds`: how long a message may wait for its reader."""
         self._stall_seconds = stall_seconds
         self._max_weight = max_weight
-        self._updates: deque[Update] = deque()
+        self._updates: deque[GenerationUpdate] = deque()
         self._weight = 0
         self._filled = asyncio.Event()
         self._write_limit: asyncio.Timeout | None = None
         self.overflowed = False
 
-    def put(self, update: Update) -> None:
+    def put(self, update: GenerationUpdate) -> None:
         """Leave an update."""
         if self.overflowed:
             return
@@ -146,7 +121,7 @@ class Outbox:
             if self._write_limit is not None:
                 self._write_limit.reschedule(asyncio.get_running_loop().time())
 
-    async def take(self) -> Sequence[Update]:
+    async def take(self) -> Sequence[GenerationUpdate]:
         """Updates for one message, after waiting for the first. Raises OverloadedError for a slow reader."""
         await self._filled.wait()
         if self.overflowed:
@@ -175,12 +150,10 @@ class Outbox:
         return OverloadedError(f"the stream was left unread {what}; read it faster", code="slow_reader")
 
 
-def _weight(update: Update) -> int:
+def _weight(update: GenerationUpdate) -> int:
     """About how much memory an update takes: tokens and log-probabilities are objects, those of a prompt are arrays."""
     weight = 1 + len(update.token_ids) + sum(1 + len(entry.top) for entry in update.logprobs)
-    if update.tree is not None:
-        weight += 4 * len(update.tree.token_ids)
-    weight *= _TOKEN_WEIGHT
-    if update.prompt_logprobs is not None:
-        weight += 2 * update.prompt_logprobs.logprobs.size + 2 * update.prompt_logprobs.top_ids.size
-    return weight
+    weight += 4 * sum(len(tree.token_ids) for tree in update.round_trees)
+    return weight * _TOKEN_WEIGHT + sum(
+        2 * part.logprobs.size + 2 * part.top_ids.size for part in update.prompt_logprobs
+    )

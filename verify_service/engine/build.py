@@ -37,7 +37,7 @@ from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import check_model, kv_tokens, out_of_memory
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.torch_executor import TorchExecutor
-from verify_service.frames.engine import ServedModel
+from verify_service.frames import ServedModel
 from verify_service.speculation.budget import CostModel
 
 log = get_logger(__name__)

@@ -12,6 +12,7 @@ from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import Garbage
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationUpdate
 from outrider.tree.handshake import Terms
 from verify_service.engine.grammars import POLL_SECONDS, Grammars
 from verify_service.engine.host_gap import GapWatch, HotPathWarmer
@@ -21,7 +22,6 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
-from verify_service.frames.submission import Update
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import CREDIT_ROUNDS, DraftPort, Drafts
@@ -358,7 +358,7 @@ class VerifyEngine:
         """End a request that was not scheduled."""
         request.finished = True
         self._active_requests.discard(request)
-        request.sink(Update(error=error))
+        request.sink(GenerationUpdate(error=error))
 
     def _cancel(self, request: Request) -> None:
         if not request.finished:
@@ -377,7 +377,7 @@ class VerifyEngine:
             request.finished = True
             self.scheduler.end(request)
             self._try(self.scheduler.release_ended)
-            self._try(partial(request.sink, Update(error=error)))
+            self._try(partial(request.sink, GenerationUpdate(error=error)))
         self._try(self.drafts.flush)
         self._try(self._observer.flush)
 

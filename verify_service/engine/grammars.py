@@ -78,7 +78,7 @@ class Grammars:
 
     def open(self, request: Request, begin: Begin, fail: Fail) -> None:
         """Have a request's grammar compiled, then `begin` it; at once without a grammar, or with one that is known."""
-        grammar = request.sampling.grammar
+        grammar = request.params.sampling.grammar
         if grammar is None:
             begin(request)
         elif self._vocabulary is None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.sampler import RequestSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Executor, Result
 from verify_service.engine.scheduler import Scheduler
-from verify_service.frames.submission import Update
 from verify_service.speculation.drafts import Drafts
 
 log = get_logger(__name__)
@@ -84,10 +83,8 @@ class HotPathWarmer:
         self._scheduler = scheduler
         self._executor = executor
         self._commit = commit
-        params = SamplingParams()
-        self._request = Request(
-            "", [0], 1, params, RequestSampler(params, [0], 1), 1 << 30, frozenset(), speculate=True, sink=_discard
-        )
+        params = GenerationRequest("", [0], SamplingParams(), max_tokens=1 << 30)
+        self._request = Request.begin(params, _discard, vocab_size=1)
         self._drafts = Drafts(vocab_size=1, max_nodes=1)
         """Holds this request alone."""
         self._drafts.admit(self._request)
@@ -115,5 +112,5 @@ class HotPathWarmer:
         request.cached_len = 0
 
 
-def _discard(update: Update) -> None:
+def _discard(update: GenerationUpdate) -> None:
     """No client hears of it."""

@@ -12,26 +12,25 @@ from outrider.host.frames import Start, Stop
 from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
-from outrider.sampling.sampler import RequestSampler
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
 from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
 from verify_service.engine.reporter import ReporterPort, VerifyReporter
 from verify_service.engine.request import Request
-from verify_service.frames.codec import unpack_submission
-from verify_service.frames.drafts import (
+from verify_service.frames import (
+    Cancel,
     DraftDown,
     DraftReset,
     DraftUp,
     FeaturesDone,
     FeaturesUp,
+    FromDoor,
     FromDraft,
     ProjectionFrame,
+    Submit,
 )
-from verify_service.frames.messages import FromDoor
-from verify_service.frames.requests import Cancel, Submit
-from verify_service.frames.submission import Submission, Update
 from verify_service.speculation.drafts import Drafts
 
 log = get_logger(__name__)
@@ -223,17 +222,17 @@ class FrameHandler:
     def _submit(self, frame: Submit) -> None:
         number = frame.number
 
-        def sink(update: Update) -> None:
+        def sink(update: GenerationUpdate) -> None:
             if update.last:
                 self._requests.pop(number, None)
             self._reporter.update(number, update)
 
         try:
-            request = make_request(unpack_submission(frame), sink, self._engine.limits.vocab_size)
+            request = Request.begin(frame.request, sink, self._engine.limits.vocab_size)
             self._requests[number] = request
             self._engine.submit(request)
         except OutriderError as error:
-            sink(Update(error=error))
+            sink(GenerationUpdate(error=error))
 
     def _cancel(self, number: int) -> None:
         request = self._requests.pop(number, None)
@@ -267,24 +266,3 @@ class FrameHandler:
         for message in frame.messages:
             self._inbox.post(partial(self._engine.drafts.receive, port, [message], frame.arrived_at))
         self._inbox.post(lambda: self._reporter.read(frame.session, frame.weight))
-
-
-def make_request(submission: Submission, sink: Callable[[Update], None], vocab_size: int) -> Request:
-    """A request at its start, as the engine sees it. Raises InvalidRequestError for what the door should not let in."""
-    tokens = list(submission.tokens)
-    return Request(
-        request_id=submission.request_id,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        sampling=submission.sampling,
-        sampler=RequestSampler(submission.sampling, tokens, vocab_size),
-        max_tokens=submission.max_tokens,
-        stop_ids=submission.stop_ids,
-        speculate=submission.speculate,
-        num_prompt_logprobs=submission.num_prompt_logprobs,
-        trace=submission.trace,
-        priority=submission.priority,
-        tenant=submission.tenant,
-        client=submission.client,
-        sink=sink,
-    )

@@ -47,7 +47,9 @@ class Memory:
 
         Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
         """
-        pages = self.radix.match(request.tokens, self._shared(request, request.most_shared), tenant=request.tenant)
+        pages = self.radix.match(
+            request.tokens, self._shared(request, request.most_shared), tenant=request.params.tenant
+        )
         request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
         request.feature_epoch = self.feature_epoch
@@ -86,7 +88,7 @@ class Memory:
             valid = self._shared(request, request.cached_len) if keep else 0
             num_full = valid // self.page_size
             tokens = request.tokens[: num_full * self.page_size]
-            self.radix.insert(tokens, request.pages[:num_full], tenant=request.tenant)
+            self.radix.insert(tokens, request.pages[:num_full], tenant=request.params.tenant)
             self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from outrider.protocol.generation import FinishReason, RoundTree, TokenOrigin
+from outrider.protocol.generation import FinishReason, GenerationUpdate, RoundCounts, RoundTree, TokenOrigin
 from verify_service.engine.host_gap import Phases, log_long_gap
 from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
-from verify_service.frames.engine import RoundFigures
-from verify_service.frames.submission import Update
+from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.drafts import Drafts
 
@@ -100,12 +99,12 @@ class RoundPostprocessor:
             self._drafts.send_commit(request, len(commit.tokens), credit)
         self._drafts.flush()
 
-    def _send_update(self, commit: Commit | None) -> Update:
+    def _send_update(self, commit: Commit | None) -> GenerationUpdate:
         """Send a request what the round did for it, if anything."""
-        update = Update() if commit is None else commit.update()
+        update = GenerationUpdate() if commit is None else commit.update()
         if commit is not None and update.last:
             self._active_requests.discard(commit.entry.request)
-        if commit is not None and (update.token_ids or update.last or update.prompt_logprobs is not None):
+        if commit is not None and (update.token_ids or update.last or update.prompt_logprobs):
             commit.entry.request.sink(update)
         return update
 
@@ -113,7 +112,7 @@ class RoundPostprocessor:
 class Observer(Protocol):
     """Is told of every round, on the engine's thread, while the next one runs."""
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+    def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         """`updates` are what the round brought each request."""
 
     def flush(self) -> None:
@@ -127,26 +126,27 @@ class Commit(NamedTuple):
     result: Result
     tokens: Sequence[int]
     """Committed ones."""
-    finish: FinishReason | None
+    finish_reason: FinishReason | None
 
-    def update(self) -> Update:
+    def update(self) -> GenerationUpdate:
         """What the request is told; after a chunk of prefill no more than log-probabilities of the prompt."""
         if self.result.error is not None:
-            return Update(error=self.result.error)
+            return GenerationUpdate(error=self.result.error)
+        told = self.result.prompt_logprobs
+        prompt_logprobs = () if told is None else (told,)
         if not self.tokens:
-            return Update(prompt_logprobs=self.result.prompt_logprobs)
+            return GenerationUpdate(prompt_logprobs=prompt_logprobs)
         num_nodes, num_accepted = len(self.entry.nodes), self.result.num_accepted
         own = TokenOrigin.BONUS if num_nodes else TokenOrigin.PLAIN
-        return Update(
+        return GenerationUpdate(
             token_ids=self.tokens,
             origins=[TokenOrigin.ACCEPTED if i < num_accepted else own for i in range(len(self.tokens))],
             logprobs=self.result.logprobs[: len(self.tokens)],
-            num_draft_tokens=num_nodes,
-            num_accepted_tokens=min(num_accepted, len(self.tokens)),
-            num_cached_prompt_tokens=self.entry.request.num_cached_prompt_tokens or 0,
-            finish=self.finish,
-            prompt_logprobs=self.result.prompt_logprobs,
-            tree=self._tree() if self.entry.request.trace else None,
+            rounds=(RoundCounts(num_nodes, min(num_accepted, len(self.tokens))),),
+            cached_prompt_tokens=self.entry.request.num_cached_prompt_tokens or 0,
+            finish_reason=self.finish_reason,
+            prompt_logprobs=prompt_logprobs,
+            round_trees=(self._tree(),) if self.entry.request.params.trace else (),
         )
 
     def _tree(self) -> RoundTree:

@@ -90,7 +90,7 @@ class FairQueue:
         else:
             turns = self._turns.get(priority)
             if turns is None or not turns.remove(request, _path(request)):
-                raise ValueError(f"request {request.request_id} does not wait")
+                raise ValueError(f"request {request.params.request_id} does not wait")
             if not turns:
                 del self._turns[priority]
         self._num_requests -= 1
@@ -149,5 +149,5 @@ class _Turns:
 
 
 def _path(request: Request) -> list[str]:
-    parts = request.client.split("/", _LEVELS - 1)
+    parts = request.params.client.split("/", _LEVELS - 1)
     return parts + [""] * (_LEVELS - len(parts))

@@ -7,15 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from outrider.host.pipe import Pipe
+from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry
-from verify_service.frames.codec import pack_update
-from verify_service.frames.drafts import DraftReset, FeaturesOpen, FeaturesToDraft, ToDraft
-from verify_service.frames.engine import EngineUpdates, PeerPart, RoundFigures, RoundReport, Snapshot
-from verify_service.frames.messages import FromDoor
-from verify_service.frames.requests import UpdatePart
-from verify_service.frames.submission import Update
+from verify_service.frames import (
+    DraftReset,
+    EngineUpdates,
+    FeaturesOpen,
+    FeaturesToDraft,
+    FromDoor,
+    PeerPart,
+    RoundFigures,
+    RoundReport,
+    Snapshot,
+    ToDraft,
+)
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""
@@ -28,7 +35,7 @@ class VerifyReporter:
         self._pipe = pipe
         self._clock = clock
         self._engine: VerifyEngine | None = None
-        self._updates: list[UpdatePart] = []
+        self._updates: list[tuple[int, GenerationUpdate]] = []
         self._ended: list[int] = []
         self._rounds: list[RoundReport] = []
         self._read: Counter[int] = Counter()
@@ -39,9 +46,9 @@ class VerifyReporter:
         """Report this engine's state, too."""
         self._engine = engine
 
-    def update(self, number: int, update: Update) -> None:
+    def update(self, number: int, update: GenerationUpdate) -> None:
         """What became of request `number`."""
-        self._updates.append(pack_update(number, update))
+        self._updates.append((number, update))
 
     def ended(self, number: int) -> None:
         """The cancelled request `number` has left the engine."""
@@ -51,7 +58,7 @@ class VerifyReporter:
         """Messages of a draft were taken."""
         self._read[session] += weight
 
-    def round(self, entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> None:
+    def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         """See Observer."""
         self._rounds.append(report_round(entries, updates, figures))
 
@@ -77,7 +84,7 @@ class VerifyReporter:
         return self._snapshot if self._snapshot != last else None
 
 
-def report_round(entries: Sequence[Entry], updates: Sequence[Update], figures: RoundFigures) -> RoundReport:
+def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> RoundReport:
     """A round as it travels."""
     return RoundReport(
         num_nodes=sum(len(entry.nodes) for entry in entries),

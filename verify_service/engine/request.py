@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.grammar.state import GrammarState
-from outrider.protocol.generation import FinishReason
-from outrider.sampling.params import SamplingParams
+from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.sampling.sampler import RequestSampler
-from verify_service.frames.submission import Update
 
 
 @dataclass(eq=False, slots=True)
@@ -20,29 +18,18 @@ class Request:
     computes. Until prefill is done, or after a preemption, more tokens than the root wait.
     """
 
-    request_id: str
+    params: GenerationRequest
+    """What was asked for."""
     tokens: list[int]
     """All committed tokens, prompt first."""
     prompt_len: int
-    sampling: SamplingParams
     sampler: RequestSampler
-    max_tokens: int
-    stop_ids: frozenset[int]
-    speculate: bool
-    sink: Callable[[Update], None]
+    sink: Callable[[GenerationUpdate], None]
     """Called with every update; must not block."""
-    num_prompt_logprobs: int | None = None
-    """See Submission."""
-    trace: bool = False
-    """See Submission."""
+    priority: int
+    """Lower is earlier, and is preempted later; it may rise above that of `params` while the request waits."""
     num_scored: int = 0
     """First positions of the prompt that log-probabilities of the token after them were told for, if asked for."""
-    priority: int = 0
-    """Lower is earlier, and is preempted later."""
-    client: str = ""
-    """On whose behalf; see Submission."""
-    tenant: str = ""
-    """Whose text this is; see Submission."""
     arrival: int = 0
     """Order of admission; of equal priority the youngest is preempted first."""
     arrived_at: float = 0.0
@@ -57,6 +44,13 @@ class Request:
     grammar: GrammarState | None = None
     """What its grammar allows next, if it has one; there before it is scheduled."""
     finished: bool = False
+
+    @classmethod
+    def begin(cls, params: GenerationRequest, sink: Callable[[GenerationUpdate], None], vocab_size: int) -> Request:
+        """A request at its start. Raises InvalidRequestError for what the door should not let in."""
+        tokens = list(params.prompt_token_ids)
+        sampler = RequestSampler(params.sampling, tokens, vocab_size)
+        return cls(params, tokens, len(tokens), sampler, sink, params.priority)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -77,18 +71,18 @@ class Request:
     def most_shared(self) -> int:
         """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
         most = len(self.tokens) - 1
-        return most if self.num_prompt_logprobs is None else min(most, self.num_scored)
+        return most if self.params.num_prompt_logprobs is None else min(most, self.num_scored)
 
     @property
     def draft_room(self) -> int:
         """Draft tokens that a round may accept; the last place is the bonus token's."""
-        return self.max_tokens + self.prompt_len - len(self.tokens) - 1
+        return self.params.max_tokens + self.prompt_len - len(self.tokens) - 1
 
     def cut(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
         """The tokens of a round that may be committed, and why the answer ends with them if it does."""
-        room = self.draft_room + 1
-        if not self.stop_ids.isdisjoint(token_ids):
-            stop = next(index for index, token in enumerate(token_ids) if token in self.stop_ids)
+        room, stop_ids = self.draft_room + 1, self.params.stop_token_ids
+        if not stop_ids.isdisjoint(token_ids):
+            stop = next(index for index, token in enumerate(token_ids) if token in stop_ids)
             if stop < room:
                 return token_ids[: stop + 1], FinishReason.STOP
         return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None

@@ -76,7 +76,7 @@ class Entry:
     def scored(self) -> range:
         """Prompt positions of the chunk whose logits are asked for; each tells of the token after it."""
         request = self.request
-        if request.num_prompt_logprobs is None:
+        if request.params.num_prompt_logprobs is None:
             return range(0)
         first, end = request.cached_len, request.cached_len + self.num_extend
         return range(max(first, request.num_scored), min(end, request.prompt_len - 1))

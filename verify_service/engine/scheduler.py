@@ -255,7 +255,7 @@ class Scheduler:
                 entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
             ):
                 entry.nodes = nodes
-                if entry.request.trace:
+                if entry.request.params.trace:
                     self._mark(entry)
 
     def _mark(self, entry: Entry) -> None:

@@ -17,8 +17,7 @@ from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.inbox import SocketInbox
 from verify_service.engine.reporter import VerifyReporter
-from verify_service.frames.engine import ServedModel
-from verify_service.frames.messages import FromDoor, from_door
+from verify_service.frames import FromDoor, ServedModel, from_door
 
 
 class Build(Protocol):

@@ -228,7 +228,7 @@ class CudaExecutor(FeatureExecutor):
             if error:
                 results.append(Result(error=failure(error)))
                 continue
-            token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.sampling.num_logprobs
+            token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
             listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
             results.append(Result(token_ids, listed))
         return results, gap, (end - begin) * 1e-9

@@ -28,7 +28,7 @@ class PromptScores:
         self._start = positions.start + 1
         request = entry.request
         self._token_ids = request.tokens[positions.start + 1 : positions.stop + 1]
-        self._num_top = request.num_prompt_logprobs or 0
+        self._num_top = request.params.num_prompt_logprobs or 0
         # Padding of the model's vocabulary has no share of the probability.
         self._vocab_size = request.sampler.vocab_size
         self._host = torch.empty(0)

@@ -290,7 +290,7 @@ class RequestRows:
         # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
         self._num_known[request] = 0
         self.copy_pages(request)
-        self._sampler.admit(row, request.sampling, request.tokens, request.prompt_len)
+        self._sampler.admit(row, request.params.sampling, request.tokens, request.prompt_len)
         return row
 
     def update(self, updates: Tensor) -> None:

@@ -216,7 +216,7 @@ class TorchExecutor(FeatureExecutor):
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
         """Sample along a path from the root; the committed tokens and the accepted nodes."""
         request, nodes = entry.request, entry.nodes
-        sampler, num_logprobs = request.sampler, request.sampling.num_logprobs
+        sampler, num_logprobs = request.sampler, request.params.sampling.num_logprobs
         logprobs: list[TokenLogprobs] = []
 
         def sample(node: int, path: Sequence[int], children: Sequence[int]) -> int:

@@ -153,7 +153,7 @@ class Drafts:
 
     def admit(self, request: Request) -> None:
         """Begin to speculate for a request."""
-        if request.speculate:
+        if not request.params.disable_speculation:
             # Half of them may be dead until they are in the way.
             mirror = TreeMirror(request.tokens, self._vocab_size, 2 * self._max_nodes)
             backoff = DraftBackoff()
@@ -365,7 +365,8 @@ class Drafts:
         replica.requests[spec.number] = spec
         request = spec.request
         replica.health.sent(spec.number, request.committed_len)
-        opened = Open(spec.number, request.tokens[:], request.prompt_len, request.sampling, spec.credit, request.tenant)
+        tokens, params = request.tokens[:], request.params
+        opened = Open(spec.number, tokens, request.prompt_len, params.sampling, spec.credit, params.tenant)
         replica.outbox.append(opened)
         if spec.wait.paused:
             replica.outbox.append(Pause(spec.number))

@@ -1,0 +1,213 @@
+"""Frames between the door and the engine process: `FromDoor` goes to the engine, `FromEngine` to the door. Torch-free.
+
+How they are cut and packed, and the frames of every engine's start and end, are in `outrider.host.frames`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from outrider.config.verify import VerifyOptions
+from outrider.host.frames import Ready, Refused, Start, Stop, decoder
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, ProjectionPart, VerifyMessage
+from outrider.tree.handshake import Terms
+
+
+class ServedModel(msgspec.Struct, frozen=True, array_like=True):
+    """The model that an engine serves, and its limits."""
+
+    model_path: str
+    tokenizer_hash: str
+    """SHA-256 of tokenizer.json, hex."""
+    vocab_size: int
+    context_length: int
+    dtype: str
+    eos_token_ids: list[int]
+    max_running: int
+    max_waiting: int
+    hidden_size: int = 0
+    num_layers: int = 0
+
+
+class RoundFigures(NamedTuple):
+    """How a round went; times in seconds."""
+
+    seconds: float
+    held: float
+    """How long it was held for drafts before."""
+    gap: float | None = None
+    """How long the device had nothing to do before it, holding aside; None after a pause."""
+    gpu: float | None = None
+    """How long the device worked on it; None where nobody measures."""
+    ready: int | None = None
+    """Nodes that it would have taken without any hold; None if no draft serves its requests."""
+    answers: Sequence[float] = ()
+    """How long each of the drafts' answers took since the round before."""
+
+
+class RoundReport(msgspec.Struct, frozen=True, array_like=True):
+    """One round in figures."""
+
+    num_nodes: int
+    """Tree nodes verified."""
+    num_prefilled: int
+    committed: list[int]
+    """Tokens of each request that committed some."""
+    accepted: list[int]
+    """Draft tokens of each request that had some accepted."""
+    num_failed: int
+    figures: RoundFigures
+
+
+class PeerPart(msgspec.Struct, frozen=True, array_like=True):
+    """A connected draft service; `typical` is its usual time of an answer in seconds."""
+
+    address: str
+    good: bool
+    typical: float
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's state at one moment; counters since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_used: int = 0
+    num_preemptions: int = 0
+    dropped: dict[str, int] = {}
+    """Draft tokens that brought nothing, by reason."""
+    declined: dict[str, int] = {}
+    """Requests that drafts declined, by reason."""
+    peers: list[PeerPart] = []
+    cost: dict[int, float] = {}
+    """Seconds of a round by its tokens."""
+    graphs_pending: int = 0
+    """Graphs of rounds that are still to be captured before a draft gets features."""
+    drafts_waiting: int = 0
+    """Connected drafts that will get features and cannot yet."""
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """door -> engine: a request that was let in, under a number that the door never uses again."""
+
+    number: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """door -> engine: the request shall end without another word but `EngineUpdates.ended`."""
+
+    number: int
+
+
+class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """door -> engine: a session with a draft service began, under a number that is never used again."""
+
+    session: int
+    address: str
+    terms: Terms
+
+
+class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """door -> engine: the session is over."""
+
+    session: int
+
+
+class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
+
+    session: int
+    arrived_at: float
+    weight: int
+    """Comes back in `EngineUpdates.read` when the engine has taken it."""
+    messages: list[DraftMessage]
+
+
+class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """door -> engine: the features stream of a session is open."""
+
+    session: int
+    window: int
+    """Bytes that the draft allows to be under way; 0 for any number."""
+    uses_ring: bool = False
+
+
+class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """door -> engine: a draft has released features."""
+
+    session: int
+    through: int
+
+
+class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """door -> engine: the next bytes of the projection that a session has offered; `FeaturesUp` follows the last."""
+
+    session: int
+    part: ProjectionPart
+
+
+class EngineUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """engine -> door: all that gathered since the last one; nearly always one round's."""
+
+    updates: list[tuple[int, GenerationUpdate]]
+    """By the request's number."""
+    ended: list[int]
+    """Cancelled requests that have left the engine."""
+    rounds: list[RoundReport]
+    read: dict[int, int]
+    """Weight of the messages taken, by draft session."""
+    snapshot: Snapshot | None
+
+
+class ToDraft(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """engine -> door: messages for a draft, in order."""
+
+    session: int
+    messages: list[VerifyMessage]
+
+
+class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """engine -> door: end this session; it is dialled again."""
+
+    session: int
+
+
+class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
+
+    session: int
+    begin: FeaturesBegin
+    """Without the session's token, which the door knows."""
+
+
+class FeaturesToDraft(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """engine -> door: features for a draft, in order."""
+
+    session: int
+    features: list[Features]
+
+
+FromDoor = (
+    Start[VerifyOptions]
+    | Stop
+    | Submit
+    | Cancel
+    | DraftUp
+    | DraftDown
+    | FromDraft
+    | FeaturesUp
+    | FeaturesDone
+    | ProjectionFrame
+)
+FromEngine = EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
+
+from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
+from_engine: msgspec.msgpack.Decoder[Ready[ServedModel] | Refused | FromEngine] = decoder(
+    Ready[ServedModel] | Refused | FromEngine
+)

@@ -1,1 +1,0 @@
-"""What door and engine tell each other. Torch-free."""
