@@ -18,8 +18,8 @@ _arrivals = count()
 
 
 def request(client: str = "", priority: int = 0) -> Request:
-    made = make_request(Answer(), [1], SamplingParams(), 61, 1)
-    made.client, made.priority, made.arrival = client, priority, next(_arrivals)
+    made = make_request(Answer(), [1], SamplingParams(), 61, 1, client=client, priority=priority)
+    made.arrival = next(_arrivals)
     return made
 
 
@@ -40,7 +40,7 @@ def test_keys_take_turns_and_so_do_the_users_of_a_key() -> None:
     queue = FairQueue()
     for client in ("a/1", "a/1", "a/1", "a/1", "a/2", "a/2", "b/1", "b/1", "b/1"):
         queue.add(request(client))
-    order = [one.client for one in drain(queue)]
+    order = [one.params.client for one in drain(queue)]
     assert [name[0] for name in order] == list("abababaaa")
     assert [name for name in order if name[0] == "a"] == ["a/1", "a/2", "a/1", "a/2", "a/1", "a/1"]
 
@@ -145,7 +145,7 @@ def test_while_keys_wait_none_has_had_two_turns_more_than_another(names: list[st
     left = Counter(name.split("/")[0] for name in names)
     turns: Counter[str] = Counter()
     while queue:
-        key = queue.pop().client.split("/")[0]
+        key = queue.pop().params.client.split("/")[0]
         turns[key] += 1
         left[key] -= 1
         waiting = [turns[one] for one in left if left[one]]

@@ -48,8 +48,8 @@ def test_trees_tell_where_every_token_came_from(engine: ThreadedEngine) -> None:
     position = len(PROMPT)
     num_accepted = 0
     for update in answer.updates:
-        tree = update.tree
-        assert tree is not None and (tree.position, tree.num_tokens) == (position, len(update.token_ids))
+        (tree,) = update.round_trees
+        assert (tree.position, tree.num_tokens) == (position, len(update.token_ids))
         assert len(tree.parents) == len(tree.token_ids) == len(tree.scores) == update.num_draft_tokens
         accepted = [tree.token_ids[node] for node in tree.accepted]
         assert accepted == list(update.token_ids[: len(accepted)])

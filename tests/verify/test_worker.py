@@ -108,7 +108,7 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
     reporter.flush()
     (told,) = wire.read()
     assert isinstance(told, EngineUpdates)
-    assert [(part.number, part.token_ids) for part in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
+    assert [(number, update.token_ids) for number, update in told.updates] == [(1, [1]), (2, [2]), (3, [3])]
     assert told.ended == [4] and told.read == {9: 48}
     (report,) = told.rounds
     assert report.figures._replace(answers=()) == RoundFigures(0.5, 0.1, gap=0.001, gpu=0.4)
