@@ -47,7 +47,7 @@ class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
     """Where verify engines of this host may call, without a token."""
 
 
-class Serve(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class ServeTarget(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """door -> engine: the next sessions are of a target with this tokenizer."""
 
     tokenizer_hash: str
@@ -190,7 +190,7 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Bytes of all of it."""
 
 
-FromDoor = Start[DraftOptions] | Stop | Serve | SessionUp | SessionDown | FromVerify | Drain | Ask
+FromDoor = Start[DraftOptions] | Stop | ServeTarget | SessionUp | SessionDown | FromVerify | Drain | Ask
 FromEngine = TurnUpdates | State | LineLost
 FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
 FeaturesFromEngine = StreamReady | Taken | MatrixPart

@@ -17,7 +17,7 @@ from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
-from outrider.host.process import EngineProcess, share_interpreter
+from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import MetricsServer
 from outrider.models.shipped import choose_drafters
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     """Serve until `stop` is set, then drain. Returns the exit code; raises ConfigError."""
     options.check()
-    share_interpreter()
+    switch_threads_often()
     ways = door_options(options, options.read_auth_tokens())
     check_free(options.address)
     was_open = options.speculative_algorithm == AUTO

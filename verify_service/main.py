@@ -12,7 +12,7 @@ from outrider import __version__
 from outrider.config.base import parse_options
 from outrider.config.service import read_secret
 from outrider.config.verify import VerifyOptions
-from outrider.host.process import EngineProcess, share_interpreter
+from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.metrics import MetricsServer
 from outrider.models.store import served_name
 from outrider.protocol.generation import VerifyInfo, VerifyLoad
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
-    share_interpreter()
+    switch_threads_often()
     # Before the model is loaded, which may take minutes.
     ways = _Ways(door_options(options, options.read_auth_tokens()), _draft_dial(options))
     check_free(options.address)

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.host.garbage import take_over
+from outrider.host.garbage import disable_automatic_collection
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import Commit, Grow, Open, VerifyMessage
 from outrider.sampling.params import SamplingParams
@@ -274,7 +274,7 @@ def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace:
     for _ in range(batch):
         prompt = [7] * 100
         engine.submit(Request.begin(GenerationRequest("r", prompt, params, 1 << 20), drop, VOCAB))
-    take_over()
+    disable_automatic_collection()
     engine.run()
     gc.enable()
     return device, notes

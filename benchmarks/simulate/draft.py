@@ -30,7 +30,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.host.garbage import Garbage
+from outrider.host.garbage import GarbageCollector
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.params import SamplingParams
@@ -218,7 +218,7 @@ class DraftService:
         )  # fmt: skip
         engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
         engine._ports = {_SESSION: SessionPort(_SESSION, VOCAB, None, reporter)}
-        engine._garbage, engine._stopping, engine._turns, engine._drains = Garbage(), False, 0, 0
+        engine._garbage, engine._stopping, engine._turns = GarbageCollector(), False, 0
         made: draft_engine.DraftEngine = engine
         return made
 

@@ -15,7 +15,7 @@ from draft_service.frames import (
     FromEngine,
     FromVerify,
     LineLost,
-    Serve,
+    ServeTarget,
     SessionDown,
     SessionUp,
     State,
@@ -154,7 +154,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
 
     def serve_target(self, tokenizer_hash: str, *, anew: bool) -> None:
         """The next sessions are of this target; `anew` if it is another one than before."""
-        self.send(Serve(tokenizer_hash, anew))
+        self.send(ServeTarget(tokenizer_hash, anew))
 
     async def drain(self) -> None:
         """Open no more requests; returns once none is open, or the engine is gone."""

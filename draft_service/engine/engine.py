@@ -18,7 +18,7 @@ from draft_service.frames import (
     FromDoor,
     FromVerify,
     Pieces,
-    Serve,
+    ServeTarget,
     SessionDown,
     SessionUp,
     StreamDown,
@@ -29,7 +29,7 @@ from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
 from outrider.errors import InternalError, is_device_failure, raise_device_failure
 from outrider.host.frames import Start, Stop
-from outrider.host.garbage import Garbage
+from outrider.host.garbage import GarbageCollector
 from outrider.host.line import Listener
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
@@ -73,7 +73,7 @@ class DraftEngine:
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
         self._inlet = FeatureInlet(features, drafter, mapper, self._apply, self._fail_features)
         self._ports: dict[int, SessionPort] = {}
-        self._garbage = Garbage()
+        self._garbage = GarbageCollector()
         self._stopping = False
         self._turns = 0
 
@@ -116,12 +116,12 @@ class DraftEngine:
         if self._inlet.mapping:
             self._inlet.settle()
         self._reporter.tell_state()
-        self._garbage.sweep()
+        self._garbage.collect_young()
 
     def _rest(self) -> None:
         """Sleep until something comes; the state may be told meanwhile."""
         if not len(self.requests):
-            self._garbage.settle()
+            self._garbage.collect_and_freeze()
         while not self.inbox.waiting():
             times = [self._reporter.seconds_left, _MAPPING_SECONDS if self._inlet.mapping else None]
             timeout = min((seconds for seconds in times if seconds is not None), default=None)
@@ -152,7 +152,7 @@ class DraftEngine:
                 port.closed = True
                 self.inbox.ended.discard(frame.session)
                 self.requests.detach(port)
-            case Serve():
+            case ServeTarget():
                 if frame.anew:
                     self.requests.growth.forget_target()
                 self.requests.grammars.serve(frame.tokenizer_hash)

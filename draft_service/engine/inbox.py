@@ -9,7 +9,7 @@ from time import monotonic
 
 from draft_service.frames import FeaturesFromDoor, FromDoor, SessionDown, SessionUp
 from outrider.host.frames import Stop
-from outrider.host.line import DraftBatch, Line, LineUp, Listener, VerifyBatch
+from outrider.host.line import DraftBatch, Line, LineHello, Listener, VerifyBatch
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
@@ -23,7 +23,7 @@ _THEM = "a verify service on this host"
 _MAX_CALLERS = 64
 """Lines that may be open and belong to no session."""
 
-_Caller = Line[LineUp | VerifyBatch]
+_Caller = Line[LineHello | VerifyBatch]
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Call:
     """Somebody who belongs to no session yet."""
 
     since: float
-    frames: list[LineUp | VerifyBatch] = field(default_factory=list)
+    frames: list[LineHello | VerifyBatch] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class VerifyLines:
 
     def _identify(self, caller: _Caller, call: _Call, heard: list[LineMessages]) -> None:
         session, frames = None, call.frames
-        if frames and isinstance(frames[0], LineUp):
+        if frames and isinstance(frames[0], LineHello):
             session = self._awaited.pop(frames[0].token, None)
         if session is not None and not caller.closed:
             del self._callers[caller]
@@ -134,9 +134,9 @@ class VerifyLines:
             del self._callers[caller]
             self._hang_up(caller)
 
-    def _hear(self, session: int, frames: list[LineUp | VerifyBatch], heard: list[LineMessages]) -> None:
+    def _hear(self, session: int, frames: list[LineHello | VerifyBatch], heard: list[LineMessages]) -> None:
         for frame in frames:
-            if isinstance(frame, LineUp):
+            if isinstance(frame, LineHello):
                 _logger.error("a verify service on this host named its session twice")
                 self._lose(session)
                 return

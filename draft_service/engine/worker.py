@@ -18,11 +18,11 @@ from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.registry import build_drafter
-from outrider.host.garbage import take_over
+from outrider.host.garbage import disable_automatic_collection
 from outrider.host.line import listen
 from outrider.host.pipe import Pipe
-from outrider.host.process import share_interpreter
-from outrider.host.worker import BuiltEngine, keep_to, leave, run_worker
+from outrider.host.process import switch_threads_often
+from outrider.host.worker import BuiltEngine, exit_process, pin_to_cores, run_worker
 from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
@@ -36,11 +36,11 @@ def main(argv: list[str]) -> int:
 
 def assemble(options: DraftOptions) -> tuple[AnyDrafter, MemoryMapper | None]:
     """Load the drafters that the options name. Raises ConfigError."""
-    keep_to(options.engine_cpus)
-    share_interpreter()
+    pin_to_cores(options.engine_cpus)
+    switch_threads_often()
     drafter = build_drafter(options)
     mapper = find_mapper(drafter)
-    take_over()
+    disable_automatic_collection()
     return drafter, mapper
 
 
@@ -84,4 +84,4 @@ def describe(
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

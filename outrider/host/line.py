@@ -1,9 +1,9 @@
 """A line: a socket between the engines of a verify and a draft service of one host, for what their stream would carry.
 
-The stream stays. It brings the hellos, of which the draft's names the socket, and its end is the session's; but what is
-said in between goes past two event loops, protobuf and HTTP/2. An end that is lost, or
-that makes no sense, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks
-the kernel before it says or hears a word. Torch-free.
+The gRPC stream stays: it brings the hellos, of which the draft's names the socket, and its end is the session's. The
+messages in between take the line, past two event loops, protobuf and HTTP/2. A line that is lost, or that brings what
+is no frame, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks the kernel
+before it sends or reads anything. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
 
+log = get_logger(__name__)
+
+MAX_LINE_FRAME_BYTES = 32 << 20
+"""An Open of a million tokens fits."""
+MAX_UNSENT_BYTES = 4 << 20
+"""Bytes that may wait for an end that does not read; with more the line is lost."""
+_MAX_PENDING_CALLS = 16
+"""Calls that the kernel holds until they are accepted."""
+_CREDENTIALS = struct.Struct("3i")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+FrameT = TypeVar("FrameT")
 
 
 def host_id() -> str:
@@ -38,19 +49,7 @@ def host_id() -> str:
         return ""
 
 
-log = get_logger(__name__)
-
-MAX_LINE_FRAME_BYTES = 32 << 20
-"""An Open of a million tokens fits."""
-MAX_UNSENT_BYTES = 4 << 20
-"""Bytes that may wait for an end that does not read; with more the line is lost."""
-_BACKLOG = 16
-_CREDENTIALS = struct.Struct("3i")
-
-FrameT = TypeVar("FrameT")
-
-
-class LineUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class LineHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """verify -> draft, first: which session this is."""
 
     token: str
@@ -69,7 +68,7 @@ class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
     messages: list[DraftMessage]
 
 
-to_draft: msgspec.msgpack.Decoder[LineUp | VerifyBatch] = decoder(LineUp | VerifyBatch)
+to_draft: msgspec.msgpack.Decoder[LineHello | VerifyBatch] = decoder(LineHello | VerifyBatch)
 to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 
 
@@ -78,7 +77,6 @@ class Line(Pipe[FrameT]):
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
         super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, max_reads=1)
-        self._own = sock
 
     def send(self, frame: msgspec.Struct) -> None:
         """Send a frame, after all earlier ones; lost, with the line, if too much waits."""
@@ -93,7 +91,7 @@ class Line(Pipe[FrameT]):
         """Hang up."""
         self.closed = True
         self._backlog.clear()
-        self._own.close()
+        self._socket.close()
 
 
 class Listener:
@@ -113,15 +111,15 @@ class Listener:
         if folder:
             _remove_dead(Path(folder))
         self._socket.bind(_kernel_name(self.path))
-        self._socket.listen(_BACKLOG)
+        self._socket.listen(_MAX_PENDING_CALLS)
 
     def fileno(self) -> int:
         """The socket's descriptor, for who waits for several."""
         return self._socket.fileno()
 
-    def accept(self) -> list[Line[LineUp | VerifyBatch]]:
+    def accept(self) -> list[Line[LineHello | VerifyBatch]]:
         """Who has called; others than this user are sent away."""
-        found: list[Line[LineUp | VerifyBatch]] = []
+        found: list[Line[LineHello | VerifyBatch]] = []
         while True:
             try:
                 sock, _ = self._socket.accept()
@@ -161,7 +159,7 @@ def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
         sock.connect(_kernel_name(path))
         if _is_same_user(sock):
             line = Line(sock, to_verify)
-            line.send(LineUp(token))
+            line.send(LineHello(token))
             return line
     sock.close()
     return None

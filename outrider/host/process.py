@@ -252,7 +252,7 @@ class EngineProcess(Generic[ServedT]):
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def share_interpreter() -> None:
+def switch_threads_often() -> None:
     """Have threads of this process take turns often: one that renders a metrics page must not keep commits waiting for
     Python's own 5 ms, nor one that compiles a grammar a burst."""
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -19,7 +19,7 @@ from outrider.host.pipe import Pipe
 from outrider.logs import configure_logging, get_logger
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 
-FAREWELL_SECONDS = 2.0
+FLUSH_SECONDS = 2.0
 """How long the last frames may wait for the door to read them."""
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -82,18 +82,18 @@ def run_engine(pipe: Pipe[Any], build: Callable[[], BuiltEngine[Any]]) -> int:
         built = build()
     except ConfigError as error:
         pipe.send(Refused(error.message))
-        pipe.drain(FAREWELL_SECONDS)
+        pipe.drain(FLUSH_SECONDS)
         return EXIT_CONFIG
     except Exception:
         log.exception("the engine could not be built")
         return EXIT_FAILURE
     pipe.send(Ready(built.served))
     stopped = built.run()
-    pipe.drain(FAREWELL_SECONDS)
+    pipe.drain(FLUSH_SECONDS)
     return EXIT_OK if stopped else EXIT_FAILURE
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process; after a failure at once: what a broken CUDA context holds may hang or abort when it is freed."""
     if code == EXIT_FAILURE:
         sys.stderr.flush()
@@ -101,7 +101,7 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def keep_to(text: str) -> None:
+def pin_to_cores(text: str) -> None:
     """From now on the calling thread, and threads that it starts, run on these cores alone; on any if `text` is empty.
 
     `text` is a list as `taskset -c` takes it: "4", "0,8-11". Raises ConfigError, naming --engine-cpus.

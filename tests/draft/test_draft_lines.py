@@ -18,7 +18,7 @@ from draft_door import HELLO, Stream
 from draft_fakes import open_message
 from msgspec.structs import replace
 
-from outrider.host.line import DraftBatch, Line, LineUp, VerifyBatch, dial, host_id
+from outrider.host.line import DraftBatch, Line, LineHello, VerifyBatch, dial, host_id
 from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
 
@@ -159,7 +159,7 @@ async def test_what_makes_no_sense_ends_the_session(kind: str, tmp_path: Path) -
             case "absurd length":
                 os.write(line.fileno(), b"\xff\xff\xff\xff")
             case "another hello":
-                line.send(LineUp("again"))
+                line.send(LineHello("again"))
             case _:
                 line.send(DraftBatch([Grow(1, 0, 5, 5, 1)]))
         await hear_out(line)

@@ -21,7 +21,7 @@ from draft_service.frames import (
     FromDoor,
     FromVerify,
     Pieces,
-    Serve,
+    ServeTarget,
     SessionDown,
     State,
     StreamDown,
@@ -224,7 +224,7 @@ def test_counts_become_metrics_and_add_up() -> None:
 
 
 def test_all_frames_of_the_door_cross() -> None:
-    for frame in (Serve("hash", True), SessionDown(3), Stop()):
+    for frame in (ServeTarget("hash", True), SessionDown(3), Stop()):
         assert crossed(frame) == frame
     opened = open_message([1, 2, 3])
     assert opened.sampling == GREEDY

@@ -17,7 +17,7 @@ from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess
-from outrider.host.worker import _parse, _ranges, keep_to
+from outrider.host.worker import _parse, _ranges, pin_to_cores
 from verify_service import main as verify_main
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -29,7 +29,7 @@ def after(text: str) -> set[int] | ConfigError:
 
     def ask() -> None:
         try:
-            keep_to(text)
+            pin_to_cores(text)
             found.append(os.sched_getaffinity(0))
         except ConfigError as error:
             found.append(error)

@@ -11,7 +11,7 @@ from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 from threaded_engine import ThreadedEngine, ThreadInbox
 
-from outrider.host.garbage import Garbage
+from outrider.host.garbage import GarbageCollector
 from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import Action
@@ -153,15 +153,15 @@ def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gc, "isenabled", lambda: False)
     monkeypatch.setattr(gc, "get_count", lambda: (count, 0, 0))
     monkeypatch.setattr(gc, "collect", lambda generation=2: swept.append(generation))
-    one = Garbage()
-    one.sweep()
-    one.idle()
+    one = GarbageCollector()
+    one.collect_young()
+    one.collect_all()
     assert swept == []
     count = 5000
     for _ in range(32):
-        one.sweep()
+        one.collect_young()
     assert swept == [0] * 31 + [1]
-    one.idle()
+    one.collect_all()
     assert swept[-1] == 2
 
 
@@ -172,15 +172,15 @@ def test_what_is_left_where_nothing_is_open_is_not_looked_at_again(monkeypatch: 
     monkeypatch.setattr(gc, "get_count", lambda: (count, 0, 0))
     monkeypatch.setattr(gc, "collect", lambda generation=2: done.append(generation))
     monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
-    one = Garbage()
-    one.settle()
+    one = GarbageCollector()
+    one.collect_and_freeze()
     assert done == [], "nothing was made"
     count = 5000
-    one.sweep()
+    one.collect_young()
     count = 10
-    one.settle()
+    one.collect_and_freeze()
     assert done == [0, 2, "freeze"]
-    one.settle()
+    one.collect_and_freeze()
     assert done == [0, 2, "freeze"]
 
 

@@ -133,7 +133,7 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
     engine = SimpleNamespace(
         scheduler=scheduler,
         memory=SimpleNamespace(num_pages=8, num_used=0),
-        drafts=SimpleNamespace(dropped={}, declined={}, peers={}),
+        drafts=SimpleNamespace(dropped={}, declined={}, replicas={}),
         budget=SimpleNamespace(cost=SimpleNamespace(table=lambda: {1: 0.5})),
         features=SimpleNamespace(num_pending=3, num_waiting=1),
     )

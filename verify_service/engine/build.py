@@ -18,8 +18,8 @@ from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
-from outrider.host.garbage import take_over
-from outrider.host.worker import keep_to
+from outrider.host.garbage import disable_automatic_collection
+from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
@@ -53,7 +53,7 @@ class Built:
 
 def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
     """Load and warm up what the options name, which takes from seconds to minutes. Raises ConfigError."""
-    keep_to(options.engine_cpus)
+    pin_to_cores(options.engine_cpus)
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     path, model = load(options)
     parts = build(options, path, model)
@@ -73,7 +73,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         num_layers=model.config.num_layers,
     )
     # A collection at a time of its own choosing could fall between two rounds.
-    take_over()
+    disable_automatic_collection()
     return Built(engine, served)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
-from outrider.host.garbage import Garbage
+from outrider.host.garbage import GarbageCollector
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
 from outrider.tree.handshake import Terms
@@ -103,7 +103,7 @@ class VerifyEngine:
         self._num_submitted = 0
         self._actions: deque[Action] = deque()
         """What messages ask that were received and not processed yet."""
-        self._garbage = Garbage()
+        self._garbage = GarbageCollector()
         self._gaps = GapWatch()
         self._postprocessor = RoundPostprocessor(
             self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes
@@ -258,12 +258,12 @@ class VerifyEngine:
             self.scheduler.admit()
             self.drafts.flush()
             if self._garbage.overdue:
-                self._garbage.sweep()
+                self._garbage.collect_young()
         else:
             self._process_messages(None)
             self._maintain()
             # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
-            self._garbage.sweep()
+            self._garbage.collect_young()
             num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
             sleep_until += _SLEEP_SHARE * self.budget.cost.seconds(num_decoded)
         self._warmer.pause_until(sleep_until)
@@ -282,7 +282,7 @@ class VerifyEngine:
             elif not is_maintained:
                 self._maintain()
                 is_maintained = True
-                self._garbage.sweep()
+                self._garbage.collect_young()
             elif not self.grammars.work(entries):
                 self._warmer.run(entries)
 
@@ -297,7 +297,7 @@ class VerifyEngine:
         """Finish the last round, wait for messages, and do what requests would have to wait for if there were any."""
         self._ended_at = None
         self._postprocessor.process()
-        self._garbage.idle()
+        self._garbage.collect_all()
         busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
         timeout = POLL_SECONDS if self.grammars.compiling else _IDLE_POLL_SECONDS
         calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
-from outrider.host.worker import BuiltEngine, leave, run_worker
+from outrider.host.worker import BuiltEngine, exit_process, run_worker
 from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.inbox import SocketInbox
@@ -47,4 +47,4 @@ def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> Built
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

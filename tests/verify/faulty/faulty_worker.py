@@ -63,4 +63,4 @@ def build(options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) 
 
 if __name__ == "__main__":
     worker.assemble = build
-    worker.leave(worker.main(sys.argv[1:]))
+    worker.exit_process(worker.main(sys.argv[1:]))
