@@ -55,6 +55,8 @@ class RoundTokens:
     """[B], index of the last committed token, behind which the row's nodes lie; -1 where the row does not sample."""
     table_rows: Tensor
     """[B], the request's row in the tables."""
+    cached_len: Tensor
+    """[B], tokens of the request with valid KV; its tokens of the round lie behind them."""
 
 
 @dataclass(frozen=True, slots=True)

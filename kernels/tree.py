@@ -13,13 +13,8 @@ MAX_PATH = 64
 
 
 def expand_tree(
-    parents: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    cached_len: Tensor,
-    table_rows: Tensor,
+    tokens: RoundTokens,
     page_tables: Tensor,
-    positions: Tensor,
     page_size: int,
     max_row_tokens: int,
     slots: Tensor,
@@ -29,13 +24,9 @@ def expand_tree(
     """Fill slots, mask and path of a round. One launch. All tensors are int32.
 
     Args:
-        parents: [M], the parent's place in the round, -1 for the first token of a row; parents come before children.
-        rows: [M], -1 for padding.
-        first: [B + 1], tokens of row b are first[b] .. first[b + 1] - 1.
-        cached_len: [B].
-        table_rows: [B].
+        tokens: the round, of M tokens; parents come before children. A token's position is one more than its parent's;
+            of a row's first token, the row's cached_len.
         page_tables: [R, P], rows contiguous.
-        positions: [M], one more than the parent's; of a row's first token, its cached_len.
         page_size: tokens in a page.
         max_row_tokens: no row has more tokens.
         slots: [M], filled with the KV slot of each token, -1 for padding.
@@ -51,13 +42,12 @@ def expand_tree(
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not (mask.is_contiguous() and path.is_contiguous()) or page_tables.stride(1) != 1:
         raise ValueError("mask, path and the rows of the page tables must be contiguous")
-    inputs = (parents, rows, first, cached_len, table_rows, page_tables, positions)
-    if use_triton(parents):
+    if use_triton(tokens.parents):
         from kernels.jit import tree as jit
 
-        jit.expand_tree(*inputs, page_size, slots, mask, path)
+        jit.expand_tree(tokens, page_tables, page_size, slots, mask, path)
     else:
-        reference.expand_tree(*inputs, page_size, slots, mask, path)
+        reference.expand_tree(tokens, page_tables, page_size, slots, mask, path)
 
 
 def walk(

@@ -14,7 +14,7 @@ from kernels.attention import tree_attention
 from kernels.linear import stream_linear
 from kernels.linear_configs import MAX_ROWS
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
-from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, TreeTokens, choose_splits
+from outrider.attention.paged import MAX_PATH, PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.norm import RMSNorm
@@ -246,14 +246,14 @@ class Parts:
             shape.num_tokens, shape.num_rows, shape.max_row_tokens, *heads, num_processors(self._device)
         )
 
-    def _batch(self, shape: RoundShape, num_splits: int | None) -> tuple[PagedBatch, TreeTokens, Tensor]:
+    def _batch(self, shape: RoundShape, num_splits: int | None) -> tuple[PagedBatch, RoundTokens, Tensor]:
         tokens, tables = self._tokens(shape)
         buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
         splits = num_splits or self._splits(shape)
         batch = buffers.batch(tokens, tables, self._page_size, shape.max_row_tokens, splits, by_path=False)
         return batch, tokens, tables
 
-    def _tokens(self, shape: RoundShape) -> tuple[TreeTokens, Tensor]:
+    def _tokens(self, shape: RoundShape) -> tuple[RoundTokens, Tensor]:
         """A round of that shape, and page tables that lay its rows one behind the other."""
         count, rows = shape.row_tokens, range(shape.num_rows)
         tree = tree_parents(count - 1)
@@ -268,7 +268,7 @@ class Parts:
         def put(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
 
-        tokens = TreeTokens(
+        tokens = RoundTokens(
             token_ids=put([(7919 * index) % vocab for index in range(shape.num_tokens)]),
             positions=put([cached + depth for _ in rows for depth in depths]),
             parents=put([parent if parent < 0 else row * count + parent for row in rows for parent in parents]),

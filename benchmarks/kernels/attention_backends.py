@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, HostLengths
 from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens, choose_splits
+from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
@@ -80,7 +80,7 @@ class Bench:
         for index in range(1, num_tokens):
             parents.append(int(torch.randint(max(index - 6, 0), index, (), generator=generator)))
             positions.append(positions[parents[-1]] + 1)
-        tokens = TreeTokens(
+        tokens = RoundTokens(
             token_ids=ints([0] * num_tokens),
             positions=ints(positions),
             parents=ints(parents),

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import power_of_two
+from kernels.sampling_state import RoundTokens
 
 
 @triton.jit(do_not_specialize=["num_updates"])
@@ -77,15 +78,14 @@ def _compact(
 
 
 def compact(
-    k: Tensor, v: Tensor, first: Tensor, cached_len: Tensor, table_rows: Tensor, page_tables: Tensor,
-    root: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int,
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, tokens: RoundTokens, page_tables: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int
+) -> None:
     """As kernels.kv_cache.compact."""
     layers, _, kv_heads, dim = k.shape
     width = kv_heads * dim
     part = min(power_of_two(width), 1024)
-    _compact[(root.shape[0], layers, triton.cdiv(width, part))](
-        k, v, first, cached_len, table_rows, page_tables, root, accepted, num_tokens,
+    _compact[(tokens.root.shape[0], layers, triton.cdiv(width, part))](
+        k, v, tokens.first, tokens.cached_len, tokens.table_rows, page_tables, tokens.root, accepted, num_tokens,
         page_tables.stride(0), accepted.stride(0), num_tokens.stride(0), k.stride(0),
         WIDTH=width, PART=part, PAGE=page_size, NODES=8, num_warps=8,
     )  # fmt: skip

@@ -48,16 +48,15 @@ def _expand_tree(
 
 
 def expand_tree(
-    parents: Tensor, rows: Tensor, first: Tensor, cached_len: Tensor, table_rows: Tensor, page_tables: Tensor,
-    positions: Tensor, page_size: int, slots: Tensor, mask: Tensor, path: Tensor,
-) -> None:  # fmt: skip
+    tokens: RoundTokens, page_tables: Tensor, page_size: int, slots: Tensor, mask: Tensor, path: Tensor
+) -> None:
     """As kernels.tree.expand_tree."""
-    tokens = 8
-    _expand_tree[(triton.cdiv(parents.shape[0], tokens),)](
-        parents, rows, first, cached_len, table_rows, page_tables, positions, slots, mask, path,
-        parents.shape[0], page_tables.stride(0),
+    num_tokens, block = tokens.parents.shape[0], 8
+    _expand_tree[(triton.cdiv(num_tokens, block),)](
+        tokens.parents, tokens.rows, tokens.first, tokens.cached_len, tokens.table_rows, page_tables, tokens.positions,
+        slots, mask, path, num_tokens, page_tables.stride(0),
         PAGE=page_size, WORDS=mask.shape[1], WORDS_PAD=power_of_two(mask.shape[1]),
-        DEPTH=path.shape[1], DEPTH_PAD=power_of_two(path.shape[1]), TOKENS=tokens, num_warps=4,
+        DEPTH=path.shape[1], DEPTH_PAD=power_of_two(path.shape[1]), TOKENS=block, num_warps=4,
     )  # fmt: skip
 
 

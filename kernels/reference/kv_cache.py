@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.sampling_state import RoundTokens
+
 
 def update_pages(page_tables: Tensor, updates: Tensor) -> None:
     """As kernels.kv_cache.update_pages."""
@@ -14,18 +16,17 @@ def update_pages(page_tables: Tensor, updates: Tensor) -> None:
 
 
 def compact(
-    k: Tensor, v: Tensor, first: Tensor, cached_len: Tensor, table_rows: Tensor, page_tables: Tensor,
-    root: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int,
-) -> None:  # fmt: skip
+    k: Tensor, v: Tensor, tokens: RoundTokens, page_tables: Tensor, accepted: Tensor, num_tokens: Tensor, page_size: int
+) -> None:
     """As kernels.kv_cache.compact."""
     for row, count in enumerate(num_tokens.tolist()):
-        if int(root[row]) < 0 or count < 2:
+        if int(tokens.root[row]) < 0 or count < 2:
             continue
-        begin = int(first[row])
+        begin = int(tokens.first[row])
         old = accepted[row, : count - 1].long() - begin
-        new = int(root[row]) - begin + 1 + torch.arange(count - 1, device=old.device)
-        table = page_tables[int(table_rows[row])].long()
-        source, target = (int(cached_len[row]) + place for place in (old, new))
+        new = int(tokens.root[row]) - begin + 1 + torch.arange(count - 1, device=old.device)
+        table = page_tables[int(tokens.table_rows[row])].long()
+        source, target = (int(tokens.cached_len[row]) + place for place in (old, new))
         source = table[source // page_size] * page_size + source % page_size
         target = table[target // page_size] * page_size + target % page_size
         for cache in (k, v):

@@ -18,20 +18,12 @@ __all__ = [
     "MAX_PATH",
     "PATH_SPLITS",
     "PagedBatch",
+    "RoundTokens",
     "TreeBuffers",
-    "TreeTokens",
     "choose_splits",
     "short_tokens",
     "update_page_tables",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTokens(RoundTokens):
-    """The tokens of a decode round: what sampling reads of them, and how much context each row has."""
-
-    cached_len: Tensor
-    """[B], tokens with valid KV."""
 
 
 @dataclass(slots=True)
@@ -90,7 +82,7 @@ class TreeBuffers:
 
     def batch(
         self,
-        tokens: TreeTokens,
+        tokens: RoundTokens,
         page_tables: Tensor,
         page_size: int,
         max_row_tokens: int,
@@ -102,20 +94,7 @@ class TreeBuffers:
         words = -(-max_row_tokens // 32)
         slots, path = self._slots[:num_tokens], self._path[:num_tokens]
         mask = self._mask[: num_tokens * words].view(num_tokens, words)
-        expand_tree(
-            tokens.parents,
-            tokens.rows,
-            tokens.first,
-            tokens.cached_len,
-            tokens.table_rows,
-            page_tables,
-            tokens.positions,
-            page_size=page_size,
-            max_row_tokens=max_row_tokens,
-            slots=slots,
-            mask=mask,
-            path=path,
-        )
+        expand_tree(tokens, page_tables, page_size, max_row_tokens, slots, mask, path)
         return PagedBatch(
             token_ids=tokens.token_ids,
             positions=tokens.positions,

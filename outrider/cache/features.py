@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.kv_cache import compact
+from kernels.sampling_state import RoundTokens
 from outrider.cache.kv import zeros
 from outrider.layers.linear import Linear
 from outrider.tree.projection import PROJECTED, Projection
-
-if TYPE_CHECKING:
-    from outrider.attention.paged import TreeTokens
 
 
 class FeatureStore:
@@ -78,22 +75,11 @@ class FeatureStore:
         self._halves.index_copy_(1, dst_slots, self._halves.index_select(1, src_slots))
 
     def compact(
-        self, tokens: TreeTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
+        self, tokens: RoundTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
     ) -> None:
         """Move the rows of accepted nodes as `KVCache.compact` does. May be captured."""
         first, second = self._halves[:, None, :, None]
-        compact(
-            first,
-            second,
-            tokens.first,
-            tokens.cached_len,
-            tokens.table_rows,
-            page_tables,
-            tokens.root,
-            accepted,
-            num_tokens,
-            page_size=page_size,
-        )
+        compact(first, second, tokens, page_tables, accepted, num_tokens, page_size)
 
     def gather(self, slots: Tensor, parts: Sequence[int], into: Tensor) -> None:
         """Copy parts of the rows at slots [N] (int32 or int64) to `into` [N, size_of(parts)]."""

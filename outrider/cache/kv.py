@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.kv_cache import compact, move
-
-if TYPE_CHECKING:
-    from outrider.attention.paged import TreeTokens
+from kernels.sampling_state import RoundTokens
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,21 +69,10 @@ class KVCache:
         move(self.k, self.v, moves)
 
     def compact(
-        self, tokens: TreeTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
+        self, tokens: RoundTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
     ) -> None:
         """Move the KV of accepted nodes behind their root, in all layers, as a round's last work on the device.
 
         `accepted` [B, D] names the tokens of the round that were accepted, `num_tokens` [B] is one more than how many.
         """
-        compact(
-            self.k,
-            self.v,
-            tokens.first,
-            tokens.cached_len,
-            tokens.table_rows,
-            page_tables,
-            tokens.root,
-            accepted,
-            num_tokens,
-            page_size=page_size,
-        )
+        compact(self.k, self.v, tokens, page_tables, accepted, num_tokens, page_size)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, HostLengths
 from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
+from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
@@ -108,7 +108,7 @@ def tree_batch(own: list[int], cached: list[int], num_tokens: int, num_rows: int
             positions[begin + i] = positions[parent] + 1 if i else cached[row]
     lengths = HostLengths(first, np.array(cached + [0] * (num_rows - len(cached)), np.int32))
     table_rows = [num_rows - 1 - row for row in range(num_rows)]
-    tokens = TreeTokens(
+    tokens = RoundTokens(
         token_ids=ints([0] * num_tokens),
         positions=ints(positions),
         parents=ints(parents),

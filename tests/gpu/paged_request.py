@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, HostLengths
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
+from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.models.decoder import CausalLM
 
 PAGE_SIZE = 16
@@ -62,7 +62,7 @@ class PagedRequest:
         positions: list[int] = []
         for parent in parents:
             positions.append(positions[parent] + 1 if parent >= 0 else self.length)
-        tokens = TreeTokens(
+        tokens = RoundTokens(
             token_ids=ints(token_ids),
             positions=ints(positions),
             parents=ints(parents),

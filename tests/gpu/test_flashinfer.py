@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.attention.base import HostLengths
 from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
-from outrider.attention.paged import PagedBatch, TreeBuffers, TreeTokens
+from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
@@ -46,8 +46,8 @@ class Rounds:
         self.rotary = Rotary(RopeConfig(), head_dim, DEVICE)
         self._buffers = TreeBuffers(num_tokens, 64, DEVICE)
         sizes = {"first": num_rows + 1, "cached_len": num_rows, "root": num_rows, "table_rows": num_rows}
-        names = TreeTokens.__slots__
-        self._tokens = TreeTokens(**{name: ints([0] * sizes.get(name, num_tokens)) for name in names})
+        names = RoundTokens.__slots__
+        self._tokens = RoundTokens(**{name: ints([0] * sizes.get(name, num_tokens)) for name in names})
 
     def fill(self, own: list[int], cached: list[int]) -> HostLengths:
         """Describe a round in device memory; its lengths for the host."""

@@ -8,6 +8,7 @@ import interpreter  # noqa: F401  # loops to computed bounds
 import torch
 from torch import Tensor
 
+from kernels.sampling_state import RoundTokens
 from kernels.tree import MAX_PATH, expand_tree
 
 
@@ -32,14 +33,17 @@ class Round:
         self.mask = torch.full((count, words), 77, dtype=torch.int32, device=device)
         self.path = torch.full((count, MAX_PATH), 77, dtype=torch.int32, device=device)
 
-    def tree_inputs(self) -> tuple[Tensor, ...]:
-        """The first seven arguments of expand_tree."""
-        lengths = (self.first, self.cached_len, self.table_rows, self.page_tables)
-        return (self.parents, self.rows, *lengths, self.positions)
+    def tokens(self, root: Tensor | None = None) -> RoundTokens:
+        """The round; `root` is each row's first token if None."""
+        root = self.first[:-1] if root is None else root
+        places = (self.positions, self.parents, self.rows, self.first, root, self.table_rows, self.cached_len)
+        return RoundTokens(torch.zeros_like(self.parents), *places)
 
     def expand(self) -> Round:
         """Fill slots, mask and path."""
-        expand_tree(*self.tree_inputs(), self.page_size, self.max_row_tokens, self.slots, self.mask, self.path)
+        expand_tree(
+            self.tokens(), self.page_tables, self.page_size, self.max_row_tokens, self.slots, self.mask, self.path
+        )
         return self
 
     def lengths(self) -> tuple[Tensor, ...]:

@@ -104,7 +104,11 @@ def make_round(cases: Sequence[Case], vocab_size: int, device: str, padding: int
     places = [2 * (len(cases) - 1 - row) for row in range(len(cases))]
     tensors = {name: int32(values, device) for name, values in columns.items()}
     tokens = RoundTokens(
-        **tensors, first=int32(first, device), root=int32(root, device), table_rows=int32([*places, 0], device)
+        **tensors,
+        first=int32(first, device),
+        root=int32(root, device),
+        table_rows=int32([*places, 0], device),
+        cached_len=int32([0] * len(root), device),
     )
     words = -(-vocab_size // 32)
     bits = rng.random((len(columns["rows"]), words * 32)) < 0.7

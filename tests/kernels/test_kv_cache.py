@@ -111,7 +111,7 @@ def check_compact(device: str, shape: tuple[int, int, int], dtype: torch.dtype, 
     caches = [torch.randn(layers, slots, kv_heads, dim, generator=generator).to(dtype).to(device) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     root = torch.tensor([*roots, -1], dtype=torch.int32, device=device)
-    where = (made.first, made.cached_len, made.table_rows, made.page_tables, root, accepted.to(device))
+    where = (made.tokens(root), made.page_tables, accepted.to(device))
     compact(*caches, *where, counts.to(device), made.page_size)
     expected_compact(*expected, *where, counts.to(device), made.page_size)
     for cache, wanted in zip(caches, expected, strict=True):
@@ -132,7 +132,7 @@ def test_a_long_path_moves_over_itself(device: str) -> None:
     k = torch.arange(made.page_tables.numel() * 4, device=device).float().view(1, -1, 1, 1).repeat(1, 1, 2, 16)
     v, before = -k, k.clone()
     root, count = (torch.tensor([value], dtype=torch.int32, device=device) for value in (0, 30))
-    compact(k, v, made.first, made.cached_len, made.table_rows, made.page_tables, root, accepted, count, 4)
+    compact(k, v, made.tokens(root), made.page_tables, accepted, count, 4)
     slots = made.expand().slots.long()
     assert torch.equal(k[:, slots[1:30]], before[:, slots[2:31]])
     assert torch.equal(k, -v)
@@ -140,9 +140,10 @@ def test_a_long_path_moves_over_itself(device: str) -> None:
 
 def test_compaction_that_does_not_fit_is_refused(device: str) -> None:
     k = torch.zeros(1, 4, 2, 16, device=device)
+    made = make_round([[-1]], [0], device=device)
     empty = torch.zeros(1, 1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="contiguous"):
-        compact(k, k[:, :2], empty, empty, empty, empty, empty, empty, empty, 4)
+        compact(k, k[:, :2], made.tokens(), empty, empty, empty, 4)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from kernels.tree import MAX_PATH
 def check(made: Round) -> None:
     made.expand()
     slots, mask, path = made.slots.clone(), made.mask.clone(), made.path.clone()
-    expected_tree(*made.tree_inputs(), made.page_size, made.slots, made.mask, made.path)
+    expected_tree(made.tokens(), made.page_tables, made.page_size, made.slots, made.mask, made.path)
     assert torch.equal(slots, made.slots)
     assert torch.equal(mask, made.mask)
     assert torch.equal(path, made.path)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import HostLengths
-from outrider.attention.paged import TreeTokens, update_page_tables
+from outrider.attention.paged import RoundTokens, update_page_tables
 from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.device import put, stamp
 from outrider.sampling.device import DeviceSampler
@@ -66,7 +66,7 @@ class _Lists:
 
 
 class RoundInput:
-    """The int32 fields of `TreeTokens`, and entries of page tables that the round adds, in one piece of memory.
+    """The int32 fields of `RoundTokens`, and entries of page tables that the round adds, in one piece of memory.
 
     Laid out for the largest bucket, in pinned memory for the host to write and on the device.
     """
@@ -166,13 +166,13 @@ class RoundInput:
         """Copy everything; may be captured."""
         self._device.copy_(self._pinned, non_blocking=True)
 
-    def tokens(self, bucket: Bucket) -> TreeTokens:
+    def tokens(self, bucket: Bucket) -> RoundTokens:
         """The fields on the device, cut to the bucket."""
         num_tokens, num_rows = bucket.tokens, bucket.rows
         fields = self._fields
         sizes = {"first": num_rows + 1, "cached_len": num_rows, "root": num_rows, "table_rows": num_rows}
         names = self._NAMES[:-1]
-        return TreeTokens(**{name: fields[name][: sizes.get(name, num_tokens)] for name in names})
+        return RoundTokens(**{name: fields[name][: sizes.get(name, num_tokens)] for name in names})
 
     def lengths(self, bucket: Bucket) -> HostLengths:
         """The bucket's lengths in host memory; the next round overwrites them."""
