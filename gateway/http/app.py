@@ -89,9 +89,10 @@ class RestApp:
 
         scope["app"] = self  # makes the router raise what it does not know
         try:
-            if scope["path"] not in _OPEN_PATHS:
-                self._check_host(headers)
-            self._authorize(scope["path"], headers)
+            with self._gateway.counted(DOOR):
+                if scope["path"] not in _OPEN_PATHS:
+                    self._hosts.check(headers)
+                self._authorize(scope["path"], headers)
             await self._router(scope, receive, send_tagged)
         except Exception as error:
             if begun:
@@ -102,14 +103,8 @@ class RestApp:
                 return
             await error_response(_client_error(error, scope))(scope, receive, send_tagged)
 
-    def _check_host(self, headers: Headers) -> None:
-        try:
-            self._hosts.check(headers)
-        except HttpError as error:
-            self._gateway.count_error(DOOR, error)
-            raise
-
     def _authorize(self, path: str, headers: Headers) -> None:
+        """Names the client whose key it is. Raises HttpError without a right one."""
         if not self._api_keys or path in self._open_paths:
             return
         key = matching_token(headers.get("authorization", "").encode(), self._api_keys)
@@ -119,14 +114,12 @@ class RestApp:
         else:
             name_client(key.decode(), "", self._api_keys[key])
         if key is None:
-            error = HttpError(
+            raise HttpError(
                 401,
                 "missing or wrong API key; send the header 'authorization: Bearer KEY'",
                 "invalid_api_key",
                 {"www-authenticate": "Bearer"},
             )
-            self._gateway.count_error(DOOR, error)
-            raise error
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")
