@@ -10,7 +10,6 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,7 +27,7 @@ from gateway.http.responses import DOOR, Body, json_bytes, send_json
 from gateway.openai.chat import Messages
 from gateway.openai.fields import Only
 from outrider import __version__
-from outrider.errors import NotFoundError, UnavailableError
+from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
@@ -212,9 +211,7 @@ class TokenizeRequest(StrictModel):
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "input", "exactly one of prompt and messages is needed; set one", {"field": "input"}
-            )
+            raise InvalidRequestError("input", "exactly one of prompt and messages is needed", "set one")
         return self
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from gateway.core.admission import ServedModel
 from gateway.core.events import Delta
@@ -25,6 +24,7 @@ from gateway.openai.generation import (
 )
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
 from gateway.openai.trace import TraceBody
+from outrider.errors import InvalidRequestError
 
 _NO_TOOLS = "tools are not supported"
 _NO_AUDIO = "only text is supported"
@@ -92,9 +92,7 @@ class ChatCompletionRequest(OpenAIRequest):
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError(
-                "top_logprobs", "needs logprobs; set logprobs to true or leave it out", {"field": "top_logprobs"}
-            )
+            raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 
     def requests(self, max_prompts: int) -> NamedRequests:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from gateway.core.admission import ServedModel
 from gateway.core.events import Delta
@@ -35,6 +34,7 @@ from gateway.openai.logprobs import (
     token_name,
 )
 from gateway.openai.trace import TraceBody
+from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import PromptLogprobs
 
 _INLINE_ECHO_TOKENS = 4096
@@ -82,10 +82,10 @@ class CompletionRequest(OpenAIRequest):
     @model_validator(mode="after")
     def _no_tokens_need_a_prompt_that_is_told(self) -> CompletionRequest:
         if self.limit == 0 and not self.echo and self.prompt_logprobs is None:
-            raise PydanticCustomError(
-                "max_tokens",
-                "is 0, and nothing of the prompt is asked for; send at least 1, or echo or prompt_logprobs",
-                {"field": self.limit_field},
+            raise InvalidRequestError(
+                self.limit_field,
+                "is 0, and nothing of the prompt is asked for",
+                "send at least 1, or echo or prompt_logprobs",
             )
         return self
 

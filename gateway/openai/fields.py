@@ -87,33 +87,6 @@ class GenerationBody(StrictModel):
         """The gateway's own requests, one a prompt. Raises InvalidRequestError, also for more than `max_prompts`."""
 
 
-class StreamFields(GenerationBody):
-    """How an answer is streamed, and what no stream can have."""
-
-    stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None,
-        description="Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at "
-        "each position; not in a stream.",
-    )
-
-    @model_validator(mode="after")
-    def _fit_stream(self) -> StreamFields:
-        if self.prompt_logprobs is not None and self.stream:
-            raise PydanticCustomError(
-                "prompt_logprobs",
-                "are not told in a stream; set stream to false or leave it out",
-                {"field": "prompt_logprobs"},
-            )
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options",
-                "only streams have them; set stream to true or leave it out",
-                {"field": "stream_options"},
-            )
-        return self
-
-
 class JsonSchema(StrictModel):
     """OpenAI's wrapping of a JSON schema."""
 
@@ -134,7 +107,7 @@ class ResponseFormat(StrictModel):
         if (self.type == "json_schema") != (self.json_schema is not None):
             problem = "is missing" if self.json_schema is None else f"does not go with type {self.type}"
             fix = "send the schema" if self.json_schema is None else "leave it out, or set type to json_schema"
-            raise PydanticCustomError("json_schema", f"{problem}; {fix}", {"field": "response_format.json_schema"})
+            raise InvalidRequestError("response_format.json_schema", problem, fix)
         return self
 
     def grammar(self) -> tuple[str, Grammar] | None:
@@ -164,10 +137,8 @@ class StructuredOutputs(StrictModel):
     def _one(self) -> StructuredOutputs:
         given = [self.json_, self.regex, self.choice, self.json_object or None]
         if sum(one is not None for one in given) != 1:
-            raise PydanticCustomError(
-                "structured_outputs",
-                "exactly one of json, regex, choice and json_object is needed; set one",
-                {"field": "structured_outputs"},
+            raise InvalidRequestError(
+                "structured_outputs", "exactly one of json, regex, choice and json_object is needed", "set one"
             )
         return self
 
@@ -190,9 +161,7 @@ class FormatFields(StrictModel):
         forms = self._forms()
         if len(forms) > 1:
             field = forms[1][0].partition(".")[0]
-            raise PydanticCustomError(
-                "format", f"does not go with {forms[0][0].partition('.')[0]}; send one of them", {"field": field}
-            )
+            raise InvalidRequestError(field, f"does not go with {forms[0][0].partition('.')[0]}", "send one of them")
         for field, grammar in forms:
             check_grammar(grammar, field)
         return self
@@ -238,19 +207,29 @@ def _schema_grammar(schema: Schema) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
-class OpenAIRequest(StreamFields, FormatFields, SamplingFields, OutputFields, HarmlessFields):
+class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):
     """What the bodies of chat and completions share. A field of SamplingFields or OutputFields is one of both."""
 
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at "
+        "each position; not in a stream.",
+    )
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="The present name of max_tokens."
     )
 
     @model_validator(mode="after")
-    def _one_limit(self) -> OpenAIRequest:
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise PydanticCustomError(
-                "max_tokens", "differs from max_completion_tokens; send one of them", {"field": "max_tokens"}
+    def _fit_together(self) -> OpenAIRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs", "are not told in a stream", "set stream to false or leave it out"
             )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "only streams have them", "set stream to true or leave it out")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidRequestError("max_tokens", "differs from max_completion_tokens", "send one of them")
         return self
 
     @property

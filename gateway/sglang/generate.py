@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from gateway.core.admission import ServedModel
 from gateway.core.events import Delta
@@ -19,6 +18,7 @@ from gateway.openai.fields import MAX_PROMPTS, NO_LANGUAGE, GenerationBody, Name
 from gateway.openai.generation import CollectedAnswer, GenerationRoute, ResponseBuilder
 from gateway.openai.logprobs import finite, prompt_positions
 from gateway.openai.trace import TraceBody
+from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 
@@ -78,9 +78,7 @@ class GenerateSampling(SamplingFields, StopFields):
     @model_validator(mode="after")
     def _one_form(self) -> GenerateSampling:
         if self.json_schema is not None and self.regex is not None:
-            raise PydanticCustomError(
-                "format", "does not go with json_schema; send one of them", {"field": "sampling_params.regex"}
-            )
+            raise InvalidRequestError("sampling_params.regex", "does not go with json_schema", "send one of them")
         if self.grammar is not None:
             check_grammar(self.grammar, self.grammar_field)
         return self
@@ -125,9 +123,7 @@ class GenerateBody(ServingFields, GenerationBody):
     @model_validator(mode="after")
     def _one_input(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):
-            raise PydanticCustomError(
-                "input", "exactly one of text and input_ids is needed; set one", {"field": "input"}
-            )
+            raise InvalidRequestError("input", "exactly one of text and input_ids is needed", "set one")
         return self
 
     @property
