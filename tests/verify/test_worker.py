@@ -21,9 +21,10 @@ from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Close, ProjectionPart
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
+from verify_service.engine.inbox import SocketInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.reporter import SNAPSHOT_SECONDS, ReporterPort, VerifyReporter
-from verify_service.engine.worker import SocketInbox, connect
+from verify_service.engine.worker import connect
 from verify_service.frames import (
     Cancel,
     DraftReset,
@@ -222,13 +223,20 @@ def test_a_door_that_goes_on_sending_does_not_hold_the_engine_up(wire: Wire, mon
     assert sum(counts) == 20_000 and max(counts) * len(frame) < 2 << 20
 
 
-def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None:
+def serving_inbox(wire: Wire) -> SocketInbox:
+    """The inbox of an engine that does nothing."""
     inbox = SocketInbox(wire.pipe)
+    inbox.serve(SimpleNamespace(drafts=None, stop=lambda: None), VerifyReporter(wire.pipe))  # type: ignore[arg-type]
+    return inbox
+
+
+def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None:
+    inbox = serving_inbox(wire)
     assert inbox.take(None) == [] and inbox.take(0.0) == []
     inbox.post(lambda: None)
     assert len(inbox.take(20)) == 1
     wire.door.sendall(pack(Cancel(1)))
-    assert inbox.take(20) == [], "no engine yet: nobody to cancel for"
+    assert inbox.take(20) == [], "nobody to cancel for"
     wire.door.sendall(pack(Stop()))
     inbox.take(20)
     assert inbox.stopped
@@ -236,7 +244,7 @@ def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None
 
 
 def test_a_door_that_hangs_up_stops_the_engine(wire: Wire) -> None:
-    inbox = SocketInbox(wire.pipe)
+    inbox = serving_inbox(wire)
     wire.door.close()
     assert inbox.take(20) == [] and inbox.stopped
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
@@ -16,7 +17,7 @@ from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
-from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
+from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.reporter import ReporterPort, VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames import (
@@ -82,16 +83,16 @@ class DraftLines:
 
     def take(self) -> bool:
         """Leave the engine what has come; whether there was anything."""
-        heard = False
+        received = False
         for session, port in list(self._ports.items()):
             port.line.flush()
             if session not in self._busy:
-                heard |= self._hear(session, port)
+                received |= self._read_line(session, port)
             if port.line.closed:
                 # The door ends the session and dials anew.
                 self.forget(session)
                 self._pipe.send(DraftReset(session))
-        return heard
+        return received
 
     def wait(self, timeout: float | None) -> None:
         """Wait up to `timeout` seconds, None for ever, until something comes, of the door too."""
@@ -99,7 +100,7 @@ class DraftLines:
             return
         wait_for_any([self._pipe, *(port.line for port in self._ports.values())], timeout)
 
-    def _hear(self, session: int, port: LinePort) -> bool:
+    def _read_line(self, session: int, port: LinePort) -> bool:
         batches = port.line.receive_from(f"draft {port.address}")
         if not batches:
             return port.line.closed
@@ -117,21 +118,46 @@ class DraftLines:
             self._drafts.receive(port, [message], arrived_at)
 
 
+@dataclass(slots=True)
+class _DraftSession:
+    """A session with a draft, and as much of its projection as has come."""
+
+    port: ReporterPort
+    terms: Terms
+    projection_dtype: str = ""
+    projection: bytearray = field(default_factory=bytearray)
+
+    def take_projection(self) -> Projection | None:
+        """The projection, all of which is here, if one was asked for."""
+        if not self.projection:
+            return None
+        matrix, self.projection = self.projection, bytearray()
+        terms = self.terms
+        return Projection(
+            terms.feature_layers, terms.projection_columns, self.projection_dtype, matrix, terms.projection_hash
+        )
+
+
 class SocketInbox:
-    """The engine's inbox, fed by the door. The engine's thread alone uses it."""
+    """The engine's inbox, fed by the door's frames and by lines. The engine's thread alone uses it."""
 
     def __init__(self, pipe: Pipe[FromDoor]) -> None:
+        """To be used after `serve`: an engine is built with its inbox."""
         self.stopped = False
         """Whether the door asked for the end, or is gone."""
         self._pipe = pipe
         self._actions: deque[Action] = deque()
-        self._handler: FrameHandler | None = None
-        self._lines: DraftLines | None = None
+        self._requests: dict[int, Request] = {}
+        self._sessions: dict[int, _DraftSession] = {}
+        self._engine: VerifyEngine
+        self._reporter: VerifyReporter
+        self._lines: DraftLines
 
     def serve(self, engine: VerifyEngine, reporter: VerifyReporter) -> None:
-        """From now on frames are for this engine; it posts here what they ask for."""
+        """From now on frames are for this engine."""
+        self._engine = engine
+        self._reporter = reporter
         self._lines = DraftLines(self._pipe, engine.drafts, self.post)
-        self._handler = FrameHandler(engine, reporter, self._lines, self)
 
     def post(self, action: Action) -> None:
         """Leave an action."""
@@ -140,18 +166,18 @@ class SocketInbox:
     def take(self, timeout: float | None) -> list[Action]:
         """All actions, after waiting for the door up to `timeout` seconds; None does not wait.
 
-        Returns as soon as the door has said something, also where that asks for no action.
+        Returns as soon as the door has sent something, also where that asks for no action.
         """
-        heard = self._receive()
-        if timeout is not None and not heard and not self._actions:
-            self._wait(timeout)
+        received = self._receive()
+        if timeout is not None and not received and not self._actions:
+            self._lines.wait(timeout)
             self._receive()
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
     def _receive(self) -> bool:
-        """Take in what the door sent; whether there was anything, or never will be again."""
+        """Take in what was sent; whether there was anything, or never will be again."""
         # A spinning engine waits nowhere, which is where the rest of a long frame would leave.
         self._pipe.flush()
         frames = self._pipe.receive()
@@ -160,61 +186,37 @@ class SocketInbox:
         if self._pipe.closed and not self.stopped:
             self._handle(Stop())
         # Behind the door's frames: a session that is over is not read.
-        heard = self._lines is not None and self._lines.take()
-        return heard or bool(frames) or self.stopped
-
-    def _wait(self, timeout: float) -> None:
-        if self._lines is None:
-            self._pipe.wait(timeout)
-        else:
-            self._lines.wait(timeout)
+        return self._lines.take() or bool(frames) or self.stopped
 
     def _handle(self, frame: FromDoor) -> None:
-        if isinstance(frame, Stop):
-            self.stopped = True
-        if self._handler is not None:
-            self._handler.handle(frame)
-
-
-class FrameHandler:
-    """Does what the door's frames ask of an engine."""
-
-    def __init__(self, engine: VerifyEngine, reporter: VerifyReporter, lines: DraftLines, inbox: VerifyInbox) -> None:
-        self._engine = engine
-        self._reporter = reporter
-        self._lines = lines
-        self._inbox = inbox
-        self._requests: dict[int, Request] = {}
-        self._ports: dict[int, ReporterPort] = {}
-        self._terms: dict[int, Terms] = {}
-        self._matrices: dict[int, tuple[str, bytearray]] = {}
-        """Projections that are on their way, as far as they are here, and their dtypes."""
-
-    def handle(self, frame: FromDoor) -> None:
-        """One frame, in the order of arrival. What it asks for is done when the engine takes its inbox."""
+        """One frame, in the order of arrival. What it asks for is done when the engine takes its actions."""
         match frame:
             case Submit():
                 self._submit(frame)
             case Cancel():
                 self._cancel(frame.number)
             case FromDraft():
-                self._hear(frame)
+                self._receive_from_draft(frame)
             case DraftUp():
-                port = self._ports[frame.session] = self._lines.port(frame)
-                self._terms[frame.session] = frame.terms
-                self._engine.draft_connected(port, frame.terms)
+                session = self._sessions[frame.session] = _DraftSession(self._lines.port(frame), frame.terms)
+                self._engine.draft_connected(session.port, frame.terms)
             case DraftDown():
-                self._terms.pop(frame.session)
-                self._matrices.pop(frame.session, None)
                 self._lines.forget(frame.session)
-                self._engine.draft_disconnected(self._ports.pop(frame.session))
+                self._engine.draft_disconnected(self._sessions.pop(frame.session).port)
             case ProjectionFrame():
                 # The door has checked that it follows, and how many there are.
-                _, matrix = self._matrices.setdefault(frame.session, (frame.part.dtype, bytearray()))
-                matrix += frame.part.data
-            case FeaturesUp() | FeaturesDone():
-                self._hear_of_features(frame)
+                session = self._sessions[frame.session]
+                session.projection_dtype = frame.part.dtype
+                session.projection += frame.part.data
+            case FeaturesUp():
+                session = self._sessions[frame.session]
+                opened = self._engine.features.opened
+                self.post(partial(opened, session.port, frame.window, frame.uses_ring, session.take_projection()))
+            case FeaturesDone():
+                released = self._engine.features.released
+                self.post(partial(released, self._sessions[frame.session].port, frame.through))
             case Stop():
+                self.stopped = True
                 self._engine.stop()
             case Start():
                 raise InternalError("the door started twice")
@@ -239,30 +241,11 @@ class FrameHandler:
         # One that ended meanwhile has said so in its last update.
         if request is not None:
             self._engine.cancel(request)
-            self._inbox.post(lambda: self._reporter.ended(number))
+            self.post(lambda: self._reporter.ended(number))
 
-    def _hear_of_features(self, frame: FeaturesUp | FeaturesDone) -> None:
-        port, features = self._ports.get(frame.session), self._engine.features
-        if port is None:
-            return
-        if isinstance(frame, FeaturesUp):
-            projection = self._take_projection(frame.session)
-            self._inbox.post(partial(features.opened, port, frame.window, frame.uses_ring, projection))
-        else:
-            self._inbox.post(partial(features.released, port, frame.through))
-
-    def _take_projection(self, session: int) -> Projection | None:
-        """What has come of a session's projection, which is all of it."""
-        terms, (dtype, matrix) = self._terms[session], self._matrices.pop(session, ("", bytearray()))
-        if not matrix:
-            return None
-        return Projection(terms.feature_layers, terms.projection_columns, dtype, matrix, terms.projection_hash)
-
-    def _hear(self, frame: FromDraft) -> None:
-        port = self._ports.get(frame.session)
-        if port is None:
-            return
+    def _receive_from_draft(self, frame: FromDraft) -> None:
+        port = self._sessions[frame.session].port
         # One by one, so that the engine may turn to something else in between.
         for message in frame.messages:
-            self._inbox.post(partial(self._engine.drafts.receive, port, [message], frame.arrived_at))
-        self._inbox.post(lambda: self._reporter.read(frame.session, frame.weight))
+            self.post(partial(self._engine.drafts.receive, port, [message], frame.arrived_at))
+        self.post(lambda: self._reporter.read(frame.session, frame.weight))
