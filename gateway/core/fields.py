@@ -136,6 +136,7 @@ class ServingFields(StrictModel):
     cache_salt: Annotated[Text, Field(max_length=256)] | None = Field(
         None, description="Shares cached prefixes and n-grams with requests of the same key and the same salt alone."
     )
+    skip_prefix_cache: bool | None = Field(None, description="Compute the whole prompt, whatever the cache has of it.")
     speculation: Literal["on", "off"] | None = Field(
         None, description="Whether drafts may be used. The output is the same either way."
     )

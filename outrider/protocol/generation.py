@@ -87,6 +87,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """Lower is earlier."""
     tenant: str = ""
     """Whose text this is (outrider.rpc.call.salted_tenant): nothing learned from it serves another tenant."""
+    skip_prefix_cache: bool = False
+    """Whether the whole prompt is computed, whatever the radix cache has of it."""
     client: str = ""
     """On whose behalf; requests of equal priority take turns by client. Verify's door says so, not the message."""
 

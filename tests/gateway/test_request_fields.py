@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gateway_world import World
 from pydantic import ValidationError
 
 from gateway.core.fields import OutputFields, SamplingFields, ServingFields, StopFields, StrictModel
@@ -14,6 +15,7 @@ from gateway.http.openapi import openapi
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.sglang.generate import GenerateBody
+from outrider.v1 import gateway_pb2
 
 CANDIDATES: tuple[Any, ...] = (0.5, 1, True, "on", "x", ["x"], [5], {"5": 1.0})
 
@@ -54,3 +56,13 @@ def test_every_field_is_in_the_document() -> None:
         assert {*SamplingFields.model_fields, *OutputFields.model_fields} <= set(schemas[body]["properties"])
     assert {*SamplingFields.model_fields, *StopFields.model_fields} <= set(schemas["GenerateSampling"]["properties"])
     assert set(ServingFields.model_fields) <= set(schemas["GenerateBody"]["properties"])
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_skip_prefix_cache_is_sent_on_to_verify(world: World, skips: bool) -> None:
+    world.verify.say("ok")
+    request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", skip_prefix_cache=skips)
+    assert [message async for message in world.stub.Generate(request)]
+    answer = await world.http.post("/v1/completions", json={"prompt": "x", "skip_prefix_cache": skips})
+    assert answer.status_code == 200
+    assert [request.skip_prefix_cache for request in world.verify.requests] == [skips, skips]
