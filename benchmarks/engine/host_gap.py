@@ -156,7 +156,7 @@ class Draft:
         self._authors: dict[int, TreeAuthor] = {}
 
     def send(self, messages: list[VerifyMessage]) -> None:
-        """See DraftPort."""
+        """See DraftConnection."""
         start = time.perf_counter()
         for message in messages:
             if isinstance(message, Open):
@@ -174,7 +174,7 @@ class Draft:
                 self._say(now + self._pace.answer_seconds + number * self._pace.every, part)
 
     def reset(self) -> None:
-        """See DraftPort."""
+        """See DraftConnection."""
 
     def _grow(self, author: TreeAuthor) -> int:
         first = author.next_id

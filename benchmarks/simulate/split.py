@@ -133,13 +133,13 @@ class Device:
 
 @dataclass(eq=False)
 class Port:
-    """Verify's end of the line: see DraftPort."""
+    """Verify's end of the line: see DraftConnection."""
 
     send: Callable[[list[Any]], None]
     address: str = "draft"
 
     def reset(self) -> None:
-        """See DraftPort."""
+        """See DraftConnection."""
         raise RuntimeError("the draft's session is reset")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.protocol.speculation import Commit, Grow, Open
 
-_LEAST = -sys.float_info.max
+_MIN_EDGE_SCORE = -sys.float_info.max
 """Edge scores are finite."""
 _MAX_EPOCH = 2**63
 """Epochs travel as uint64; no request has so many commits."""
@@ -74,7 +74,7 @@ class TreeAuthor:
         self._vocab_size = vocab_size
         self._acked_len = 0
         self._next_id = 1
-        self._num_told = 0  # nodes of `_bulk` that `take` has given
+        self._num_bulk_taken = 0  # nodes of `_bulk` that `take` has given
         self._start_epoch()
 
     @property
@@ -138,7 +138,7 @@ class TreeAuthor:
 
         Raises ValueError for a score that is no log-probability.
         """
-        if not _LEAST <= score <= 0.0:
+        if not _MIN_EDGE_SCORE <= score <= 0.0:
             raise ValueError(f"edge score {score} is not a finite log-probability")
         nodes = self._settled() if self._bulk.parents else self._nodes
         above = nodes.get(parent)
@@ -168,7 +168,7 @@ class TreeAuthor:
             return None
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return None
-        if not (max(scores) <= 0.0 and sum(scores) >= _LEAST):  # a sum is finite only if all of them are
+        if not (max(scores) <= 0.0 and sum(scores) >= _MIN_EDGE_SCORE):  # a sum is finite only if all of them are
             return None
         if not self._nodes.keys() >= {parent for parent in parents if not late <= parent < first + count}:
             return None
@@ -253,7 +253,7 @@ class TreeAuthor:
     @property
     def has_untaken(self) -> bool:
         """Whether `take` has nodes to give."""
-        return bool(self._untaken) or self._num_told < len(self._bulk.parents)
+        return bool(self._untaken) or self._num_bulk_taken < len(self._bulk.parents)
 
     def take(self, max_nodes: int) -> Grow | None:
         """What verify has not been told, in one message of consecutive ids; call again until None.
@@ -262,7 +262,7 @@ class TreeAuthor:
         """
         length, acked = len(self.tokens), self._acked_len
         self._acked_len = length
-        if self._num_told < len(self._bulk.parents):
+        if self._num_bulk_taken < len(self._bulk.parents):
             if not self._untaken:
                 return self._take_bulk(max_nodes)
             self._settled()
@@ -273,9 +273,9 @@ class TreeAuthor:
         return self._grow(first, parents, tokens, scores, sources)
 
     def _take_bulk(self, max_nodes: int) -> Grow:
-        bulk, start = self._bulk, self._num_told
-        first, self._num_told = self._first_late + start, min(start + max_nodes, len(bulk.parents))
-        taken = slice(start, self._num_told)
+        bulk, start = self._bulk, self._num_bulk_taken
+        first, self._num_bulk_taken = self._first_late + start, min(start + max_nodes, len(bulk.parents))
+        taken = slice(start, self._num_bulk_taken)
         return self._grow(first, bulk.parents[taken], bulk.tokens[taken], bulk.scores[taken], bulk.sources[taken])
 
     def _grow(
@@ -317,7 +317,7 @@ class TreeAuthor:
 
     def _clear_bulk(self) -> None:
         self._bulk = _Bulk([], [], [], [])
-        self._num_told = 0
+        self._num_bulk_taken = 0
 
     @property
     def _first_late(self) -> int:
@@ -327,7 +327,7 @@ class TreeAuthor:
     def _settled(self) -> dict[int, Node]:
         """All live nodes."""
         if self._bulk.parents:
-            first = self._first_late + self._num_told
+            first = self._first_late + self._num_bulk_taken
             self._bring_bulk(self._nodes)
             self._untaken.update((node_id, self._nodes[node_id]) for node_id in range(first, self._next_id))
         return self._nodes

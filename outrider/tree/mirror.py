@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from outrider.protocol.speculation import Grow
 
-_MAX_ID = 2**32 - 1
+_MAX_NODE_ID = 2**32 - 1
 """Node ids travel as uint32."""
 
-_MOST_COST = 50.0
+_MAX_EDGE_COST = 50.0
 """Of an edge: less likely than that is never. Beside one without bounds, the costs of nodes below it would be lost."""
 
 Calibrate = Callable[[float, int], float]
@@ -161,7 +161,7 @@ class TreeMirror:
     def _accepts(self, grow: Grow, count: int) -> bool:
         sizes = {len(grow.parents), len(grow.scores), len(grow.sources), count}
         # An id past the last would be told back in a commit that no message can carry.
-        if len(sizes) > 1 or grow.first_id < 1 or grow.epoch < 1 or grow.first_id + count - 1 > _MAX_ID:
+        if len(sizes) > 1 or grow.first_id < 1 or grow.epoch < 1 or grow.first_id + count - 1 > _MAX_NODE_ID:
             return self._drop("malformed", max(count, 1))
         if grow.epoch < self.epoch:
             return self._drop("stale_epoch", count)
@@ -206,7 +206,7 @@ class TreeMirror:
         return slot - first
 
     def _add(self, slot: int, parent: int, node_id: int, token: int, score: float, source: int) -> None:
-        cost = self._costs[parent] + min(-self.calibrate(score, source), _MOST_COST)
+        cost = self._costs[parent] + min(-self.calibrate(score, source), _MAX_EDGE_COST)
         insort(self.below[parent], (cost, slot))
         self.below.append([])
         self._costs.append(cost)

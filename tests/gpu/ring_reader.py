@@ -101,5 +101,5 @@ def _offer(pipe: Connection) -> None:
     assert offset is not None
     ring.rows(offset, 4096).fill_(7)
     torch.cuda.synchronize()
-    pipe.send((ring.told, offset))
+    pipe.send((ring.description, offset))
     pipe.recv()

@@ -80,7 +80,7 @@ def new_ring() -> Ring:
 def test_another_process_reads_what_was_written(reading: MakeReader, where: str) -> None:
     ring = new_ring()
     reader = reading(where)
-    assert reader.map(ring.told), "the other process cannot map it"
+    assert reader.map(ring.description), "the other process cannot map it"
     offsets = [ring.take() for _ in range(NUM_SLOTS)]
     assert None not in offsets and max(offsets) + MAX_FEATURE_BYTES < RING_BYTES  # type: ignore[type-var, operator]
     for turn in range(2):
@@ -97,7 +97,7 @@ def test_another_process_reads_what_was_written(reading: MakeReader, where: str)
     reader.unmap()
     with pytest.raises(RuntimeError, match="do not lie"):
         reader.read(0, 1)
-    assert reader.map(ring.told), "a ring may be mapped again"
+    assert reader.map(ring.description), "a ring may be mapped again"
 
 
 @pytest.mark.parametrize("where", WHERE)

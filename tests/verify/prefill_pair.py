@@ -19,7 +19,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaRound
 from verify_service.executors.prefill import Prefill, PrefillShapes
-from verify_service.features.ports import FeaturePlan
+from verify_service.features.base import FeaturePlan
 
 
 class PrefillPair:

@@ -16,7 +16,7 @@ from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.round_buffers import Bucket, Buckets
-from verify_service.features.ports import FeaturePlan
+from verify_service.features.base import FeaturePlan
 
 LAYERS = (0, 1, 3)
 

@@ -177,13 +177,13 @@ def test_a_pool_lends_what_is_free_and_shares_no_more_than_it_must(tmp_path: Pat
     pool = RingPool(torch.device("cpu"), files)
     first, second = pool.lend(), pool.lend()
     assert first is not None and second is not None
-    assert first.told.magic != second.told.magic and first.told.handle != second.told.handle
+    assert first.description.magic != second.description.magic and first.description.handle != second.description.handle
     taken = [first.take() for _ in range(NUM_SLOTS + 1)]
     assert taken[-1] is None and len(set(taken)) == NUM_SLOTS + 1
     free = partial(first.give_back, taken[3])  # type: ignore[arg-type]
     pool.take_back(first)
     again = pool.lend()
-    assert again is not None and again.told == first.told and again.num_free == NUM_SLOTS
+    assert again is not None and again.description == first.description and again.num_free == NUM_SLOTS
     free()
     assert again.num_free == NUM_SLOTS, "what the dead one gives back is not the next one's"
     assert len(files.made) == 2

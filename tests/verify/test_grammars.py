@@ -274,7 +274,7 @@ def test_a_look_ahead_takes_one_request_s_tree_and_all_have_their_turn(
 def test_nodes_whose_masks_are_not_there_in_time_wait_for_a_later_round(
     model: CausalLM, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "_BETWEEN_SECONDS", -1.0)
+    monkeypatch.setattr(grammars, "_MAX_MASK_SECONDS", -1.0)
     engine = make_engine(model, vocabulary=vocabulary)
     engine.grammars = engine.scheduler._grammars = Grammars(vocabulary, engine.drafts, patient=False)
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)))

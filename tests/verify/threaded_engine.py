@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.engine import Action, VerifyEngine
-from verify_service.speculation.drafts import DraftPort
+from verify_service.speculation.drafts import DraftConnection
 
 
 class ThreadInbox:
@@ -58,7 +58,7 @@ class ThreadedEngine(VerifyEngine):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def draft_received(self, port: DraftPort, messages: Sequence[DraftMessage]) -> None:
+    def draft_received(self, port: DraftConnection, messages: Sequence[DraftMessage]) -> None:
         """A draft service sent messages."""
         arrived_at = time.monotonic()
         self._inbox.post(lambda: self.drafts.receive(port, messages, arrived_at))

@@ -92,10 +92,10 @@ DETERMINISTIC_CHUNK = 512
 """Every prompt is padded to it, so that a large one would make short prompts wait."""
 LOCKSTEP_HOLD_MS = 1000.0
 """In lockstep a draft has this long to answer, if it is healthy."""
-_MOST_CPU_TOKENS = 65536
+_MAX_CPU_KV_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
-_DETERMINISTIC_TOKENS = 64
-_LOGITS_BYTES = 16
+_DETERMINISTIC_ROUND_TOKENS = 64
+_LOGITS_BYTES_PER_ENTRY = 16
 """Scratch memory a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 
 
@@ -198,13 +198,13 @@ def _cpu_tokens(model: CausalLM) -> int:
     config = model.config
     per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MOST_CPU_TOKENS), 1024)
+    return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MAX_CPU_KV_TOKENS), 1024)
 
 
 def _gpu_tokens(options: VerifyOptions, model: CausalLM) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + _max_round_tokens(options)
-    return kv_tokens(model, options.mem_fraction_static, rows * model.config.vocab_size * _LOGITS_BYTES)
+    return kv_tokens(model, options.mem_fraction_static, rows * model.config.vocab_size * _LOGITS_BYTES_PER_ENTRY)
 
 
 def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
@@ -215,7 +215,7 @@ def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
 
 def _max_round_tokens(options: VerifyOptions) -> int:
     if options.deterministic:
-        return _DETERMINISTIC_TOKENS
+        return _DETERMINISTIC_ROUND_TOKENS
     return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 

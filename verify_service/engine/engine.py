@@ -24,7 +24,7 @@ from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
-from verify_service.speculation.drafts import CREDIT_ROUNDS, DraftPort, Drafts
+from verify_service.speculation.drafts import CREDIT_ROUNDS, DraftConnection, Drafts
 
 log = get_logger(__name__)
 
@@ -143,21 +143,21 @@ class VerifyEngine:
         """End a request without a further update; its pages are free before the next round."""
         self._inbox.post(lambda: self._cancel(request))
 
-    def draft_connected(self, port: DraftPort, terms: Terms | None = None) -> None:
+    def draft_connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
 
         def connect() -> None:
-            self.drafts.connected(port, terms)
-            self.features.connected(port)
+            self.drafts.connected(connection, terms)
+            self.features.connected(connection)
 
         self._inbox.post(connect)
 
-    def draft_disconnected(self, port: DraftPort) -> None:
+    def draft_disconnected(self, connection: DraftConnection) -> None:
         """A session with a draft service ended."""
 
         def disconnect() -> None:
-            self.features.disconnected(port)
-            self.drafts.disconnected(port)
+            self.features.disconnected(connection)
+            self.drafts.disconnected(connection)
 
         self._inbox.post(disconnect)
 
@@ -215,7 +215,7 @@ class VerifyEngine:
         waited, longest = 0.0, self.limits.max_hold_seconds
         while waited < longest and not self._stopping:
             seconds = self._draft_wait.wait_seconds(
-                plan.awaited, plan.num_tokens, plan.choice, plan.beside, now=start + waited
+                plan.awaited, plan.num_tokens, plan.choice, plan.prefill_seconds, now=start + waited
             )
             if not seconds:
                 break

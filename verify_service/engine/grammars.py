@@ -24,15 +24,15 @@ log = get_logger(__name__)
 
 POLL_SECONDS = 0.001
 """How often an idle engine looks whether a grammar is compiled."""
-_MAX_CACHED = 32
+_MAX_CACHED_GRAMMARS = 32
 """Compiled grammars that are kept; each is a few megabytes, 40 at the very most."""
-_AHEAD_NODES = 32
+_MAX_AHEAD_NODES = 32
 """Nodes of a request's tree whose masks are computed while a round runs, the best first."""
-_BETWEEN_SECONDS = 0.001
+_MAX_MASK_SECONDS = 0.001
 """What masks of nodes may take between two rounds; a node whose mask is not there by then is left to a later round."""
 
 
-class _Order(NamedTuple):
+class _CompileJob(NamedTuple):
     """For the thread that compiles."""
 
     grammar: Grammar
@@ -66,10 +66,10 @@ class Grammars:
         """Requests by the digest of a grammar that is being compiled."""
         self._renewing: dict[CompiledGrammar, list[GrammarState]] = {}
         """Answers that wait for a grammar to be compiled anew."""
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[_Order, CompiledGrammar | OutriderError]] = SimpleQueue()
+        self._jobs: SimpleQueue[_CompileJob | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[_CompileJob, CompiledGrammar | OutriderError]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_looks = 0
+        self._turn = 0
 
     @property
     def compiling(self) -> bool:
@@ -92,7 +92,7 @@ class Grammars:
             waiting = self._waiting.setdefault(grammar.digest, [])
             waiting.append((request, begin, fail))
             if len(waiting) == 1:
-                self._order(_Order(grammar))
+                self._compile_later(_CompileJob(grammar))
 
     def poll(self) -> None:
         """Begin the requests whose grammars were compiled."""
@@ -105,7 +105,7 @@ class Grammars:
                 outcome.renew = self._renew
                 self._cache[grammar.digest] = outcome
                 self._cache.move_to_end(grammar.digest)
-                while len(self._cache) > _MAX_CACHED:
+                while len(self._cache) > _MAX_CACHED_GRAMMARS:
                     self._cache.popitem(last=False)
             for request, begin, fail in self._waiting.pop(grammar.digest, ()):
                 if request.finished:
@@ -119,7 +119,7 @@ class Grammars:
     def stop(self) -> None:
         """End the thread once it has nothing to compile."""
         if self._thread is not None:
-            self._orders.put(None)
+            self._jobs.put(None)
 
     def allowed(self, entries: Sequence[Entry], taken: Sequence[Nodes]) -> Sequence[Nodes]:
         """Of the nodes that a round takes, those that the requests' grammars allow and whose masks are there.
@@ -130,7 +130,7 @@ class Grammars:
         if all(entry.request.grammar is None for entry in entries):
             return taken
         allowed: list[Nodes] = []
-        deadline = None if self._patient else perf_counter() + _BETWEEN_SECONDS
+        deadline = None if self._patient else perf_counter() + _MAX_MASK_SECONDS
         for entry, nodes in zip(entries, taken, strict=True):
             state = entry.request.grammar
             if state is not None:
@@ -175,13 +175,13 @@ class Grammars:
         bound = [entry.request for entry in entries if entry.request.grammar is not None]
         if not bound:
             return False
-        self._num_looks += 1
-        request = bound[self._num_looks % len(bound)]
+        self._turn += 1
+        request = bound[self._turn % len(bound)]
         state, spec = request.grammar, self._drafts.spec(request)
         if state is None or spec is None or not spec.mirror.has_nodes or request.finished:
             return False
-        forest = Forest([spec.mirror], [_AHEAD_NODES])
-        count = sum(1 for _ in islice(forest.best(), _AHEAD_NODES))
+        forest = Forest([spec.mirror], [_MAX_AHEAD_NODES])
+        count = sum(1 for _ in islice(forest.best(), _MAX_AHEAD_NODES))
         follow(state, request)
         return self._prepare_one(state, forest.take(count)[0])
 
@@ -226,7 +226,7 @@ class Grammars:
         waiting = self._renewing.setdefault(state.compiled, [])
         waiting.append(state)
         if len(waiting) == 1:
-            self._order(_Order(state.compiled.grammar, state.compiled))
+            self._compile_later(_CompileJob(state.compiled.grammar, state.compiled))
 
     def _renewed(self, worn: CompiledGrammar, outcome: CompiledGrammar | OutriderError) -> None:
         if isinstance(outcome, CompiledGrammar):
@@ -234,15 +234,15 @@ class Grammars:
         for state in self._renewing.pop(worn, ()):
             state.renewed(outcome if isinstance(outcome, OutriderError) else None)
 
-    def _order(self, order: _Order) -> None:
+    def _compile_later(self, job: _CompileJob) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile, name="grammars", daemon=True)
             self._thread.start()
-        self._orders.put(order)
+        self._jobs.put(job)
 
     def _compile(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._done.put((order, self._outcome(order.grammar)))
+        while (job := self._jobs.get()) is not None:
+            self._done.put((job, self._outcome(job.grammar)))
 
     def _outcome(self, grammar: Grammar) -> CompiledGrammar | OutriderError:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from verify_service.engine.request import Request
 
-_LEVELS = 2
+_NAME_LEVELS = 2
 """Of a client's name: the API key, and the user that it names."""
 
 _MAX_PASSES = 16
@@ -59,7 +59,7 @@ class FairQueue:
         """Queue a new request."""
         turns = self._turns.get(request.priority)
         if turns is None:
-            turns = self._turns[request.priority] = _Turns(_LEVELS)
+            turns = self._turns[request.priority] = _Turns(_NAME_LEVELS)
         turns.add(request, _path(request))
         self._num_requests += 1
 
@@ -149,5 +149,5 @@ class _Turns:
 
 
 def _path(request: Request) -> list[str]:
-    parts = request.params.client.split("/", _LEVELS - 1)
-    return parts + [""] * (_LEVELS - len(parts))
+    parts = request.params.client.split("/", _NAME_LEVELS - 1)
+    return parts + [""] * (_NAME_LEVELS - len(parts))

@@ -110,17 +110,17 @@ class ReporterPort:
 
     @property
     def has_room(self) -> bool:
-        """See FeaturePort."""
+        """See FeatureConnection."""
         # What is told of rounds should find little before it.
         self._pipe.flush()
         return not self._pipe.backlog
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """See FeaturePort."""
+        """See FeatureConnection."""
         self._pipe.send(FeaturesOpen(self._session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
-        """See FeaturePort."""
+        """See FeatureConnection."""
         self._pipe.send(FeaturesToDraft(self._session, messages))
 
     def reset(self) -> None:
@@ -140,7 +140,7 @@ def take_snapshot(engine: VerifyEngine) -> Snapshot:
         dropped=dict(drafts.dropped),
         declined=dict(drafts.declined),
         peers=[
-            PeerPart(replica.port.address, replica.health.good, replica.health.typical)
+            PeerPart(replica.connection.address, replica.health.good, replica.health.typical)
             for replica in drafts.replicas.values()
         ],
         cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},

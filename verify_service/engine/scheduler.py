@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -54,9 +55,6 @@ class EngineLimits:
     """Tokens of one request that a round computes again in that way, at most."""
 
 
-_FAR = 1 << 62
-
-
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
 
@@ -72,7 +70,7 @@ class NodePlan(NamedTuple):
     """Of requests whose draft may soon bring nodes."""
     num_tokens: int
     """Tokens computed anyway, beside nodes."""
-    beside: float
+    prefill_seconds: float
     """Seconds for prefill that is computed apart."""
 
     def note_end_chances(self, max_nodes: int) -> None:
@@ -116,7 +114,8 @@ class Scheduler:
         self._forget = forget
         self._grammars = grammars
         self._ended: list[Request] = []
-        self._turn = (-_FAR, 0)
+        self._first_rank: tuple[float, int] = (-math.inf, 0)
+        """Of the next round, where not all requests fit."""
 
     @property
     def stalled(self) -> bool:
@@ -228,9 +227,9 @@ class Scheduler:
                 depths.append(room if room < max_depth else max_depth)
         forest = Forest(mirrors, depths)
         most = self._limits.max_round_tokens - num_tokens
-        beside = self._budget.cost.seconds(num_apart) if num_apart else 0.0
-        choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, beside)
-        plan = NodePlan(growing, forest, choice, awaited, num_tokens, beside)
+        prefill_seconds = self._budget.cost.seconds(num_apart) if num_apart else 0.0
+        choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, prefill_seconds)
+        plan = NodePlan(growing, forest, choice, awaited, num_tokens, prefill_seconds)
         if awaited:
             plan.note_end_chances(min(most, self._budget.max_nodes))
         return plan
@@ -286,12 +285,12 @@ class Scheduler:
         """As many as fit a round; those left out come first in the next one."""
         chunks = [entry for entry in entries if self.is_apart(entry)]
         others = [entry for entry in entries if not self.is_apart(entry)]
-        others.sort(key=lambda entry: entry.request.rank < self._turn)
+        others.sort(key=lambda entry: entry.request.rank < self._first_rank)
         room, taken = self._limits.max_round_tokens, []
         for entry in others:
             room -= entry.num_extend
             if room < 0:
-                self._turn = entry.request.rank
+                self._first_rank = entry.request.rank
                 break
             taken.append(entry)
         return chunks + taken

@@ -35,7 +35,7 @@ from verify_service.executors.round_buffers import (
     RoundInput,
     RoundOutput,
 )
-from verify_service.features.ports import FeatureExecutor, FeaturePlan
+from verify_service.features.base import FeatureExecutor, FeaturePlan
 
 log = get_logger(__name__)
 

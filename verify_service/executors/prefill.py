@@ -26,9 +26,9 @@ from verify_service.executors.round_buffers import RequestRows
 class Prefill:
     """Computes the KV of prompt tokens; nothing is sampled, since roots are left to decoding.
 
-    What a forward is told is one copy to the device. Small forwards are padded to one of few shapes and read it from
-    memory that stays where it is, so that they can be captured: launching one kernel by kernel takes the host longer
-    than the device takes to run it, and the next round cannot be launched meanwhile.
+    The description of a forward is one copy to the device. Small forwards are padded to one of few shapes and read it
+    from memory that stays where it is, so that they can be captured: launching one kernel by kernel takes the host
+    longer than the device takes to run it, and the next round cannot be launched meanwhile.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Prefill:
         largest = shapes.small[-1] if shapes.small else PromptShape(0, 0)
         self._layout = PromptLayout(largest)
         device = model.device
-        self._told = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+        self._description = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest.tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         """What the last small forward brought."""
         self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body)
@@ -80,7 +80,7 @@ class Prefill:
 
     def capture_next(self, shape: PromptShape, store: FeatureStore) -> None:
         """Capture a forward that stores features there; see GraphPool.capture_next."""
-        # Queued behind forwards that may still read what they were told.
+        # Queued behind forwards that may still read their description.
         self._clear()
         used, self.features = self.features, store
         try:
@@ -113,14 +113,14 @@ class Prefill:
 
     def _clear(self) -> None:
         """Describe a small forward without tokens, whatever its shape."""
-        put(self._layout.describe((), self._rows.spare), self._model.device, into=self._told)
+        put(self._layout.describe((), self._rows.spare), self._model.device, into=self._description)
 
     def _forward(self, chunks: Sequence[PromptChunk]) -> Tensor:
         """Queue a forward. Returns [M, hidden_size], padding included, which the next small forward overwrites."""
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
         device, tables, spare = self._model.device, self._rows.page_tables, self._rows.spare
         if shape in self._shapes.small:
-            put(self._layout.describe(chunks, spare), device, into=self._told)
+            put(self._layout.describe(chunks, spare), device, into=self._description)
             self.graphs.run(shape)
             return self._hidden[: shape.tokens]
         layout = PromptLayout(shape)
@@ -128,8 +128,8 @@ class Prefill:
         return self._compute(layout.batch(put(words, device), shape, tables, self._page_size, layout.lengths(words)))
 
     def _body(self, shape: PromptShape) -> None:
-        """A small forward of what was told last; may be captured."""
-        batch = self._layout.batch(self._told, shape, self._rows.page_tables, self._page_size)
+        """The small forward that was described last; may be captured."""
+        batch = self._layout.batch(self._description, shape, self._rows.page_tables, self._page_size)
         self._hidden[: shape.tokens].copy_(self._compute(batch))
 
     def _compute(self, batch: PagedBatch) -> Tensor:
@@ -152,13 +152,13 @@ class Prefill:
             first += entry.num_extend
 
 
-_TOKENS = (64, 128, 192, 256, 384, 512)
+_GRAPH_TOKENS = (64, 128, 192, 256, 384, 512)
 """Steps that cost a forward of an 8B shape at most about 2 ms of padding, where launching it kernel by kernel takes the
 host 10 ms. Larger forwards take the device longer than the host."""
-_FEW_TOKENS = 128
-_ROWS = (7, 15)
-"""Of forwards up to _FEW_TOKENS, and of others. One below a power of two: attention is a kernel of its own for each of
-those. An empty row may cost an empty tile, and more of them than processors would be in each other's way."""
+_SMALL_TOKENS = 128
+_GRAPH_ROWS = (7, 15)
+"""Of forwards up to _SMALL_TOKENS, and of others. One below a power of two: attention is a kernel of its own for each
+of those. An empty row may cost an empty tile, and more of them than processors would be in each other's way."""
 
 
 class PrefillShapes:
@@ -173,14 +173,14 @@ class PrefillShapes:
         self.fixed = fixed
         self._chunk_size = chunk_size
         self._padded = padded
-        self._rows = sorted({min(rows, max_rows) for rows in (*_ROWS, max_rows)})
+        self._rows = sorted({min(rows, max_rows) for rows in (*_GRAPH_ROWS, max_rows)})
         self.small: list[PromptShape] = []
         """Shapes that are worth a graph, the smallest first; the last one has the most rows, too."""
         if fixed:
-            self.small = [PromptShape(chunk_size, 1)] if chunk_size <= _TOKENS[-1] else []
+            self.small = [PromptShape(chunk_size, 1)] if chunk_size <= _GRAPH_TOKENS[-1] else []
         elif padded:
-            for tokens in width_buckets(_TOKENS, min(chunk_size, _TOKENS[-1])):
-                rows = _ROWS[0] if tokens <= _FEW_TOKENS else _ROWS[1]
+            for tokens in width_buckets(_GRAPH_TOKENS, min(chunk_size, _GRAPH_TOKENS[-1])):
+                rows = _GRAPH_ROWS[0] if tokens <= _SMALL_TOKENS else _GRAPH_ROWS[1]
                 self.small.append(PromptShape(tokens, min(rows, max_rows)))
 
     def fit(self, num_tokens: int, num_rows: int) -> PromptShape:

@@ -16,7 +16,7 @@ from verify_service.engine.round import Entry, Result
 
 log = get_logger(__name__)
 
-_PIECE_NUMBERS = 1 << 23
+_MAX_PIECE_LOGITS = 1 << 23
 """Logits that are in memory at once, 32 MB of them: a chunk times the vocabulary would take gigabytes."""
 
 
@@ -48,7 +48,7 @@ class PromptScores:
 
     @torch.inference_mode()
     def _compute(self, model: CausalLM, hidden: Tensor) -> None:
-        piece = max(1, _PIECE_NUMBERS // self._vocab_size)
+        piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
         ids = put(self._token_ids, hidden.device).long()
         parts = []
         for start in range(0, len(ids), piece):
@@ -80,13 +80,13 @@ class PromptScores:
 
 
 def with_prompt(result: Result, scores: PromptScores) -> Result:
-    """A result with what was told of the prompt beside it; a failure of either is the request's."""
-    told = scores.read()
+    """A result with the prompt's log-probabilities; a failure of either is the request's."""
+    read = scores.read()
     if result.error is not None:
         return result
-    if isinstance(told, OutriderError):
-        return Result(error=told)
-    return replace(result, prompt_logprobs=told)
+    if isinstance(read, OutriderError):
+        return Result(error=read)
+    return replace(result, prompt_logprobs=read)
 
 
 def _describe(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:

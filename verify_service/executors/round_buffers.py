@@ -28,8 +28,8 @@ MAX_EXTEND = 32
 """Committed tokens of one request that a decode round may compute."""
 NUM_COMMITTED = MAX_DEPTH + 1
 """Tokens that a round may commit for one request."""
-_FEW = 4
-"""Tokens that it seldom commits more of."""
+_USUAL_COMMITTED = 4
+"""Tokens of a request that most rounds commit no more than: the others' are read in a second step."""
 
 
 class Bucket(NamedTuple):
@@ -218,9 +218,9 @@ class RoundOutput:
     def read(self, num_rows: int) -> list[list[int]]:
         """Rows [number of tokens, error, tokens ...], once the copy is done; longer than they need be."""
         rows = self._host[self._CLOCK : self._CLOCK + num_rows * self._width].reshape(num_rows, self._width)
-        read: list[list[int]] = rows[:, : 2 + _FEW].tolist()
+        read: list[list[int]] = rows[:, : 2 + _USUAL_COMMITTED].tolist()
         for row, answer in enumerate(read):
-            if answer[0] > _FEW:
+            if answer[0] > _USUAL_COMMITTED:
                 read[row] = rows[row, : 2 + NUM_COMMITTED].tolist()
         return read
 

@@ -18,7 +18,7 @@ from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.features.ports import FeatureExecutor, FeaturePlan
+from verify_service.features.base import FeatureExecutor, FeaturePlan
 
 # A width is measured anew until this much time has gone by.
 _MEASURE_SECONDS = 0.1

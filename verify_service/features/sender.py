@@ -19,9 +19,9 @@ from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES,
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
-from verify_service.features.ports import FeatureExecutor, FeatureLine, FeaturePlan, FeaturePort
+from verify_service.features.base import FeatureConnection, FeatureExecutor, FeatureLine, FeaturePlan
 from verify_service.features.staging import STAGE_BYTES, StagedRows
-from verify_service.speculation.drafts import DraftPort, DraftReplica, Drafts, SpeculativeRequest
+from verify_service.speculation.drafts import DraftConnection, DraftReplica, Drafts, SpeculativeRequest
 
 log = get_logger(__name__)
 
@@ -31,8 +31,8 @@ MAX_STORED_LAYERS = 16
 WINDOW_BYTES = 2 << 20
 """Features that a draft may have been sent without having released them."""
 
-_REST = 4
-"""While requests run, what must be done before features are stored rests that many times as long as it takes."""
+_PAUSE_FACTOR = 4
+"""While requests run, what must be done before features are stored pauses that many times as long as it takes."""
 
 
 class _Piece(NamedTuple):
@@ -74,9 +74,9 @@ class FeatureSender:
         self._wanted = FeaturePlan()
         self._begun: FeaturePlan | None = None
         """What the executor prepares for."""
-        self._began_at = self._next_at = 0.0
+        self._began_at = self._next_work_at = 0.0
         self._num_left = 0
-        self._after: Pending | None = None
+        self._last_round: Pending | None = None
         self._sending: deque[_Sending] = deque()
         self._has_room = False
         """Some draft has released features since the last look at what it misses."""
@@ -104,15 +104,17 @@ class FeatureSender:
             bool(replica.feature_parts) and (replica.line is None or not replica.line.open) for replica in replicas
         )
 
-    def connected(self, port: DraftPort) -> None:
+    def connected(self, connection: DraftConnection) -> None:
         """A session began that `Drafts.connected` knows of."""
-        replica = self._drafts.replicas.get(port)
+        replica = self._drafts.replicas.get(connection)
         layers = replica.terms.feature_layers if replica is not None else ()
         if replica is None or not layers:
             return
-        if self._executor is None or not isinstance(port, FeaturePort):
+        if self._executor is None or not isinstance(connection, FeatureConnection):
             log.warning(
-                "draft %s takes features, which nothing here can store or send; %s", port.address, _without(replica)
+                "draft %s takes features, which nothing here can store or send; %s",
+                connection.address,
+                _without(replica),
             )
             return
         projected = self._may_project(replica)
@@ -122,14 +124,13 @@ class FeatureSender:
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
             wanted = wanted.with_layers(layers)
-        hidden_size, dtype = self._executor.feature_format
-        width = replica.terms.projection_columns if projected else len(layers) * hidden_size
+        width, dtype = self._row_format(self._executor, replica, projected)
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
         if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
             log.error(
                 "draft %s takes layers %s, %d bytes a token, which with those of other drafts is more than %d layers, "
                 "or more than %d bytes; %s",
-                *(port.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(replica)),
+                *(connection.address, layers, row_bytes, MAX_STORED_LAYERS, MAX_FEATURE_BYTES, _without(replica)),
             )
             return
         replica.feature_parts = takes
@@ -141,42 +142,35 @@ class FeatureSender:
         if not self.preparing:
             self._begin(replica)
 
-    def disconnected(self, port: DraftPort) -> None:
+    def disconnected(self, connection: DraftConnection) -> None:
         """A session ended that `Drafts` still knows of."""
-        replica = self._drafts.replicas.get(port)
-        if (
-            replica is not None
-            and replica.line is not None
-            and replica.line.ring is not None
-            and self._executor is not None
-        ):
-            self._executor.take_back_ring(replica.line.ring)
-            replica.line.ring = None
+        replica = self._drafts.replicas.get(connection)
+        if replica is not None and replica.line is not None:
+            self._take_back_ring(replica.line)
 
     def opened(
-        self, port: DraftPort, window: int, uses_ring: bool = False, projection: Projection | None = None
+        self, connection: DraftConnection, window: int, uses_ring: bool = False, projection: Projection | None = None
     ) -> None:
         """The features stream of a session is open; `window` bytes may be under way on it, 0 for any number.
 
         `projection` is the draft's, where it was wanted.
         """
-        replica = self._drafts.replicas.get(port)
+        replica = self._drafts.replicas.get(connection)
         if replica is None or replica.line is None:
             return
         line = replica.line
         line.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
         line.accepted = True
-        if line.ring is not None and not uses_ring and self._executor is not None:
-            self._executor.take_back_ring(line.ring)
-            line.ring = None
+        if not uses_ring:
+            self._take_back_ring(line)
         if projection is not None:
             self._wanted = replace(self._needed(), projection=projection)
         if not self.preparing:
             self._begin(replica)
 
-    def released(self, port: DraftPort, through: int) -> None:
+    def released(self, connection: DraftConnection, through: int) -> None:
         """A draft is done with message `through` and all before it."""
-        replica = self._drafts.replicas.get(port)
+        replica = self._drafts.replicas.get(connection)
         if replica is not None and replica.line is not None:
             replica.line.release(through)
             self._has_room = True
@@ -187,7 +181,7 @@ class FeatureSender:
             return
         if self._begun != self._wanted and not self._prepare(self._executor):
             return
-        if time.monotonic() >= self._next_at:
+        if time.monotonic() >= self._next_work_at:
             self._work_ahead(self._executor)
 
     def refresh(self) -> bool:
@@ -199,7 +193,7 @@ class FeatureSender:
     def collect(self, after: Pending | None) -> None:
         """Have features copied that drafts do not have yet; `after` is the round that computed the last of them."""
         if self._drafts.feature_epoch:
-            self._after = after
+            self._last_round = after
             self._collect()
             if not self._piecewise:
                 self.work()
@@ -213,6 +207,11 @@ class FeatureSender:
         while self._sending and self._ship() and not self._piecewise:
             pass
 
+    def _take_back_ring(self, line: FeatureLine) -> None:
+        if line.ring is not None and self._executor is not None:
+            self._executor.take_back_ring(line.ring)
+            line.ring = None
+
     def _prepare(self, executor: FeatureExecutor) -> bool:
         """Begin to prepare for what is wanted; whether that is possible."""
         try:
@@ -224,7 +223,7 @@ class FeatureSender:
                 self._begin(replica)
             return False
         self._begun = self._wanted
-        self._began_at = self._next_at = time.monotonic()
+        self._began_at = self._next_work_at = time.monotonic()
         return True
 
     def _work_ahead(self, executor: FeatureExecutor) -> None:
@@ -232,7 +231,7 @@ class FeatureSender:
         start = time.monotonic()
         self._num_left = executor.refresh_features()
         end = time.monotonic()
-        self._next_at = end + _REST * (end - start)
+        self._next_work_at = end + _PAUSE_FACTOR * (end - start)
         if self._num_left:
             return
         log.info("the target's features are stored %.1f s after they were asked for", end - self._began_at)
@@ -279,15 +278,21 @@ class FeatureSender:
             replica.line.open = True
 
     def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
-        if replica.line is not None or self._executor is None or not isinstance(replica.port, FeaturePort):
+        if replica.line is not None or self._executor is None or not isinstance(replica.connection, FeatureConnection):
             return
-        hidden_size, dtype = self._executor.feature_format
         layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
-        width = replica.terms.projection_columns if projected else len(layers) * hidden_size
+        width, dtype = self._row_format(self._executor, replica, projected)
         ring = self._executor.lend_ring()
         replica.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
-        told = ring.told if ring is not None else None
-        replica.port.begin_features(FeaturesBegin("", layers, width, dtype, told, projected, wants_projection))
+        described = None if ring is None else ring.description
+        begin = FeaturesBegin("", layers, width, dtype, described, projected, wants_projection)
+        replica.connection.begin_features(begin)
+
+    def _row_format(self, executor: FeatureExecutor, replica: DraftReplica, projected: bool) -> tuple[int, str]:
+        """Values that a draft takes of each position, and their dtype."""
+        hidden_size, dtype = executor.feature_format
+        terms = replica.terms
+        return terms.projection_columns if projected else len(terms.feature_layers) * hidden_size, dtype
 
     def _collect(self) -> None:
         if self._executor is None:
@@ -295,7 +300,7 @@ class FeatureSender:
         for replica in self._drafts.replicas.values():
             while replica.line is not None and replica.line.open and (pieces := self._pieces(replica, replica.line)):
                 slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
-                rows = self._executor.read_features(slots, replica.feature_parts, self._after, replica.line.ring)
+                rows = self._executor.read_features(slots, replica.feature_parts, self._last_round, replica.line.ring)
                 if rows is None:
                     break
                 self._sending.append(_Sending(replica, rows, [self._message(replica.line, piece) for piece in pieces]))
@@ -335,17 +340,17 @@ class FeatureSender:
         return Features(spec.number, piece.start, piece.size, final, memoryview(b""), line.dtype, sequence)
 
     def _ship(self) -> bool:
-        """Send one batch of rows, if it is here and the port has room; whether it was."""
+        """Send one batch of rows, if it is here and the connection has room; whether it was."""
         sending = self._sending[0]
-        port, line = sending.replica.port, sending.replica.line
-        if not sending.rows.done() or not isinstance(port, FeaturePort) or line is None:
+        connection, line = sending.replica.connection, sending.replica.line
+        if not sending.rows.done() or not isinstance(connection, FeatureConnection) or line is None:
             return False
-        alive = self._drafts.replicas.get(port) is sending.replica
-        if alive and not port.has_room:
+        alive = self._drafts.replicas.get(connection) is sending.replica
+        if alive and not connection.has_room:
             return False
         self._sending.popleft()
         if alive:
-            port.send_features(_filled(sending.messages, sending.rows, line.row_bytes))
+            connection.send_features(_filled(sending.messages, sending.rows, line.row_bytes))
         if alive and sending.rows.offset is not None:
             # The draft reads them where they are.
             line.lent.append((sending.messages[-1].sequence, sending.rows))

@@ -182,10 +182,10 @@ ShareMemory = Callable[[int, torch.device], SharedMemory]
 class Ring:
     """A ring as one draft uses it: which of its slots are free. Released messages free them, so no order is needed."""
 
-    def __init__(self, memory: SharedMemory, told: FeatureRing) -> None:
+    def __init__(self, memory: SharedMemory, description: FeatureRing) -> None:
         self.memory = memory
-        self.told = told
-        """What the draft is told of it."""
+        self.description = description
+        """By which the draft maps it."""
         self._free = [_END_BYTES + slot * MAX_FEATURE_BYTES for slot in reversed(range(NUM_SLOTS))]
 
     @property
@@ -233,7 +233,7 @@ class RingPool:
 
     def take_back(self, ring: Ring) -> None:
         """Its draft is gone, or does not use it."""
-        self._idle.append((ring.memory, ring.told))
+        self._idle.append((ring.memory, ring.description))
 
 
 def share_device_memory(num_bytes: int, device: torch.device) -> ExportedMemory:

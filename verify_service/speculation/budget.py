@@ -17,9 +17,9 @@ from verify_service.engine.round import Nodes
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Token counts at which a forward is measured."""
 
-_LEARN = 0.05
-_HYSTERESIS = 1.02
-_SLOPES_EVERY = 16
+_LEARN_RATE = 0.05
+_MIN_WIDTH_CHANGE_GAIN = 1.02
+_ROUNDS_PER_SLOPES = 16
 """Observations; slopes only say where to stop looking for nodes that pay, and on a CPU take over a millisecond."""
 _NO_COUNTS = range(0)
 
@@ -82,10 +82,10 @@ class CostModel:
         width = max(self.width(tokens), 1)
         ratio = min(max(seconds / self.seconds(tokens), 0.5), 2.0)
         near = np.exp(-np.abs(np.log2(self._widths / width)))
-        self._seconds *= ratio ** (_LEARN * (0.5 + 0.5 * near))
+        self._seconds *= ratio ** (_LEARN_RATE * (0.5 + 0.5 * near))
         self._seconds = np.maximum.accumulate(self._seconds)
         self._num_observed += 1
-        self._refresh(with_slopes=not self._num_observed % _SLOPES_EVERY)
+        self._refresh(with_slopes=not self._num_observed % _ROUNDS_PER_SLOPES)
 
     def prepare(self, most_tokens: int) -> None:
         """Work out t up to so many tokens, so that `after` need not."""
@@ -189,7 +189,7 @@ class Budget:
                 break
         if self._fixed:
             best = (0.0, count, expected)
-        elif kept[1] and kept[0] * _HYSTERESIS >= best[0]:
+        elif kept[1] and kept[0] * _MIN_WIDTH_CHANGE_GAIN >= best[0]:
             best = kept
         _, num_nodes, expected = best
         width = self.cost.width(num_tokens + num_nodes) if num_nodes else 0

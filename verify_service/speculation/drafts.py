@@ -29,7 +29,7 @@ from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.health import ReplicaHealth
 
 if TYPE_CHECKING:
-    from verify_service.features.ports import FeatureLine
+    from verify_service.features.base import FeatureLine
 
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
@@ -51,8 +51,8 @@ _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
 
-class DraftPort(Protocol):
-    """A session with one draft service. Methods must not block; `send` is called on the engine's thread alone."""
+class DraftConnection(Protocol):
+    """The connection to one draft service, for one session. Methods must not block."""
 
     address: str
 
@@ -77,7 +77,7 @@ class SpeculativeRequest:
     """By which the replica knows the request; another one each time it is opened."""
     replica: DraftReplica | None = None
     retry_at: float = 0.0
-    refused_by: set[DraftPort] = field(default_factory=set)
+    refused_by: set[DraftConnection] = field(default_factory=set)
     """Sessions whose draft will not take the request, however often it is asked."""
     num_features_sent: int = 0
     """Positions whose features the draft was sent, or that are on their way."""
@@ -96,7 +96,7 @@ class SpeculativeRequest:
 class DraftReplica:
     """A draft service that is connected."""
 
-    port: DraftPort
+    connection: DraftConnection
     health: ReplicaHealth
     calibrator: Calibrator
     """Of this draft's sources; what another draft's scores are worth says nothing about it."""
@@ -136,7 +136,7 @@ class Drafts:
         """
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
-        self.replicas: dict[DraftPort, DraftReplica] = {}
+        self.replicas: dict[DraftConnection, DraftReplica] = {}
         self.feature_epoch = 0
         """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
         self._requests: dict[Request, SpeculativeRequest] = {}
@@ -237,25 +237,25 @@ class Drafts:
         if spec is not None:
             self._detach(spec, tell=True)
 
-    def connected(self, port: DraftPort, terms: Terms | None = None) -> None:
+    def connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
-        calibrator = self._calibrators.setdefault(port.address, Calibrator())
+        calibrator = self._calibrators.setdefault(connection.address, Calibrator())
         health = ReplicaHealth(self._clock, self._wait_mode.turns)
-        self.replicas[port] = DraftReplica(port, health, calibrator, terms or Terms())
+        self.replicas[connection] = DraftReplica(connection, health, calibrator, terms or Terms())
         self._assign_all()
 
-    def disconnected(self, port: DraftPort) -> None:
+    def disconnected(self, connection: DraftConnection) -> None:
         """A session ended, and with it the epochs of its trees."""
-        replica = self.replicas.pop(port, None)
+        replica = self.replicas.pop(connection, None)
         for spec in self._requests.values():
-            spec.refused_by.discard(port)
+            spec.refused_by.discard(connection)
         for spec in list(replica.requests.values()) if replica else []:
             self._detach(spec, tell=False)
             self._assign(spec)
 
-    def receive(self, port: DraftPort, messages: Iterable[DraftMessage], arrived_at: float) -> None:
+    def receive(self, connection: DraftConnection, messages: Iterable[DraftMessage], arrived_at: float) -> None:
         """Take what a draft sent, and when it arrived. Whatever is wrong with it is dropped and counted."""
-        replica = self.replicas.get(port)
+        replica = self.replicas.get(connection)
         if replica is None:
             return
         replica.health.heard()
@@ -272,7 +272,7 @@ class Drafts:
         """Hand all queued messages to their sessions."""
         for replica in list(self.replicas.values()):
             if replica.outbox:
-                replica.port.send(replica.outbox)
+                replica.connection.send(replica.outbox)
                 replica.outbox = []
 
     def learn(self) -> None:
@@ -308,7 +308,7 @@ class Drafts:
             elif now - replica.lost_since > CONFIRM_SECONDS:
                 replica.lost_since = None
                 replica.health.restart()
-                replica.port.reset()
+                replica.connection.reset()
         self._assign_all()
 
     def _assign_all(self) -> None:
@@ -321,8 +321,8 @@ class Drafts:
         if self._clock() >= spec.retry_at:
             fit = [
                 replica
-                for port, replica in self.replicas.items()
-                if replica.health.good and port not in spec.refused_by and self._may_serve(replica, spec.request)
+                for connection, replica in self.replicas.items()
+                if replica.health.good and connection not in spec.refused_by and self._may_serve(replica, spec.request)
             ]
             if fit:
                 self._open(spec, min(fit, key=lambda replica: len(replica.requests)))
@@ -412,7 +412,7 @@ class Drafts:
         if decline.reason is DeclineReason.DRAINING:
             replica.draining = True
         elif not decline.retryable:
-            spec.refused_by.add(replica.port)
+            spec.refused_by.add(replica.connection)
         else:
             told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
             if not told_anew or self._clock() - spec.wait.opened_at < REOPEN_SECONDS:
