@@ -196,7 +196,7 @@ def test_stopping_tells_requests_whose_grammar_is_being_compiled(
 def test_the_cache_of_compiled_grammars_is_bounded_and_worn_ones_are_compiled_anew(
     engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "_MAX_CACHED", 3)
+    monkeypatch.setattr(grammars, "_MAX_CACHED_GRAMMARS", 3)
     for index in range(6):
         finished(ask(engine, Grammar.of_choices(["yes", "ab" * (index + 1)])))
     assert len(engine.grammars._cache) == 3
