@@ -109,7 +109,7 @@ def check(answer: Answer, prompt: list[int], expected: torch.Tensor, num_top: in
 def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
     make: Make, piece: int, target: Target, engines: list[ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_logprobs, "_PIECE_NUMBERS", piece)
+    monkeypatch.setattr(prompt_logprobs, "_MAX_PIECE_LOGITS", piece)
     engine = start(engines, make(target.model))
     prompts = [prompt_of(length, seed=length) for length in (2, 7, 8, 23, 50)]
     # All at once, so that chunks of several share a round with others' decoding.
