@@ -65,11 +65,6 @@ def _check(options: DraftOptions) -> None:
         )
     if options.lockstep and not models:
         raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_MODELS)}")
-    if models == ["NEXTN"]:
-        if not (options.speculative_draft_model_path or options.target_model_path):
-            raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
-    elif models and not options.speculative_draft_model_path:
-        raise ConfigError(f"--speculative-draft-model-path: {models[0]} needs a draft model; name its folder or hub id")
 
 
 _logger = get_logger(__name__)

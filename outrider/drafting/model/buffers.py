@@ -31,8 +31,8 @@ NUM_COPIES = 2
 
 Words = NDArray[np.int32]
 
-_NOTHING_TOLD = np.array([-1, -1, 0, 0], np.int32)
-"""A row that has its root still: see kernels.frontier.reroot_pool."""
+_SAME_ROOT = np.array([-1, -1, 0, 0], np.int32)
+"""A row that keeps its root: see kernels.frontier.reroot_pool."""
 
 
 class _InputLayout:
@@ -70,44 +70,44 @@ class _InputLayout:
         return begin + num_rows * region
 
 
-class _Copies:
-    """Queues copies between host memory and a device, through views that are kept: there are few different ones."""
+class _StagedWords:
+    """int32 words on a device, and NUM_COPIES times in host memory from or to which they are copied."""
 
-    def __init__(self, hosts: list[Tensor], device: Tensor) -> None:
-        self._hosts = hosts
-        self._device = device
-        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    def __init__(self, size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
+        self.host: list[Words] = [memory.numpy() for memory in self._pinned]
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # kept: there are few different ones
 
     def to_device(self, copy: int, end: int) -> None:
-        """Queue one of the first words, `end` of them."""
+        """Queue a copy of the first words, `end` of them."""
         there, here = self._find(copy, 0, end)
         there.copy_(here, non_blocking=True)
 
     def to_host(self, copy: int, begin: int, end: int) -> None:
-        """Queue one of these words."""
+        """Queue a copy of these words."""
         there, here = self._find(copy, begin, end)
         here.copy_(there, non_blocking=True)
 
     def _find(self, copy: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
         found = self._views.get((copy, begin, end))
         if found is None:
-            found = (self._device[begin:end], self._hosts[copy][begin:end])
+            found = (self.device[begin:end], self._pinned[copy][begin:end])
             self._views[copy, begin, end] = found
         return found
 
 
 class BurstInput:
-    """A burst's description, in host memory twice and on the device once."""
+    """A burst as the device is told of it: header, seeds and rows."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
         self._layout = layout = _InputLayout(shape)
-        pinned = device.type == "cuda"
-        self._pinned = [torch.zeros(layout.size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
-        self._device = torch.zeros(layout.size, dtype=torch.int32, device=device)
-        self._copies = _Copies(self._pinned, self._device)
-        self._host = [layout.views(memory.numpy()) for memory in self._pinned]
-        views = {name: self._device[begin:end].view(size) for name, (begin, end, size) in layout.fields.items()}
+        self._words = _StagedWords(layout.size, device)
+        self._host = [layout.views(words) for words in self._words.host]
+        fields = layout.fields.items()
+        views = {name: self._words.device[begin:end].view(size) for name, (begin, end, size) in fields}
         self.header: Tensor = views.pop("header")
         """On the device, as everything that follows; see kernels.frontier."""
         self.seeds: Tensor = views.pop("seeds")
@@ -139,33 +139,28 @@ class BurstInput:
 
     def to_device(self, copy: int, num_rows: int) -> None:
         """Queue the copy of a description with so many rows."""
-        self._copies.to_device(copy, self._layout.used(num_rows))
+        self._words.to_device(copy, self._layout.used(num_rows))
 
 
 class RerootInput:
-    """What a burst that goes on is told, in host memory twice and on the device once: further seeds, then its rows."""
+    """What a burst that goes on is told: further seeds, then its rows."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._line = REROOT_WORDS + shape.region
         self._num_seeds = shape.max_width
         self._begin = SEED_HEADER_WORDS + NUM_FIELDS * shape.max_width
-        size = self._begin + shape.num_rows * self._line
-        pinned = device.type == "cuda"
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
-        self._host: list[Words] = [memory.numpy() for memory in self._pinned]
         self._turn = 0
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copies = _Copies(self._pinned, self._device)
+        self._words = _StagedWords(self._begin + shape.num_rows * self._line, device)
         self.rows(shape.num_rows)[:, : NEW_ROOT_SLOT + 1] = -1
 
     @property
     def seeds(self) -> Tensor:
         """On the device, the further seeds; see kernels.frontier.add_seeds."""
-        return self._device[: self._begin]
+        return self._words.device[: self._begin]
 
     def rows(self, count: int) -> Tensor:
         """On the device, what the first rows are told; see kernels.frontier.reroot_pool."""
-        return self._device[self._begin : self._end(count)].view(count, self._line)
+        return self._words.device[self._begin : self._end(count)].view(count, self._line)
 
     def to_device(self, reroots: Reroots, count: int) -> None:
         """Queue the copy of what the first `count` rows are told. Two of them may be pending.
@@ -173,18 +168,18 @@ class RerootInput:
         Raises ValueError for more seeds than fit a step.
         """
         end = self._end(count)
-        words = self._host[self._turn]
+        words = self._words.host[self._turn]
         self._fill_seeds(words, reroots)
-        told = words[self._begin : end].reshape(count, self._line)
-        told[:, :REROOT_WORDS] = _NOTHING_TOLD
+        lines = words[self._begin : end].reshape(count, self._line)
+        lines[:, :REROOT_WORDS] = _SAME_ROOT
         rows, indices, roots = reroots.rows.tolist(), reroots.indices.tolist(), reroots.slots.tolist()
         shifts = reroots.shifts.view(np.int32).tolist()
         for row, index, root, shift, free in zip(rows, indices, roots, shifts, reroots.free, strict=True):
-            line = told[row]
+            line = lines[row]
             line[NEW_ROOT], line[NEW_ROOT_SLOT] = index, NOT_HERE if index < 0 and root < 0 else root
             line[SHIFT], line[NUM_NEW_SLOTS] = shift, len(free)
             line[REROOT_WORDS : REROOT_WORDS + len(free)] = free
-        self._copies.to_device(self._turn, end)
+        self._words.to_device(self._turn, end)
         self._turn = (self._turn + 1) % NUM_COPIES
 
     def _fill_seeds(self, words: Words, reroots: Reroots) -> None:
@@ -220,31 +215,27 @@ def _fill_rows(host: dict[str, Words], rows: RowStates, spare_row: int) -> None:
 
 
 class BurstOutput:
-    """Results of a burst's steps, on the device once and in host memory twice."""
+    """Results of a burst's steps."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
         size = shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching)
-        pinned = device.type == "cuda"
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
-        self._words: list[Words] = [memory.numpy() for memory in self._pinned]
-        self._copies = _Copies(self._pinned, self._device)
+        self._words = _StagedWords(size, device)
 
     def steps(self, bucket: StepBucket) -> Tensor:
         """On the device, [max_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
-        return self._device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
+        return self._words.device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
 
     def to_host(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
         line = bucket.num_words
-        self._copies.to_host(copy, first_step * line, (first_step + num_steps) * line)
+        self._words.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
     def host_steps(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> Words:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
-        return self._words[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
+        return self._words.host[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)
 
     def read(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> BurstResult:
         """What a copy holds of some steps, in memory of its own."""

@@ -67,14 +67,14 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     shape = _shape(options, model, on_gpu)
     chunk = GPU_CHUNK if on_gpu else CPU_CHUNK
     use_graphs = not options.disable_cuda_graph
-    told = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
+    runner_options = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
     if not on_gpu:
         shape = replace(shape, num_pages=_num_pages(options, shape, _cpu_tokens(model)))
-        return TorchRunner(model, shape, TorchAttention(), told)
+        return TorchRunner(model, shape, TorchAttention(), runner_options)
     with torch.cuda.device(model.device):
         shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
         try:
-            runner = CudaRunner(model, shape, TritonAttention(), told)
+            runner = CudaRunner(model, shape, TritonAttention(), runner_options)
             with ConsoleProgress() as progress:
                 runner.capture(lambda done, total: progress("capturing draft steps", done, total))
         except torch.OutOfMemoryError as error:

@@ -29,11 +29,11 @@ from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
 
 _FEATURES = (1, 3, 17, 48, 100)
-"""Features of so many positions that come together; products of others are the same kernels."""
+"""Positions whose features come together, one for each kernel that products with them have."""
 
 
 class CudaRunner(BurstRunner):
-    """See BurstRunner; lengths and trees are read from device memory."""
+    """See BurstRunner. A step is one captured graph, which reads lengths and trees from device memory."""
 
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
@@ -46,7 +46,7 @@ class CudaRunner(BurstRunner):
         size = shape.max_width * shape.most_branching
         self._tokens = torch.zeros(size, dtype=torch.int32, device=device)
         self._scores = torch.zeros(size, dtype=torch.float32, device=device)
-        self._reported = RerootInput(shape, device)
+        self._reroot_input = RerootInput(shape, device)
         self._contexts = ContextForward(model, self.memory, shape, attention, options.chunk_size)
         self._steps: dict[StepBucket, StepTokens] = {}
         self.graphs = GraphPool[StepBucket]("draft steps", self._step)
@@ -66,15 +66,14 @@ class CudaRunner(BurstRunner):
         if self.options.use_graphs:
             self.graphs.capture(self.buckets.all(), True, progress)
             self._begins.capture(self.buckets.sizes(), False)
-            # What a shape's steps have left in the pool names rows that there are not where another shape reads it.
+            # Steps of one shape leave entries in the pool that name no row of another shape.
             self._input.clear()
             self._entries.view(torch.float32).fill_(-math.inf)
             self._reroots.capture(self.buckets.sizes(), False)
             self._contexts.capture()
 
     def _warm_up(self) -> None:
-        """Run once, without effect, all that is launched outside of graphs: a kernel that is compiled while requests
-        wait costs a third of a second."""
+        """Run what is launched outside of graphs once, without effect: compiling a kernel takes a third of a second."""
         if not self.options.use_graphs:
             self._contexts.warm_up()
         self._warm_up_features()
@@ -85,7 +84,7 @@ class CudaRunner(BurstRunner):
             self._reroot(bucket)
 
     def _warm_up_features(self) -> None:
-        """Project features as they may come, and join some."""
+        """Project features of several counts, and join some."""
         model, store = self._model, self.memory.features
         if store is None:
             return
@@ -131,7 +130,7 @@ class CudaRunner(BurstRunner):
         more.ran = True
         if reroots is not None:
             self.memory.take_features(reroots.features)
-            self._reported.to_device(reroots, more.bucket.rows)
+            self._reroot_input.to_device(reroots, more.bucket.rows)
             self._reroots.run(more.bucket.sizes)
         for _ in range(num_steps):
             self.graphs.run(more.bucket)
@@ -163,18 +162,18 @@ class CudaRunner(BurstRunner):
         self._output.to_host(pending.copy, bucket, burst.num_steps)
 
     def _begin(self, bucket: StepBucket) -> None:
-        """What precedes a burst's steps on the device; may be captured."""
+        """Write rows and seeds of a burst into the pool; may be captured."""
         rows = self._input.rows.head(bucket.rows)
         begin_burst(self._input.header, self._input.seeds, self._pool(bucket), rows, self.memory.plan)
 
     def _reroot(self, bucket: StepBucket) -> None:
-        """What precedes the steps of a part that is told of commits; may be captured."""
-        rows, told, pool = self._input.rows.head(bucket.rows), self._reported.rows(bucket.rows), self._pool(bucket)
-        reroot_pool(self._input.header, pool, rows, self.memory.plan, told, bucket.num_candidates)
-        add_seeds(pool, self._reported.seeds)
+        """Apply commits, new slots and further seeds to the pool; may be captured."""
+        rows, words, pool = self._input.rows.head(bucket.rows), self._reroot_input.rows(bucket.rows), self._pool(bucket)
+        reroot_pool(self._input.header, pool, rows, self.memory.plan, words, bucket.num_candidates)
+        add_seeds(pool, self._reroot_input.seeds)
 
     def _step(self, bucket: StepBucket) -> None:
-        """The whole of a step on the device; may be captured."""
+        """A step: choose nodes, run them, append their candidates to the pool; may be captured."""
         header, pool, step = self._input.header, self._pool(bucket), self._step_tokens(bucket)
         rows = self._input.rows.head(bucket.rows)
         choose_entries(header, pool, rows, step, bucket.branching)
@@ -236,13 +235,16 @@ class CudaRunner(BurstRunner):
 
 _CONTEXT_TOKENS = (32, 128, 512)
 _CONTEXT_ROWS = (7, 127)
-"""One below a power of two: attention is a kernel of its own for each of those."""
+"""Shapes of captured forwards. Rows are one below a power of two: attention has a kernel for each power."""
 _PROMPTS = (1, 3, 17, 48, 100)
-"""Prompt tokens whose products and attention are kernels of their own."""
+"""Prompt tokens, one for each kernel that products and attention have."""
 
 
 class ContextForward:
-    """Runs context tokens of several rows, padded to a shape that was captured if there is one."""
+    """Forwards of context tokens of several rows, as a captured graph where they are few, which prompts mostly are.
+
+    Kernel by kernel a forward takes the host many times what it takes the device, and no tree grows meanwhile.
+    """
 
     def __init__(
         self, model: DraftModel, memory: DeviceMemory, shape: BurstShape, attention: AttentionBackend, chunk_size: int
@@ -258,7 +260,7 @@ class ContextForward:
         self._captured = False
         largest = PromptShape(self._tokens[-1], _CONTEXT_ROWS[-1])
         self._layout = PromptLayout(largest)
-        self._reported = torch.zeros(self._layout.size, dtype=torch.int32, device=model.device)
+        self._words = torch.zeros(self._layout.size, dtype=torch.int32, device=model.device)
         self._features: Tensor | None = None
         if shape.feature_size:
             size = (largest.tokens, shape.feature_size)
@@ -271,16 +273,15 @@ class ContextForward:
         return self._graphs.num_bytes
 
     def warm_up(self) -> None:
-        """Run forwards of all kinds once, without effect: a kernel that is compiled while requests wait costs a third
-        of a second."""
+        """Run forwards of all kinds once, without effect, so that all kernels are compiled."""
         for count in sorted({min(self._most, count) for count in _PROMPTS} | {self._most}):
             self._warm_up([count])
         for rows in _CONTEXT_ROWS:
             self._warm_up([1] * min(rows, self._spare))
 
     def capture(self) -> None:
-        """Capture forwards, and leave nothing to be compiled for those that are too large."""
-        self._tell(())
+        """Capture forwards, and compile the kernels of those that are too large for that."""
+        self._describe(())
         self._graphs.capture([PromptShape(*shape) for shape in product(self._tokens[::-1], _CONTEXT_ROWS[::-1])], False)
         self._captured = True
         if self._most > self._tokens[-1]:
@@ -288,16 +289,16 @@ class ContextForward:
 
     def run(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
         """Queue a forward of `chunks`, each of another row; `features` [tokens, feature_size] for a model of them."""
-        told = [
+        prompts = [
             PromptChunk(row, tokens, start, self._memory.context_slots(row, start, start + len(tokens)))
             for row, tokens, start in chunks
         ]
-        num_tokens = sum(len(chunk.slots) for chunk in told)
-        shape = self._fit(num_tokens, len(told))
+        num_tokens = sum(len(chunk.slots) for chunk in prompts)
+        shape = self._fit(num_tokens, len(prompts))
         if shape is None:
-            self._run_alone(told, num_tokens, features)
+            self._run_alone(prompts, num_tokens, features)
             return
-        self._tell(told)
+        self._describe(prompts)
         if self._features is not None and features is not None:
             self._features[:num_tokens].copy_(features)
         self._graphs.run(shape)
@@ -307,21 +308,21 @@ class ContextForward:
             return None
         return PromptShape(self._tokens[bisect_left(self._tokens, num_tokens)], _padded(num_rows))
 
-    def _tell(self, chunks: Sequence[PromptChunk]) -> None:
-        put(self._layout.describe(chunks, self._spare), self._model.device, into=self._reported)
+    def _describe(self, chunks: Sequence[PromptChunk]) -> None:
+        put(self._layout.describe(chunks, self._spare), self._model.device, into=self._words)
 
     def _run(self, shape: PromptShape) -> None:
-        """A forward of what was told last; may be captured."""
+        """A forward of what was described last; may be captured."""
         features = None if self._features is None else self._features[: shape.tokens]
-        self._compute(self._layout, self._reported, shape, features)
+        self._compute(self._layout, self._words, shape, features)
 
     def _run_alone(self, chunks: Sequence[PromptChunk], num_tokens: int, features: Tensor | None) -> None:
         shape = PromptShape(num_tokens, _padded(len(chunks)))
         layout = PromptLayout(shape)
         self._compute(layout, put(layout.describe(chunks, self._spare), self._model.device), shape, features)
 
-    def _compute(self, layout: PromptLayout, told: Tensor, shape: PromptShape, features: Tensor | None) -> None:
-        batch = layout.batch(told, shape, self._memory.plan.page_tables, self._page_size)
+    def _compute(self, layout: PromptLayout, words: Tensor, shape: PromptShape, features: Tensor | None) -> None:
+        batch = layout.batch(words, shape, self._memory.plan.page_tables, self._page_size)
         self._model.forward(batch, features, self._memory.kv, self._attention)
 
     def _warm_up(self, counts: Sequence[int]) -> None:
@@ -333,7 +334,7 @@ class ContextForward:
 
 
 def _padded(num_rows: int) -> int:
-    """Rows that a forward of so many has with the missing ones, which are empty."""
+    """Rows of a forward with so many, empty ones included."""
     return _CONTEXT_ROWS[bisect_left(_CONTEXT_ROWS, num_rows)] if num_rows <= _CONTEXT_ROWS[-1] else num_rows
 
 

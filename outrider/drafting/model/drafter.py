@@ -21,26 +21,26 @@ _STEADY_STEPS = 2
 _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
 _FIRST_STEPS = 2
-"""The same where a burst goes on: verify has what they brought while the device is at the next ones."""
+"""Steps of the first part after a miss where a burst goes on: verify gets its nodes while the device runs the next."""
 MOST_STEPS = 64
-"""Steps of a burst with those by which it goes on, past commits, too: many rounds of a large target, since the device
-has nothing to do between two bursts."""
+"""Steps of all parts of a burst: many rounds of a large target, since the device is idle between two bursts."""
 BRANCHING, LONE_BRANCHING = 8, 16
 """Candidates of a node on a GPU, of several requests and of a lone one. More of them hold the target's token more
 often, and take the host time for each."""
 _FEW_ROWS = 4
+"""Requests of a burst at most whose parts may be a single step."""
 PART_SECONDS = 0.0004
-"""What the host has to do for a part takes about so long, as long as nothing is known of it."""
+"""The host's time for a part before any was measured."""
 _MOST_PART_STEPS = 2
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
 _TURN_WIDTH = 4
 _TURN_LEAST = 0.2
-"""Of the nodes of a step, the sum of the chances that they are committed, below which verify has waited long enough: a
-step takes about a twentieth of a round on a CPU, and brings about half of that sum."""
+"""Sum of the chances of the nodes of a step below which verify has waited long enough: a step takes about a twentieth
+of a round on a CPU, and brings about half of that sum in accepted tokens."""
 _GPU_REGION = 256
-"""Regions from here on are a GPU's: prompt chunks are larger there."""
+"""Least region, in tree slots, of a runner on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class GrowthOptions:
     lockstep_steps: int = 0
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
     withholds: bool = False
-    """Whether verify is told nothing until such a tree is complete."""
+    """Whether nothing is sent to verify until such a tree is complete."""
     least_chance: float = 0.0
     """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH

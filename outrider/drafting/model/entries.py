@@ -19,21 +19,21 @@ DEAD = -np.inf
 
 
 class Entries:
-    """A row an entry, of whatever tree; parents come before their children. Dead ones stay until `compact`.
+    """Candidates and nodes of all trees, one index each; parents before children. Dead entries stay until `compact`.
 
     Attributes:
-        count: rows in use; only these count in the arrays.
-        num_dead: those of them that are dead.
-        columns: int32 [3, capacity], what the next three are views of.
+        count: entries in use, the first ones of each array.
+        num_dead: how many of them are dead.
+        columns: int32 [3, capacity], of which the next three are views.
         rows: int32, the runner's row of its request.
         tokens, positions: int32, the token and its position in the sequence.
         parents: intp, entry of its parent; -1 for a root.
         edges: float32, natural-log chance of the token after its parent.
-        scores: float64, that of the path from the root, at most 0; DEAD. One more, DEAD for ever, is entry -1's.
-        ranks: float64, the same where the entry may be run next: its parent was, and it was not. -inf elsewhere.
+        scores: float64 [capacity + 1], path score from the root, at most 0, or DEAD; that of entry -1 is always DEAD.
+        ranks: float64, the path score where the entry may be run next: its parent was run, and it was not. Else -inf.
         slots: int32, tree slot of its KV; -1 if it was not run.
         nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if a grammar keeps it out.
-        parental: bool, whether entries may hang below it though it was not run; they may below all that were.
+        may_have_children: bool, whether entries may hang below it though it was not run.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,9 +63,9 @@ class Entries:
         edges: NDArray[np.float32],
         bounds: Sequence[tuple[int, int]],
     ) -> None:
-        """Add candidates below entries that were run. Those within bounds have parents before them.
+        """Add candidates below entries that were run; below dead ones they are dead, see `count_dead`.
 
-        Below dead ones they are dead; see `count_dead`.
+        `bounds`: slices of the candidates; parents of a slice are entries from before or of the slices before it.
         """
         first = self.count
         self.count = end = first + len(parents)
@@ -110,18 +110,18 @@ class Entries:
         return entry
 
     def kill(self, entries: Ints) -> None:
-        """Take entries, and with them all below, out of their trees."""
+        """Entries leave their trees. All below them must be given, too."""
         self.num_dead += int(np.count_nonzero(self.scores[entries] > DEAD))
         self.scores[entries] = DEAD
         self.ranks[entries] = DEAD
 
     def count_dead(self, first: int) -> None:
-        """Entries from this one on are new, and some may be dead already."""
+        """Count dead entries among the new ones, which begin at `first`."""
         alive = self.scores[first : self.count] > DEAD
         self.num_dead += len(alive) - int(np.count_nonzero(alive))
 
     def compact(self) -> Ints:
-        """Drop dead entries; returns where each entry went, [count before + 1], -1 for gone, and for the last one."""
+        """Drop dead entries; returns new indices [count before + 1], -1 for dropped entries and for the last."""
         count = self.count
         kept = np.flatnonzero(self.scores[:count] > DEAD)
         places = np.full(count + 1, -1, np.intp)
@@ -132,7 +132,7 @@ class Entries:
         self.columns[:, :end] = self.columns[:, kept]
         for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.may_have_children):
             column[:end] = column[kept]
-        # Rows that are not in use have these as new entries do.
+        # Unused indices keep the values of new entries.
         self.slots[end:count] = -1
         self.nodes[end:count] = -1
         self.may_have_children[end:count] = False
@@ -141,16 +141,16 @@ class Entries:
 
 @dataclass(slots=True)
 class BurstCollector:
-    """The entries that a burst's pool indices stand for. Holds until entries get other numbers."""
+    """The entries that the pool indices of a burst stand for, as long as entries keep their numbers."""
 
     seeds: Ints
-    """[N] entry of each seed; -1 for one that is no entry, whose candidates are dropped."""
+    """[N] entry of each seed; -1 for an uncached token, whose candidates are dropped."""
     row: int = -1
-    """That of all entries, if there is but one."""
+    """The row of all entries, if there is only one."""
     num_indices: int = 0
-    """Pool indices that there may be, if that is known."""
+    """Pool indices that there may be; 0 if that is not known."""
     num_context_seeds: int = 0
-    """Seeds that are no entries and were not run yet."""
+    """Uncached tokens among the seeds that were not run yet."""
     _places: Ints = field(default_factory=lambda: np.empty(0, np.intp))
     _parts: list[tuple[int, int, Ints]] = field(default_factory=list)  # see `add_part`
 
@@ -158,9 +158,9 @@ class BurstCollector:
         self.num_context_seeds = int(np.count_nonzero(self.seeds < 0))
 
     def places(self, end: int) -> Ints:
-        """[end + 1 or more] entry of each pool index below `end`, to be written to; -1 for none. The last is nobody's.
+        """[end + 1 or more] entry of each pool index below `end`, -1 for none; kept, and may be written to.
 
-        What was written before is there again.
+        The last one stands for no index.
         """
         held = self._places
         if len(held) <= end:
@@ -172,19 +172,19 @@ class BurstCollector:
         return held
 
     def add(self, entries: Ints) -> None:
-        """Further seeds follow those that there are."""
+        """Append further seeds."""
         first, self.seeds = len(self.seeds), np.concatenate([self.seeds, entries])
         self.num_context_seeds += int(np.count_nonzero(entries < 0))
         if len(self._places):
             self._places[first : len(self.seeds)] = entries
 
     def add_part(self, start: int, first: int, kept: Ints) -> None:
-        """A part brought entries `start`, `start` + 1, ..., whose pool indices are `first` more than `kept`."""
+        """A part brought entries `start`, `start` + 1, ...; their pool indices are `first` + `kept`."""
         self._places[first:][kept] = np.arange(start, start + len(kept))
         self._parts.append((start, first, kept))
 
     def index_of(self, entry: int) -> int:
-        """Pool index of an entry, the newest if it is a seed again; -1 for one that is not in the pool."""
+        """Pool index of an entry, the newest if it was a seed more than once; -1 if it is not in the pool."""
         found = (self.seeds == entry).nonzero()[0]
         if len(found):
             return int(found[-1])

@@ -94,11 +94,11 @@ def map_ring(ring: FeatureRing, mapper: MemoryMapper) -> RingReader | None:
 
 
 Read = Callable[[int, int], object]
-"""Bytes in a ring: offset and size to a copy of them, as bytes or as a tensor of bytes."""
+"""Reads a ring: offset and size to a copy, as bytes or as a tensor of bytes."""
 
 
 class JoinedRows:
-    """Features of several pieces, one behind the other, and what runners made of them."""
+    """Rows of several pieces, one behind the other, and what runners made of them."""
 
     def __init__(self, rows: object, count: int) -> None:
         self.rows = rows
@@ -117,7 +117,7 @@ class JoinedRows:
 
 @dataclass(frozen=True, slots=True)
 class PartOfRows:
-    """In place of `Features.rows`: positions of a message that others share. What came in it is in `data`, too."""
+    """In place of `Features.rows`: some positions of rows that pieces share."""
 
     joined: JoinedRows
     start: int
@@ -125,9 +125,9 @@ class PartOfRows:
 
 
 def with_rows(pieces: Sequence[Features], row_bytes: int, read: Read | None) -> list[Features]:
-    """Pieces of a message with their rows: those that lie behind each other are read at once and stay together.
+    """Pieces of a message with their rows; rows that follow each other are read, and later projected, at once.
 
-    `row_bytes`: of one position. `read` where there is a ring. Raises what it raises.
+    `row_bytes`: of one position. `read` where there is a ring; raises what it raises.
     """
     filled: list[Features] = []
     for run in _runs(pieces, row_bytes):
@@ -152,7 +152,7 @@ def with_rows(pieces: Sequence[Features], row_bytes: int, read: Read | None) -> 
 
 
 def _runs(pieces: Sequence[Features], row_bytes: int) -> list[list[Features]]:
-    """Pieces that follow each other in the ring, or are all in the message."""
+    """Groups of pieces that follow each other in the ring, or are all in the message."""
     runs: list[list[Features]] = []
     end: int | None = None  # in the ring
     for piece in pieces:
@@ -167,14 +167,13 @@ Join = Callable[[Sequence[Any]], Any]
 """Makes one of parts [N, feature_size] that follow each other; see BurstRunner.join."""
 
 _SMALL = 16
-"""Rows of a part that should be joined with others, and how many such parts in a row are."""
+"""Rows below which a part is small, and how many small parts in succession are joined."""
 
 
 class PendingFeatures:
-    """Parts [N, feature_size] by the position of their first row, in order and without overlap.
+    """Features of a request that came and were not used yet: parts [N, feature_size] in order, without overlap.
 
-    What is needed are the features of the positions just before those tokens that are no context yet. A part may be a
-    view of what came for many requests at once; where many small ones wait they are joined, which lets go of the rest.
+    A part may be a view of rows that came for many requests at once; many small parts are joined, which frees the rest.
     """
 
     def __init__(self, join: Join) -> None:
@@ -182,7 +181,7 @@ class PendingFeatures:
         self._parts: list[tuple[int, int, Any]] = []  # start, end, values
 
     def add(self, start: int, count: int, values: object, since: int) -> None:
-        """Keep features of positions `start`, ...; those before position `since`, and those that are here, go."""
+        """Keep features of positions `start`, ...; those before position `since` are dropped, held ones replaced."""
         start, end, values = self._cut(start, start + count, values, since)
         if end > start and (not self._parts or self._parts[-1][1] <= start):
             self._parts.append((start, end, values))
@@ -210,7 +209,7 @@ class PendingFeatures:
         return end
 
     def cut(self, start: int, end: int) -> Iterator[tuple[int, int, object]]:
-        """First position, one past the last, and values of the parts that cover `start` to `end`, which are here."""
+        """First position, one past the last, and values of the parts that cover `start` to before `end`."""
         for first, past, values in self._parts:
             low, high = max(first, start), min(past, end)
             if low < high:
@@ -222,7 +221,7 @@ class PendingFeatures:
             del self._parts[0]
 
     def _join_small(self) -> None:
-        """Make one of the last parts, if they are many, small, and follow each other."""
+        """Join the last parts if they are many, small, and follow each other."""
         first = len(self._parts)
         begin = self._parts[-1][1]
         while first and self._parts[first - 1][1] == begin and begin - self._parts[first - 1][0] < _SMALL:

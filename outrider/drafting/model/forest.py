@@ -1,4 +1,4 @@
-"""The trees of all requests of a draft model: which nodes to run next, and what a burst brought."""
+"""The trees of all requests of a draft model: which nodes to run next, results of bursts, and re-rooting."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outrider.drafting.model.kv import TreeSlots
 from outrider.tree.author import TreeAuthor
 
 _NO_FLOOR = -1e9
-"""Above DEAD, so that no dead entry is worth anything."""
+"""Least floor of path scores; above DEAD."""
 _ROUNDING = 1e-3
-"""More than path scores in float32 are wrong by."""
+"""Bound of the error of path scores in float32."""
 _MAX_DEAD = 512
-"""Dead entries that cost less than dropping them."""
+"""Dead entries that are kept however few others there are."""
 
 Int32s = NDArray[np.int32]
 
@@ -34,7 +34,7 @@ def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
 
 
 class DraftForest:
-    """Entries of all trees and the slots of their regions. One row a request; every open row has a root entry.
+    """Entries of all trees and their tree slots. One row a request; every open row has a root entry.
 
     Path scores count from the row's root. An entry that was run has a slot, and so have its ancestors up to the root.
 
@@ -44,7 +44,7 @@ class DraftForest:
         num_run: intp [R], entries that were run, the root included.
         quotas: intp [R], entries that may be run; 0 while the tree is not to grow.
         last_positions: int32 [R], position of the deepest node that may be run.
-        shifts: float64 [R], path scores that roots took along since the burst under way was told of them, added up.
+        shifts: float64 [R], path score of the root from the root that the burst under way was last told of.
     """
 
     def __init__(self, shape: BurstShape, floor: float, max_entries: int) -> None:
@@ -53,8 +53,8 @@ class DraftForest:
         self.entries = Entries(max_entries)
         self.slots = TreeSlots(rows, shape.region)
         self.floor = max(floor, _NO_FLOOR)
-        # What is hopeless from this root may be worth it from the next one, below a node that is likely by then.
-        # The device, which shifts scores in float32, may run a child of a new root whose edge is just below.
+        # Entries below the floor are kept, for they may pass it once the root has moved; not if their edge alone is
+        # below it. The device shifts scores in float32, so it may run a child whose edge is just below.
         self._least_edge = self.floor - _ROUNDING
         self.roots = np.full(rows, -1, np.intp)
         self.root_positions = np.zeros(rows, np.int32)
@@ -65,10 +65,10 @@ class DraftForest:
         self.open: set[int] = set()
         """Rows that have a tree."""
         self.has_foreign_nodes = False
-        """Whether what a burst brings may be there already: others append to the trees."""
+        """Whether other growers append to the trees, so that candidates of a burst may be entries already."""
 
     def set_root(self, row: int, token: int, position: int, node: int) -> None:
-        """A tree begins with its root, node `node` of the author; the row has no other. No burst may be pending."""
+        """A tree begins with its root, which is node `node` of the author. No burst may be pending."""
         self.set_roots(np.array([row]), [token], np.array([position]), [node])
 
     def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
@@ -79,7 +79,7 @@ class DraftForest:
         self.root_positions[rows] = positions
 
     def close(self, row: int) -> None:
-        """A tree is gone."""
+        """Drop a tree."""
         entries = self.entries
         entries.kill(np.flatnonzero(entries.rows[: entries.count] == row))
         self.slots.reset(row)
@@ -91,7 +91,7 @@ class DraftForest:
     def choose(self, limit: int, *, beyond: bool = False) -> Ints:
         """The best entries that may be run next, at most `limit`, the best first.
 
-        `beyond`: those, too, that will be worth it only once there is a new root, or may be run only then.
+        `beyond`: also entries below the floor or beyond a quota, which a commit may make worth running.
         """
         entries, ranks = self.entries, self.entries.ranks[: self.entries.count]
         found = (ranks > DEAD if beyond else ranks >= self.floor).nonzero()[0]
@@ -127,7 +127,7 @@ class DraftForest:
         return best
 
     def merge(self, collector: BurstCollector, result: BurstResult) -> None:
-        """Take in what a burst brought, or the next part of it; there must be room for all of it."""
+        """Take in the result of a burst or of its next part; there must be room for all of it."""
         entries, first, start = self.entries, result.first, self.entries.count
         num_steps, width, branching = result.tokens.shape
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
@@ -178,7 +178,7 @@ class DraftForest:
             known[node_id] = entry
 
     def make_room(self, count: int) -> bool:
-        """Have room for so many entries: dead ones go, then the least promising; False if that does not do."""
+        """Make room for so many entries: drop dead ones, then the least promising; False if that is not enough."""
         if self.entries.room >= count:
             return True
         self._compact()
@@ -189,17 +189,17 @@ class DraftForest:
         return self.entries.room >= count
 
     def tidy(self) -> None:
-        """Drop dead entries when they are many. No burst may be pending."""
+        """Drop dead entries if there are many. No burst may be pending."""
         if self.entries.num_dead > _MAX_DEAD + self.entries.count // 2:
             self._compact()
 
     def _find_known(
         self, result: BurstResult, picked: Int32s, tokens: Int32s, keep: NDArray[np.bool_], places: Ints
     ) -> None:
-        """Candidates that were there before the burst: they are no new entries, but may be run by it."""
+        """Map candidates that were entries before the burst to those, and clear them in `keep`."""
         entries, count, branching = self.entries, self.entries.count, result.tokens.shape[2]
         asked = np.zeros(len(picked), np.bool_)
-        while True:  # once for each level of a tree that was there
+        while True:  # once for each level of the tree as it was
             above = places[picked]
             more = ((above >= 0) & (entries.may_have_children[above] | (entries.slots[above] >= 0)) & ~asked).nonzero()[
                 0
@@ -225,9 +225,9 @@ class DraftForest:
             places[offered + result.first] = matches
 
     def _ran(self, nodes: Ints, slots: Int32s, count: int, row: int = -1) -> None:
-        """These entries were run in these slots, -1 for none, and brought those from `count` on (BurstCollector.row).
+        """Entries were run in these slots, and brought the entries from `count` on. Slots of dead ones are freed.
 
-        Of those that are dead by now the slots are free.
+        `nodes` are -1 where nothing was run. `row`: see BurstCollector.
         """
         entries = self.entries
         alive = entries.scores[nodes] > DEAD
@@ -248,7 +248,7 @@ class DraftForest:
         entries.ranks[nodes] = DEAD
 
     def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
-        """The same where some were run before, which keep their slots, and where entries below `count` have others."""
+        """`_ran` where entries may have been run before, which keep their slots, and may have had children."""
         entries = self.entries
         entries.count_dead(count)
         alive = entries.scores[nodes] > DEAD
@@ -260,7 +260,7 @@ class DraftForest:
             self._admit_children(before)
 
     def _admit_children(self, parents: Ints) -> None:
-        """What hung below entries before they were run may be run now."""
+        """Children that entries had before they were run may be run now."""
         entries, count = self.entries, self.entries.count
         wanted = np.zeros(count + 1, np.bool_)
         wanted[parents] = True
@@ -272,7 +272,7 @@ class DraftForest:
         self.roots = places[self.roots]
 
     def _evict(self, count: int) -> None:
-        """Drop `count` entries that hold no KV and are not in the author's tree, the least promising first."""
+        """Drop `count` entries without KV that are not in the author's tree, the least promising first."""
         entries = self.entries
         end = entries.count
         idle = (entries.slots[:end] < 0) & (entries.nodes[:end] < 0) & (entries.parents[:end] >= 0)
@@ -282,12 +282,12 @@ class DraftForest:
 
 
 _NO_ENTRY = -2
-"""No entry's parent; roots have -1."""
+"""An index that is no entry's parent; that of roots is -1."""
 
 
 @dataclass(slots=True)
 class RerootStep:
-    """A tree is to follow newly committed tokens."""
+    """Newly committed tokens of a tree."""
 
     row: int
     tokens: Sequence[int]
@@ -295,14 +295,14 @@ class RerootStep:
     node: int
     """Id of the new root in the author's tree."""
     restarted: bool
-    """The author began a new epoch: no node is known to verify."""
+    """Whether the author began a new epoch: verify knows no node."""
     discards: bool = False
-    """Nothing below the new root is to be kept; the same for all steps at once."""
+    """Whether nothing below the new root is kept."""
 
 
 @dataclass(slots=True)
 class RerootResult:
-    """What came of a step."""
+    """What became of a RerootStep."""
 
     slots: list[int]
     """Tree slots of the old root and of the committed tokens behind it whose nodes were found, the new root not
@@ -312,10 +312,10 @@ class RerootResult:
 
 
 def reroot(forest: DraftForest, steps: Sequence[RerootStep]) -> list[RerootResult]:
-    """Follow committed tokens in trees of different rows; what hangs off their paths is dead afterwards."""
+    """Re-root trees of different rows along committed tokens; nodes off the path are dead afterwards."""
     entries, touched = forest.entries, _entries_of(forest, steps)
     parents = entries.parents[touched]
-    # Entries that others may hang below.
+    # Entries that may have children.
     inner = entries.slots[touched] >= 0
     if forest.has_foreign_nodes:
         inner |= entries.may_have_children[touched]
@@ -348,7 +348,7 @@ def reaches(forest: DraftForest, row: int, tokens: Sequence[int]) -> bool:
 
 
 def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
-    """[T] entries of the trees that are to follow, ascending."""
+    """[T] live entries of the trees of these steps, ascending."""
     entries, count = forest.entries, forest.entries.count
     alive = entries.scores[:count] > DEAD
     if len(steps) < len(forest.open):
@@ -359,7 +359,7 @@ def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
 
 
 def _walk_one(forest: DraftForest, touched: Ints, parents: Ints, step: RerootStep) -> tuple[list[list[int]], list[int]]:
-    """`_walk_many` for a single step: few calls, for few rows."""
+    """`_walk_many` for a single step, with few calls of numpy."""
     entries, last = forest.entries, -1
     path = [int(forest.roots[step.row])]
     for token in step.tokens:
@@ -404,7 +404,7 @@ def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Rer
     paths[:, 0] = forest.roots
     above = forest.roots.copy()
     for depth in range(longest):
-        # Rows that are not walked any more have nobody's children, and look for those of no token.
+        # Rows whose walk is over look for children of no entry.
         below = (parents == above[rows]).nonzero()[0]
         below = below[tokens[below] == wanted[depth, rows[below]]]
         if not len(below):
@@ -417,7 +417,7 @@ def _walk(forest: DraftForest, touched: Ints, parents: Ints, steps: Sequence[Rer
 
 
 def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]:
-    """The tree slots of committed entries above the new roots, which stay live as committed tokens."""
+    """Tree slots of the committed entries above the new roots; they stay live."""
     above = (paths >= 0) & (np.arange(paths.shape[1]) < lengths[:, None])
     flat = paths[above]
     slots = entries.slots[flat].tolist()
@@ -427,9 +427,9 @@ def _take_slots(entries: Entries, paths: Ints, lengths: Ints) -> list[list[int]]
 
 
 def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[int]) -> NDArray[np.bool_]:
-    """[T] which of the touched entries are neither new roots, which lie in these places, nor hang below one.
+    """[T] which of the touched entries are neither new roots, at the places `where`, nor hang below one.
 
-    `inner`: those that others may hang below, which are few: the others go with their parents.
+    `inner`: entries that may have children, which are few; the others share their parent's fate.
     """
     if not where:
         return np.ones(len(touched), np.bool_)
@@ -453,7 +453,7 @@ def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[
 
 
 def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
-    """Entries of their trees that were alive are not any more, and their slots are free."""
+    """Kill entries, and free their slots."""
     entries = forest.entries
     entries.kill(dead)
     slots = entries.slots[dead]
@@ -465,7 +465,7 @@ def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
 
 
 def _rebase(forest: DraftForest, alive: Ints, steps: Sequence[RerootStep], roots: list[int], found: list[bool]) -> None:
-    """Count the survivors from their new roots, as far as these were `found`."""
+    """Shift path scores of the survivors to their new roots, where these were `found`, and count what was run."""
     entries, num_rows = forest.entries, len(forest.roots)
     bases = [float(entries.scores[root]) if there else 0.0 for root, there in zip(roots, found, strict=True)]
     ran = entries.slots[alive] >= 0

@@ -246,8 +246,8 @@ class BurstGrowth(Grower):
         if not steps:
             return None
         # Those that do not fit wait for the others, or for the end of the burst.
-        told = planner.force(plan, needy)
-        if needy and not told and not plan.forced:
+        forced = planner.force(plan, needy)
+        if needy and not forced and not plan.forced:
             return None
         try:
             more = active.pending.go_on(steps, planner.reroots(plan))
@@ -255,7 +255,7 @@ class BurstGrowth(Grower):
             raise_device_failure(error)
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
-        for context in told:
+        for context in forced:
             batch_manager.mark_scheduled(context)
         if more is None:  # the burst ends with the steps that are queued
             plan.most_steps = plan.queued_steps

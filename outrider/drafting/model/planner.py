@@ -415,16 +415,20 @@ class Planner:
         plan.num_leased += sum(map(len, free))
         shifts = forest.shifts[rows].astype(np.float32)
         forest.shifts[rows] = 0.0
-        told = Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
+        reroots = Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
         plan.rerooted_rows.clear()
         plan.closed_rows.clear()
         if plan.unsent:
-            self._add_forced(plan, told)
-        return told
+            self._add_forced(plan, reroots)
+        return reroots
 
-    def _add_forced(self, plan: BurstPlan, told: Reroots) -> None:
+    def _add_forced(self, plan: BurstPlan, reroots: Reroots) -> None:
         layout = encode_forced(self._forest, plan.unsent, self._index)
-        told.seeds, told.first_seed, told.features = Seeds(layout.fields), len(plan.collector.seeds), layout.features
+        reroots.seeds, reroots.first_seed, reroots.features = (
+            Seeds(layout.fields),
+            len(plan.collector.seeds),
+            layout.features,
+        )
         plan.collector.add(layout.entries)
         plan.contexts += [one.context for one in plan.unsent]
         plan.forced += plan.unsent

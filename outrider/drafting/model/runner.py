@@ -26,10 +26,10 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer, Proposer
 
 _LEAD_PART = 0.25
-"""Share of a part's expected time by which it is nearly over before its end, at least."""
+"""Part of its expected time before its end in which a part is nearly over, at least."""
 _LAUNCH_MARGIN = 1.5
-"""So many times what it takes the host to have the device go on. Too late a start has the device wait, makes the part
-behind take longer than it should, and its own successor later still."""
+"""The same as a multiple of the host's time to queue a part. A part that is queued too late leaves the device idle,
+takes longer than expected, and so makes its successor later still."""
 _EMA_WEIGHT = 0.1
 
 _P = ParamSpec("_P")
@@ -61,7 +61,7 @@ class RunnerOptions:
 
 
 class PendingBurst:
-    """A burst that was launched, or a part of one; `copy` is its part of the host's buffers."""
+    """A burst that was launched, or a part of one; `copy` is the number of its host buffers."""
 
     def __init__(
         self, runner: BurstRunner, burst: Burst, bucket: StepBucket, copy: int, first_step: int = 0, num_steps: int = 0
@@ -76,7 +76,7 @@ class PendingBurst:
         self._next: PendingBurst | None = None
         self.ran = False
         self.cut = False
-        """Whether it was ended before its last step because something else came."""
+        """Whether it ended before its last step because of an interruption."""
         self.error: Exception | None = None
         self.event: torch.cuda.Event | None = None
         self.began = perf_counter()
@@ -179,7 +179,7 @@ class BurstRunner(ABC):
         self._launch_seconds = 0.0
 
     def at_work(self) -> AbstractContextManager[None]:
-        """What a thread is in that calls this often: else each call has to see to device and gradients."""
+        """The device and inference mode for a thread that calls often; else each call enters them."""
         return working_on(self.memory.kv.k.device)
 
     @on_device
@@ -264,7 +264,7 @@ class BurstRunner(ABC):
 
     @on_device
     def finish(self, pending: PendingBurst) -> BurstResult:
-        """Wait for a burst, and read what it brought. Raises what went wrong in it."""
+        """Wait for a burst and read its results. Raises what failed in it."""
         self._run_launched()
         self._launched.remove(pending)
         if pending.error is not None:
@@ -278,20 +278,20 @@ class BurstRunner(ABC):
         return None
 
     def expected_seconds(self, pending: PendingBurst) -> float:
-        """How long such a burst takes, as far as that is known."""
+        """How long such a part takes, as far as that is known; else 0."""
         return self._step_seconds.get(pending.bucket, 0.0) * pending.num_steps
 
     def quiet_seconds(self, pending: PendingBurst) -> float:
-        """How long after its begin a part is nearly over: there is time to have the device go on behind it."""
+        """How long after its begin a part is nearly over: early enough to queue the next one."""
         expected = self.expected_seconds(pending)
         return expected - min(max(_LEAD_PART * expected, _LAUNCH_MARGIN * self._launch_seconds), expected)
 
     def note_launch(self, seconds: float) -> None:
-        """It took the host so long to have the device go on."""
+        """Queueing a part took the host so long."""
         self._launch_seconds += _EMA_WEIGHT * (seconds - self._launch_seconds)
 
     def note_seconds(self, pending: PendingBurst, seconds: float) -> None:
-        """A burst took so long. One that had to wait for prompts counts little."""
+        """A part took so long. One that had to wait for prompts counts little."""
         last, taken = self._step_seconds.get(pending.bucket), seconds / pending.num_steps
         self._step_seconds[pending.bucket] = taken if last is None else min(taken, last + _EMA_WEIGHT * (taken - last))
 
@@ -313,18 +313,18 @@ class BurstRunner(ABC):
             raise ValueError(f"row {row} of {self.shape.num_rows}")
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
-        """Where nothing works in the background: run what was launched, and end early if `interrupted()`."""
+        """On a CPU: run what was launched, and end early if `interrupted()`."""
 
     def _run_launched(self) -> None:  # noqa: B027
-        """Run what was launched, before anything changes that it depends on."""
+        """On a CPU: run what was launched, before anything changes that it depends on."""
 
     @abstractmethod
     def _make_proposer(self) -> Proposer | HostProposer:
-        """What finds candidates."""
+        """What finds the candidates of nodes."""
 
     @abstractmethod
     def _queue(self, pending: PendingBurst) -> None:
-        """Run a burst now or by the next `_run_launched`."""
+        """Queue a burst on a GPU; on a CPU `_run_launched` runs it."""
 
     @abstractmethod
     def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
@@ -333,10 +333,10 @@ class BurstRunner(ABC):
 
 def short_context(model: DraftModel) -> int:
     """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
-    # A head's one layer gains nothing.
+    # The single layer of a head gains nothing.
     if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1:
         return 0
-    # Of most small models that of the residual stream, which a model without features does not tell.
+    # Mostly the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0
 

@@ -25,10 +25,10 @@ from outrider.sampling.proposer import HostProposer
 
 
 class TorchRunner(BurstRunner):
-    """See BurstRunner. Nothing works in the background: a burst runs when it is waited for or has to be over.
+    """See BurstRunner. A burst runs when it is waited for, or when something changes that it depends on.
 
-    Steps have few nodes, so that the host's work counts as much as the model's: the choice of nodes is made in plain
-    Python, and what they attend to is laid side by side once a burst.
+    Steps have few nodes, so that the host's work counts as much as the model's: nodes are chosen in plain Python, and
+    keys and values that they attend to are gathered once a burst.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TorchRunner(BurstRunner):
                 try:
                     self._run(pending)
                 except Exception as error:
-                    # It is the burst's failure, not that of the call that found it waiting.
+                    # Raised by `finish`, not by the call that happens to run the burst.
                     pending.error = error
 
     def _make_proposer(self) -> HostProposer:
@@ -68,10 +68,10 @@ class TorchRunner(BurstRunner):
         return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: PendingBurst) -> None:
-        """Left to `_run_launched`: the host may first pass on what the burst before brought."""
+        """Left to `_run_launched`, so that the host can first send what the burst before brought."""
 
     def _run(self, pending: PendingBurst) -> None:
-        """Run a burst's steps, and write what they bring where `finish` reads it."""
+        """Run the steps of a burst, and write their results where `finish` reads them."""
         pending.ran = True
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
@@ -182,7 +182,7 @@ _Entry = tuple[float, int, int, int, int, int, int, int, float]
 
 
 class StepNode(NamedTuple):
-    """A node of a step."""
+    """A node of a step on a CPU."""
 
     place: int
     """Index in the pool."""
@@ -239,7 +239,7 @@ class HostFrontier:
             entry = heappop(heap)
             _, index, row, parent, token, position, slot, feature, base = entry
             if (row, parent) in late or (self._lag and feature < 0 and (row, parent) in own):
-                # It takes what its parent's step returns, which is this one.
+                # It needs its parent's feature, which this step computes.
                 if slot >= 0:
                     late.add((row, slot))
                 later.append(entry)
@@ -258,7 +258,7 @@ class HostFrontier:
         return taken
 
     def add(self, nodes: list[StepNode], place: int, tokens: list[list[int]], edges: list[list[float]]) -> None:
-        """Candidates of a step's nodes; `place`: nodes of the steps before it, padding included."""
+        """Add candidates of nodes; `place`: nodes of the steps before, padding included."""
         for number, (node, children, scores) in enumerate(zip(nodes, tokens, edges, strict=True)):
             index = self._first + (place + number) * self.branching
             for child, (token, edge) in enumerate(zip(children, scores, strict=True)):
@@ -308,7 +308,10 @@ class StepBatch(TokenBatch):
 
 
 class RegionAttention(AttentionBackend):
-    """Holds what the nodes of one burst may attend to; what they write goes to the cache, too."""
+    """Attention of draft steps on a CPU: keys and values of a burst's requests lie side by side, context first.
+
+    What nodes write goes to the cache, too.
+    """
 
     def __init__(self, kv: KVCache, contexts: Sequence[Tensor], regions: Sequence[slice]) -> None:
         """For each request of the burst: KV slots of its context int64 [L], and of its tree region."""

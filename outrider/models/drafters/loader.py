@@ -23,7 +23,8 @@ from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.models.weights import open_shard, shard_paths, tensor_shapes
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_HEADS: dict[str, type[DraftHead]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3Head, "NEXTN": MtpHead}
+ALGORITHMS = (*_HEADS, "STANDALONE")
 
 
 def load_draft_model(
@@ -51,11 +52,7 @@ def load_draft_model(
     place = WeightPlacement(device, dtype, progress)
     if algorithm == "STANDALONE":
         return _load_standalone(options, folder, place)
-    head = (
-        _load_mtp(options, folder, target, place)
-        if algorithm == "NEXTN"
-        else _load_eagle(options, algorithm, folder, target, place)
-    )
+    head = _load_head(options, algorithm, folder, target, place)
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
     return head
@@ -63,9 +60,8 @@ def load_draft_model(
 
 def model_algorithm(names: Collection[str]) -> str:
     """The drafter with a model among `names`. Raises ConfigError unless it is one."""
-    found = [name for name in names if name in ALGORITHMS]
-    unknown = [name for name in names if name not in (*ALGORITHMS, "NGRAM")]
-    if unknown or len(found) != 1:
+    found = [name for name in names if name != "NGRAM"]
+    if len(found) != 1 or found[0] not in ALGORITHMS:
         raise ConfigError(
             f"--speculative-algorithm {','.join(names)}: needs one of {', '.join(ALGORITHMS)} for a draft model"
         )
@@ -94,36 +90,17 @@ def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement
     return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
 
 
-def _load_mtp(options: DraftOptions, folder: Path, target: Path | None, place: WeightPlacement) -> DraftHead:
-    of_target = ModelConfig.from_folder(folder)
-    stored = stored_tensors(folder, mtp_name)
-    config = mtp_config(of_target, stored)
-    stored = _with_shared(stored, config, target, folder)
-    return _load_head(MtpHead, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
-
-
-def _load_eagle(
+def _load_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
 ) -> DraftHead:
-    stored = stored_tensors(folder, head_name)
-    _check_kind(algorithm, stored, folder)
+    stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
     config = _head_config(algorithm, folder, stored, target)
     stored = _with_shared(stored, config, target, folder)
-    build = Eagle3Head if algorithm == "EAGLE3" else EagleHead
-    return _load_head(build, config, stored, folder, _token_map(options, config.decoder.vocab_size), place)
-
-
-def _load_head(
-    build: Callable[[HeadConfig, torch.dtype, torch.device, Tensor | None], DraftHead],
-    config: HeadConfig,
-    stored: dict[str, StoredTensor],
-    folder: Path,
-    allowed: Tensor | None,
-    place: WeightPlacement,
-) -> DraftHead:
+    allowed = _token_map(options, config.decoder.vocab_size)
     ids = _own_ids(stored.pop("d2t", None), config, folder)
+    build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
-    check_tensors(stored, build(config, place.dtype, torch.device("meta"), None).checkpoint_tensors(), folder)
+    check_tensors(stored, build(config, place.dtype, torch.device("meta")).checkpoint_tensors(), folder)
     rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
     with torch.inference_mode():
         head = build(config, place.dtype, place.device, _on(ids, place.device))
@@ -176,6 +153,11 @@ def _fill(
 
 
 def _head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
+    if algorithm == "NEXTN":
+        return mtp_config(ModelConfig.from_folder(folder), names)
+    found = "EAGLE3" if "layers.0.hidden_norm.weight" in names else "EAGLE"
+    if found != algorithm:
+        raise ConfigError(f"--speculative-algorithm {algorithm}: {folder} holds a head of {found}")
     fields = read_json(folder / "config.json")
     layers = hidden = None
     if target is not None:
@@ -188,23 +170,16 @@ def _head_config(algorithm: str, folder: Path, names: Collection[str], target: P
     return eagle_config(fields, names, layers, hidden)
 
 
-def _check_kind(algorithm: str, names: Collection[str], folder: Path) -> None:
-    found = "EAGLE3" if "layers.0.hidden_norm.weight" in names else "EAGLE"
-    if found != algorithm:
-        raise ConfigError(f"--speculative-algorithm {algorithm}: {folder} holds a head of {found}")
-
-
 def _draft_folder(options: DraftOptions, algorithm: str) -> Path:
     """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
     name = options.speculative_draft_model_path
-    if not name and algorithm == "NEXTN":
-        name = options.target_model_path
-        if not name:
-            raise ConfigError("--target-model-path: NEXTN needs the folder of the target that holds the head")
-    elif not name:
-        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
-    elif options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
+    if name and options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
         name = f"{name}@{options.speculative_draft_model_revision}"
+    if not name and algorithm != "NEXTN":
+        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; name its folder or hub id")
+    name = name or options.target_model_path
+    if not name:
+        raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
     return resolve_model(name, needs_tokenizer=algorithm == "STANDALONE")
 
 

@@ -70,7 +70,7 @@ def test_the_head_may_be_given_as_the_draft(tmp_path: Path) -> None:
 
 
 def test_a_target_without_a_head_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--target-model-path: NEXTN"):
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path: NEXTN needs it"):
         load("NEXTN")
     save_tiny(tmp_path, "Qwen2")
     with pytest.raises(ConfigError, match="NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is Qwen2"):
