@@ -84,11 +84,11 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """door -> engine: open no more requests."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class AskState(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """door -> engine: tell the state now."""
 
     number: int
-    """Comes back in `State.answers`."""
+    """Comes back in `DraftEngineState.answers`."""
 
 
 class ToVerify(msgspec.Struct, frozen=True, array_like=True):
@@ -106,11 +106,11 @@ class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """`FromVerify` frames that were handled since the last time, by session."""
 
 
-class State(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """engine -> door: what is open now, and what was counted since the last time."""
 
     answers: int = 0
-    """Number of the `Ask` that it answers; 0 if it came by itself."""
+    """Number of the `AskState` that it answers; 0 if it came by itself."""
     num_requests: int = 0
     num_nodes: int = 0
     gauges: dict[str, int] = {}
@@ -137,51 +137,51 @@ class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
     session: int
 
 
-class StreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """door -> engine: a features stream of a session began, under a number that is never used again."""
 
     stream: int
     session: int
     begin: FeaturesBegin
-    """Where it has a ring to map, `StreamReady` answers."""
+    """Where it has a ring to map, `FeatureStreamReady` answers."""
 
 
-class StreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class FeatureStreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """door -> engine: it has ended; its ring is to be unmapped."""
 
     stream: int
 
 
-class Pieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """door -> engine: features that came in one message; `Taken` answers."""
+class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """door -> engine: features that came in one message; `FeaturesTaken` answers."""
 
     stream: int
     features: list[Features]
 
 
-class AskMatrix(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """door -> engine: the next bytes of the drafter's projection; `MatrixPart` answers."""
+class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """door -> engine: the next bytes of the drafter's projection; `ProjectionAnswer` answers."""
 
     stream: int
     offset: int
 
 
-class StreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class FeatureStreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """engine -> door: features may come."""
 
     stream: int
     uses_ring: bool
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door: the next `Pieces` of the stream are done with."""
+class FeaturesTaken(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """engine -> door: the next `FeaturePieces` of the stream are done with."""
 
     stream: int
     broken: bool
     """Whether its ring cannot be read any more."""
 
 
-class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: bytes of the drafter's projection."""
 
     stream: int
@@ -190,10 +190,10 @@ class MatrixPart(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Bytes of all of it."""
 
 
-FromDoor = Start[DraftOptions] | Stop | ServeTarget | SessionUp | SessionDown | FromVerify | Drain | Ask
-FromEngine = TurnUpdates | State | LineLost
-FeaturesFromDoor = StreamUp | StreamDown | Pieces | AskMatrix
-FeaturesFromEngine = StreamReady | Taken | MatrixPart
+FromDoor = Start[DraftOptions] | Stop | ServeTarget | SessionUp | SessionDown | FromVerify | Drain | AskState
+FromEngine = TurnUpdates | DraftEngineState | LineLost
+FeaturesFromDoor = FeatureStreamUp | FeatureStreamDown | FeaturePieces | AskProjection
+FeaturesFromEngine = FeatureStreamReady | FeaturesTaken | ProjectionAnswer
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[Ready[DrafterProfile] | Refused | FromEngine] = decoder(

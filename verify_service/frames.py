@@ -17,7 +17,7 @@ from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin,
 from outrider.tree.handshake import Terms
 
 
-class ServedModel(msgspec.Struct, frozen=True, array_like=True):
+class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     """The model that an engine serves, and its limits."""
 
     model_path: str
@@ -63,12 +63,14 @@ class RoundReport(msgspec.Struct, frozen=True, array_like=True):
     figures: RoundFigures
 
 
-class PeerPart(msgspec.Struct, frozen=True, array_like=True):
-    """A connected draft service; `typical` is its usual time of an answer in seconds."""
+class DraftStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A connected draft service."""
 
     address: str
-    good: bool
-    typical: float
+    healthy: bool
+    """Whether it answers in time."""
+    answer_seconds: float
+    """Usual time of an answer to a commit."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -83,7 +85,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     """Draft tokens that brought nothing, by reason."""
     declined: dict[str, int] = {}
     """Requests that drafts declined, by reason."""
-    peers: list[PeerPart] = []
+    drafts: list[DraftStatus] = []
     cost: dict[int, float] = {}
     """Seconds of a round by its tokens."""
     graphs_pending: int = 0
@@ -208,6 +210,6 @@ FromDoor = (
 FromEngine = EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
-from_engine: msgspec.msgpack.Decoder[Ready[ServedModel] | Refused | FromEngine] = decoder(
-    Ready[ServedModel] | Refused | FromEngine
+from_engine: msgspec.msgpack.Decoder[Ready[TargetProfile] | Refused | FromEngine] = decoder(
+    Ready[TargetProfile] | Refused | FromEngine
 )

@@ -28,7 +28,7 @@ from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
 from verify_service.door.session import Dial, DraftDialer
-from verify_service.frames import RoundReport, ServedModel
+from verify_service.frames import RoundReport, TargetProfile
 
 SERVICE = "outrider.v1.VerifyService"
 ENGINE_MODULE = "verify_service.engine.worker"
@@ -68,7 +68,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
 
 async def start_engine(
     options: VerifyOptions, on_round: Callable[[RoundReport], None]
-) -> tuple[EngineProcess[ServedModel], RemoteVerifyEngine]:
+) -> tuple[EngineProcess[TargetProfile], RemoteVerifyEngine]:
     """Start the engine process and have it load its model; it is not ready yet. Call it on the main thread."""
     engine = RemoteVerifyEngine(on_round)
     # The engine opens no door and calls nobody: it needs no tokens.
@@ -80,9 +80,9 @@ async def _serve_engine(
     options: VerifyOptions,
     ways: _Ways,
     stop: asyncio.Event,
-    process: EngineProcess[ServedModel],
+    process: EngineProcess[TargetProfile],
     engine: RemoteVerifyEngine,
-    served: ServedModel,
+    served: TargetProfile,
     metrics: VerifyMetrics,
     metrics_address: str,
 ) -> int:
@@ -126,7 +126,7 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
-def _info(options: VerifyOptions, served: ServedModel) -> VerifyInfo:
+def _info(options: VerifyOptions, served: TargetProfile) -> VerifyInfo:
     return VerifyInfo(
         model=options.served_model_name or served_name(options.model),
         model_path=served.model_path,
@@ -139,7 +139,7 @@ def _info(options: VerifyOptions, served: ServedModel) -> VerifyInfo:
     )
 
 
-def _hello(info: VerifyInfo, served: ServedModel) -> Hello:
+def _hello(info: VerifyInfo, served: TargetProfile) -> Hello:
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,

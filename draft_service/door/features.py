@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from draft_service.frames import (
-    AskMatrix,
+    AskProjection,
+    FeaturePieces,
     FeaturesFromEngine,
-    MatrixPart,
-    Pieces,
-    StreamDown,
-    StreamReady,
-    StreamUp,
-    Taken,
+    FeaturesTaken,
+    FeatureStreamDown,
+    FeatureStreamReady,
+    FeatureStreamUp,
+    ProjectionAnswer,
     features_from_engine,
 )
 from outrider.host.process import FrameConnection
@@ -40,7 +40,7 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
         """
         number = next(self._numbers)
         stream = self._streams[number] = FeatureStream(self, number)
-        self.send(StreamUp(number, session, begin))
+        self.send(FeatureStreamUp(number, session, begin))
         if begin.ring is not None:
             try:
                 stream.uses_ring = await stream.ready
@@ -52,7 +52,7 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
     def forget(self, number: int) -> None:
         """A stream has ended."""
         if self._streams.pop(number, None) is not None:
-            self.send(StreamDown(number))
+            self.send(FeatureStreamDown(number))
 
     def receive(self, frame: FeaturesFromEngine) -> None:
         """See FrameConnection."""
@@ -99,7 +99,7 @@ class FeatureStream:
             self._num_held_bytes += num_bytes
             if self._num_held_bytes > MAX_HELD_BYTES:
                 self._may_read.clear()
-            self._remote.send(Pieces(self._number, features))
+            self._remote.send(FeaturePieces(self._number, features))
             await self._remote.writable()
         return len(pieces) - len(features)
 
@@ -109,10 +109,10 @@ class FeatureStream:
         self._has_release.clear()
         return self._released
 
-    async def matrix_part(self, offset: int) -> tuple[ProjectionPart, bool]:
+    async def projection_part(self, offset: int) -> tuple[ProjectionPart, bool]:
         """The bytes of the drafter's projection from `offset` on, and whether they are the last."""
         self._part = asyncio.get_running_loop().create_future()
-        self._remote.send(AskMatrix(self._number, offset))
+        self._remote.send(AskProjection(self._number, offset))
         return await self._part
 
     def close(self) -> None:
@@ -122,17 +122,17 @@ class FeatureStream:
     def receive(self, frame: FeaturesFromEngine) -> None:
         """Handle a frame of the engine."""
         match frame:
-            case Taken():
+            case FeaturesTaken():
                 self.broken = frame.broken
                 self._released, num_bytes = self._handed_over.popleft()
                 self._num_held_bytes -= num_bytes
                 self._has_release.set()
                 if self._num_held_bytes <= MAX_HELD_BYTES:
                     self._may_read.set()
-            case StreamReady():
+            case FeatureStreamReady():
                 if not self.ready.done():
                     self.ready.set_result(frame.uses_ring)
-            case MatrixPart():
+            case ProjectionAnswer():
                 if self._part is not None and not self._part.done():
                     part = frame.part
                     self._part.set_result((part, part.offset + len(part.data) >= frame.total))

@@ -27,7 +27,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HelloAnswer:
     """What a verify service is answered."""
 
     hello: Hello
@@ -44,7 +44,7 @@ def own_hello(profile: DrafterProfile, options: DraftOptions) -> Hello:
     return replace(hello, features_optional=optional)
 
 
-def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool) -> Answer:
+def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool) -> HelloAnswer:
     """What to answer a verify service. Raises what `agree` raises.
 
     `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
@@ -64,7 +64,7 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, 
             "%s alone drafts for %s, which %s does not fit: %s",
             *(names, theirs.model or "this target", refused.model, error.message),
         )
-    return Answer(ours, Target(terms.vocab_size, theirs.tokenizer_hash), parts)
+    return HelloAnswer(ours, Target(terms.vocab_size, theirs.tokenizer_hash), parts)
 
 
 def _hello(profile: DrafterProfile, model: str) -> Hello:

@@ -11,7 +11,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from draft_service.frames import GROWTH_SECONDS, State
+from draft_service.frames import GROWTH_SECONDS, DraftEngineState
 from outrider.protocol.speculation import DeclineReason
 from outrider.tree.author import Outcome
 
@@ -49,7 +49,7 @@ class DraftMetrics:
             for name, help in _BURST_FIGURES.items()
         }
 
-    def take(self, state: State) -> None:
+    def take(self, state: DraftEngineState) -> None:
         """Add what the engine has counted."""
         for source, count in state.grown.items():
             self.nodes_grown[source].inc(count)

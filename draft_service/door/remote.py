@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from draft_service.frames import (
-    Ask,
+    AskState,
+    DraftEngineState,
     DrafterProfile,
     Drain,
     FromEngine,
@@ -18,7 +19,6 @@ from draft_service.frames import (
     ServeTarget,
     SessionDown,
     SessionUp,
-    State,
     TurnUpdates,
     from_engine,
 )
@@ -118,10 +118,10 @@ class VerifySession:
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
 
-    def __init__(self, on_state: Callable[[State], None] | None = None) -> None:
+    def __init__(self, on_state: Callable[[DraftEngineState], None] | None = None) -> None:
         """`on_state` is told what was counted."""
         super().__init__(from_engine)
-        self.state = State()
+        self.state = DraftEngineState()
         """What was open a moment ago."""
         self.on_state = on_state
         self._numbers = itertools.count(1)
@@ -164,7 +164,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
             await self._refresh_state()
 
-    async def ask(self) -> State:
+    async def ask(self) -> DraftEngineState:
         """The state after all that was sent before, or the last one that is known of an engine that is busy or gone."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._refresh_state(), _STATE_SECONDS)
@@ -176,7 +176,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
             return
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(Ask(number))
+        self.send(AskState(number))
         try:
             await answer
         finally:
@@ -187,7 +187,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         match frame:
             case TurnUpdates():
                 self._deliver(frame)
-            case State():
+            case DraftEngineState():
                 self._take_state(frame)
             case LineLost():
                 if (session := self._sessions.get(frame.session)) is not None:
@@ -208,7 +208,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
             if (session := self._sessions.get(number)) is not None:
                 session.batches_done(count)
 
-    def _take_state(self, state: State) -> None:
+    def _take_state(self, state: DraftEngineState) -> None:
         self.state = state
         if self.on_state is not None:
             self.on_state(state)

@@ -11,7 +11,7 @@ import grpc
 from msgspec.structs import replace
 
 from draft_service.door.features import FeatureStream, RemoteFeatures
-from draft_service.door.handshake import Answer, Target, answer_hello, check_same_target
+from draft_service.door.handshake import HelloAnswer, Target, answer_hello, check_same_target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.frames import DrafterProfile
@@ -133,7 +133,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             version=__version__,
         )
 
-    def _begin(self, hello: Hello, answer: Answer) -> VerifySession:
+    def _begin(self, hello: Hello, answer: HelloAnswer) -> VerifySession:
         target = answer.target
         if len(self._sessions) >= self._options.max_sessions:
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
@@ -249,7 +249,7 @@ async def _write_features(stream: FeatureStream, context: _FeaturesContext, *, w
     """Send the projection, if it is wanted, and then what is released."""
     offset, whole = 0, not with_projection
     while not whole:
-        part, whole = await stream.matrix_part(offset)
+        part, whole = await stream.projection_part(offset)
         await context.write(encode_response(part))
         offset += len(part.data)
     while True:

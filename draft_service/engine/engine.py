@@ -11,18 +11,18 @@ from draft_service.engine.inbox import DraftInbox, LineMessages
 from draft_service.engine.reporter import DraftReporter, SessionPort
 from draft_service.engine.requests import Requests
 from draft_service.frames import (
-    Ask,
-    AskMatrix,
+    AskProjection,
+    AskState,
     Drain,
+    FeaturePieces,
     FeaturesFromDoor,
+    FeatureStreamDown,
+    FeatureStreamUp,
     FromDoor,
     FromVerify,
-    Pieces,
     ServeTarget,
     SessionDown,
     SessionUp,
-    StreamDown,
-    StreamUp,
 )
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
@@ -156,14 +156,14 @@ class DraftEngine:
                 if frame.anew:
                     self.requests.growth.forget_target()
                 self.requests.grammars.serve(frame.tokenizer_hash)
-            case Ask():
+            case AskState():
                 self._reporter.flush(idle=True)
                 self._reporter.tell_state(frame.number)
             case Drain():
                 self.requests.draining = True
             case Stop():
                 self._stopping = True
-            case StreamUp() | StreamDown() | Pieces() | AskMatrix():
+            case FeatureStreamUp() | FeatureStreamDown() | FeaturePieces() | AskProjection():
                 self._inlet.handle(frame)
             case Start():
                 raise InternalError("the door started twice")

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from draft_service.frames import (
-    AskMatrix,
+    AskProjection,
+    FeaturePieces,
     FeaturesFromDoor,
-    MatrixPart,
-    Pieces,
-    StreamDown,
-    StreamReady,
-    StreamUp,
-    Taken,
+    FeaturesTaken,
+    FeatureStreamDown,
+    FeatureStreamReady,
+    FeatureStreamUp,
+    ProjectionAnswer,
 )
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring, with_rows
@@ -31,7 +31,7 @@ Apply = Callable[[int, Sequence[Features]], None]
 class _Stream:
     """A features stream. Its ring is mapped on a thread, since enabling access between two devices takes a while."""
 
-    def __init__(self, up: StreamUp, mapper: MemoryMapper | None) -> None:
+    def __init__(self, up: FeatureStreamUp, mapper: MemoryMapper | None) -> None:
         """`mapper`: maps the ring; None where there is none, or where it cannot be mapped."""
         self.up = up
         self.ring: RingReader | None = None
@@ -77,36 +77,36 @@ class FeatureInlet:
     def handle(self, frame: FeaturesFromDoor) -> None:
         """One frame, in the order of arrival."""
         match frame:
-            case Pieces():
+            case FeaturePieces():
                 self._take(frame)
-            case StreamUp():
+            case FeatureStreamUp():
                 self._begin(frame)
-            case StreamDown():
+            case FeatureStreamDown():
                 stream = self._streams.pop(frame.stream)
                 stream.ended = True
                 if stream.ring is not None and stream not in self._mapping:
                     stream.ring.close()
-            case AskMatrix():
-                self._send_matrix(frame)
+            case AskProjection():
+                self._send_projection(frame)
 
     def settle(self) -> None:
         """Tell of rings that have been mapped meanwhile."""
         for stream in [stream for stream in self._mapping if not stream.mapping]:
             self._mapping.remove(stream)
             if not stream.ended:
-                self._pipe.send(StreamReady(stream.up.stream, stream.ring is not None))
+                self._pipe.send(FeatureStreamReady(stream.up.stream, stream.ring is not None))
             elif stream.ring is not None:
                 stream.ring.close()
 
-    def _begin(self, up: StreamUp) -> None:
+    def _begin(self, up: FeatureStreamUp) -> None:
         mapper = self._mapper if up.begin.ring is not None else None
         stream = self._streams[up.stream] = _Stream(up, mapper)
         if mapper is not None:
             self._mapping.append(stream)
         elif up.begin.ring is not None:
-            self._pipe.send(StreamReady(up.stream, False))
+            self._pipe.send(FeatureStreamReady(up.stream, False))
 
-    def _take(self, frame: Pieces) -> None:
+    def _take(self, frame: FeaturePieces) -> None:
         stream = self._streams[frame.stream]
         ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
         try:
@@ -115,13 +115,13 @@ class FeatureInlet:
             raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
             self._fail(session, frame.features)
-        self._pipe.send(Taken(frame.stream, ring is not None and ring.broken))
+        self._pipe.send(FeaturesTaken(frame.stream, ring is not None and ring.broken))
 
-    def _send_matrix(self, frame: AskMatrix) -> None:
+    def _send_projection(self, frame: AskProjection) -> None:
         matrix = self._drafter.needs.projection
         if matrix is None:  # the door has seen to it
             return
         data = memoryview(matrix.data).cast("B")
         piece = bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES])
         part = ProjectionPart(matrix.num_columns, matrix.dtype, frame.offset, piece)
-        self._pipe.send(MatrixPart(frame.stream, part, len(data)))
+        self._pipe.send(ProjectionAnswer(frame.stream, part, len(data)))

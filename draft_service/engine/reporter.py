@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from draft_service.engine.inbox import VerifyLines
 from draft_service.engine.requests import Requests
-from draft_service.frames import GROWTH_SECONDS, FromDoor, LineLost, State, ToVerify, TurnUpdates
+from draft_service.frames import GROWTH_SECONDS, DraftEngineState, FromDoor, LineLost, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import DraftMessage
@@ -90,12 +90,12 @@ class DraftReporter:
         return max(0.0, self._state_at + STATE_SECONDS - self._clock()) if self._changed else None
 
     def tell_state(self, answers: int = 0) -> None:
-        """Send the state now: as an answer to the `Ask` of this number, or unasked if it is time."""
+        """Send the state now: as an answer to the `AskState` of this number, or unasked if it is time."""
         if answers or self.seconds_left == 0.0:
             self._state_at, self._changed = self._clock(), False
             self._pipe.send(self._take_state(answers))
 
-    def _take_state(self, answers: int) -> State:
+    def _take_state(self, answers: int) -> DraftEngineState:
         """The state now, with all that was counted since the last time."""
         requests = self._requests
         bursts: defaultdict[str, float] = defaultdict(float)
@@ -106,7 +106,7 @@ class DraftReporter:
         requests.growth.count_into(count)
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
-        return State(
+        return DraftEngineState(
             answers=answers,
             num_requests=len(requests),
             num_nodes=requests.growth.num_live,

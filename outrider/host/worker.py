@@ -21,7 +21,7 @@ from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 
 FLUSH_SECONDS = 2.0
 """How long the last frames may wait for the door to read them."""
-_PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_CORE_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 ServedT = TypeVar("ServedT")
 
@@ -110,20 +110,21 @@ def pin_to_cores(text: str) -> None:
         return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--engine-cpus: this system does not let a process choose its cores; leave it empty")
-    wanted, allowed = _parse(text), os.sched_getaffinity(0)
+    wanted, allowed = parse_cores(text), os.sched_getaffinity(0)
     if missing := sorted(wanted - allowed):
         raise ConfigError(
-            f"--engine-cpus: {text!r} names core {missing[0]}; this process may run on {_ranges(allowed)}, choose of "
-            "those"
+            f"--engine-cpus: {text!r} names core {missing[0]}; this process may run on {format_cores(allowed)}, "
+            "choose of those"
         )
     os.sched_setaffinity(0, wanted)
-    log.info("the engine runs on cores %s alone", _ranges(wanted))
+    log.info("the engine runs on cores %s alone", format_cores(wanted))
 
 
-def _parse(text: str) -> set[int]:
+def parse_cores(text: str) -> set[int]:
+    """The cores of a list as `taskset -c` takes it. Raises ConfigError."""
     cores: set[int] = set()
     for part in text.split(","):
-        found = _PART.fullmatch(part.strip())
+        found = _CORE_RANGE.fullmatch(part.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if first > last:
             raise ConfigError(f"--engine-cpus: {text!r} is no list of cores; write it like 4 or 0,8-11")
@@ -131,7 +132,7 @@ def _parse(text: str) -> set[int]:
     return cores
 
 
-def _ranges(cores: set[int]) -> str:
+def format_cores(cores: set[int]) -> str:
     """As short as they can be written: "0,8-11"."""
     parts: list[list[int]] = []
     for core in sorted(cores):

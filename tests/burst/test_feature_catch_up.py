@@ -198,7 +198,7 @@ def test_many_small_parts_become_few_and_let_go_of_what_they_were_cut_from() -> 
 
 
 def pieces_of(width: int, projected: bool, in_ring: bool) -> tuple[list[Features], bytes]:
-    """Pieces of several requests, and the ring in which they lie."""
+    """FeaturePieces of several requests, and the ring in which they lie."""
     draw, ring, pieces = np.random.default_rng(3), b"", []
     for number, count in enumerate((1, 3, 1, 2)):
         data = draw.normal(size=(count, width)).astype(np.float32).tobytes()

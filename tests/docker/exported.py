@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from draft_service.door.metrics import DraftMetrics
-from draft_service.frames import State
+from draft_service.frames import DraftEngineState
 from draft_service.main import watch
 from gateway.core.metrics import GatewayMetrics
 from verify_service.door.metrics import VerifyMetrics
-from verify_service.frames import PeerPart, Snapshot
+from verify_service.frames import DraftStatus, Snapshot
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")
@@ -35,7 +35,7 @@ def names_of(registry: CollectorRegistry) -> set[str]:
 
 def _verify() -> CollectorRegistry:
     metrics = VerifyMetrics()
-    snapshot = Snapshot(peers=[PeerPart("far:1", True, 0.002)])
+    snapshot = Snapshot(drafts=[DraftStatus("far:1", True, 0.002)])
     backlog = SimpleNamespace(num_tokens=0, refused={"requests": 0, "tokens": 0}, slow_readers=0)
     engine = SimpleNamespace(snapshot=snapshot, num_running=0, num_waiting=0, num_healthy=0, backlog=backlog)
     metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
@@ -44,5 +44,5 @@ def _verify() -> CollectorRegistry:
 
 def _draft() -> CollectorRegistry:
     metrics = DraftMetrics(("ngram",))
-    watch(metrics, SimpleNamespace(state=State()), SimpleNamespace(num_sessions=0), ())  # type: ignore[arg-type]
+    watch(metrics, SimpleNamespace(state=DraftEngineState()), SimpleNamespace(num_sessions=0), ())  # type: ignore[arg-type]
     return metrics.registry

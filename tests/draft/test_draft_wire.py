@@ -16,16 +16,16 @@ from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.engine.inbox import DraftInbox
 from draft_service.frames import (
     GROWTH_SECONDS,
+    DraftEngineState,
     DrafterProfile,
+    FeaturePieces,
     FeaturesFromDoor,
+    FeatureStreamDown,
+    FeatureStreamUp,
     FromDoor,
     FromVerify,
-    Pieces,
     ServeTarget,
     SessionDown,
-    State,
-    StreamDown,
-    StreamUp,
     features_from_door,
     from_door,
     from_engine,
@@ -74,19 +74,19 @@ def test_features_are_not_copied_out_of_their_frame_and_know_their_stream() -> N
         Features(3, 5, 2, True, memoryview(bytes(range(16))), "float16", 9, projected=True),
         Features(4, 0, 1, False, memoryview(b""), "float16", 10, 64),
     ]
-    (body,) = FrameReader().feed(bytes(pack(Pieces(1, sent))))
+    (body,) = FrameReader().feed(bytes(pack(FeaturePieces(1, sent))))
     frame = features_from_door.decode(body)
-    assert isinstance(frame, Pieces)
+    assert isinstance(frame, FeaturePieces)
     assert isinstance(frame.features[0].data, memoryview) and frame.features[0].data.obj is body
     assert frame.features == sent
 
 
 def test_commits_are_handled_before_features_that_came_first(wire: Wire) -> None:
-    wire.features.sendall(pack(StreamDown(1)) + pack(StreamDown(2)))
+    wire.features.sendall(pack(FeatureStreamDown(1)) + pack(FeatureStreamDown(2)))
     wire.door.sendall(pack(FromVerify(1, [])))
     assert wire.inbox.next() == FromVerify(1, [])
     wire.door.sendall(pack(FromVerify(2, [])))
-    assert wire.all() == [FromVerify(2, []), StreamDown(1), StreamDown(2)]
+    assert wire.all() == [FromVerify(2, []), FeatureStreamDown(1), FeatureStreamDown(2)]
     assert not wire.inbox.waiting()
 
 
@@ -206,10 +206,11 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
 def test_counts_become_metrics_and_add_up() -> None:
     metrics = DraftMetrics(("ngram",))
     slices = [1, *[0] * (len(GROWTH_SECONDS) - 1), 2]
-    state = State(grown={0: 5}, commits={"hit": 2}, declines={1: 1}, dropped={"late_features": 3}, slices=slices)
+    late = {"late_features": 3}
+    state = DraftEngineState(grown={0: 5}, commits={"hit": 2}, declines={1: 1}, dropped=late, slices=slices)
     metrics.take(state)
     metrics.take(state)
-    metrics.take(State())
+    metrics.take(DraftEngineState())
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"outrider_draft_{name}", labels)
@@ -229,6 +230,6 @@ def test_all_frames_of_the_door_cross() -> None:
     opened = open_message([1, 2, 3])
     assert opened.sampling == GREEDY
     ring = FeatureRing("here", "cuda:0", bytes(64), 1 << 24, bytes(32))
-    up = StreamUp(1, 2, FeaturesBegin("", (2, 7), 64, "float16", ring))
+    up = FeatureStreamUp(1, 2, FeaturesBegin("", (2, 7), 64, "float16", ring))
     (body,) = FrameReader().feed(bytes(pack(up)))
     assert features_from_door.decode(body) == up

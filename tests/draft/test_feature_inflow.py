@@ -8,7 +8,7 @@ import pytest
 
 from draft_service.door import features
 from draft_service.door.features import FeatureStream
-from draft_service.frames import FeaturesFromDoor, Pieces, Taken
+from draft_service.frames import FeaturePieces, FeaturesFromDoor, FeaturesTaken
 from outrider.protocol.speculation import Features
 
 
@@ -38,11 +38,15 @@ class Stream(FeatureStream):
         return await self.submit(pieces)
 
     def take(self) -> None:
-        self.receive(Taken(1, False))
+        self.receive(FeaturesTaken(1, False))
 
     @property
     def handed_over(self) -> list[list[int]]:
-        return [[piece.sequence for piece in frame.features] for frame in self.remote.sent if isinstance(frame, Pieces)]
+        return [
+            [piece.sequence for piece in frame.features]
+            for frame in self.remote.sent
+            if isinstance(frame, FeaturePieces)
+        ]
 
 
 async def test_what_was_handed_over_is_released_message_by_message() -> None:

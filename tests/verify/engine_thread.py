@@ -19,7 +19,7 @@ from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.worker import connect
-from verify_service.frames import RoundReport, ServedModel, from_door
+from verify_service.frames import RoundReport, TargetProfile, from_door
 
 
 class WatchedEngine(RemoteVerifyEngine):
@@ -55,10 +55,10 @@ class EngineThread:
         self.engine.ask(question)
 
 
-def ready_of(engine: ThreadedEngine) -> ServedModel:
+def ready_of(engine: ThreadedEngine) -> TargetProfile:
     """What the door is told of an engine."""
     limits = engine.limits
-    return ServedModel(
+    return TargetProfile(
         model_path="folder",
         tokenizer_hash="hash",
         vocab_size=limits.vocab_size,

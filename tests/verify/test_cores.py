@@ -17,7 +17,7 @@ from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess
-from outrider.host.worker import _parse, _ranges, pin_to_cores
+from outrider.host.worker import format_cores, parse_cores, pin_to_cores
 from verify_service import main as verify_main
 
 ALLOWED = sorted(os.sched_getaffinity(0))
@@ -42,7 +42,7 @@ def after(text: str) -> set[int] | ConfigError:
 
 def test_a_thread_keeps_to_the_cores_that_are_named() -> None:
     assert after(str(ALLOWED[0])) == {ALLOWED[0]}
-    assert after(_ranges(set(ALLOWED))) == set(ALLOWED)
+    assert after(format_cores(set(ALLOWED))) == set(ALLOWED)
     assert after(" ") == set(ALLOWED)
     assert os.sched_getaffinity(0) == set(ALLOWED), "others run where they ran"
 
@@ -57,12 +57,12 @@ def test_what_is_no_list_is_refused_with_an_example(text: str) -> None:
 def test_cores_that_there_are_not_are_refused_with_those_that_there_are() -> None:
     error = after(f"{ALLOWED[0]},99990-99999")
     assert isinstance(error, ConfigError)
-    assert "core 99990" in error.message and f"may run on {_ranges(set(ALLOWED))}," in error.message
+    assert "core 99990" in error.message and f"may run on {format_cores(set(ALLOWED))}," in error.message
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_ranges_are_the_list_that_was_written(cores: set[int]) -> None:
-    assert _parse(_ranges(cores)) == cores
+    assert parse_cores(format_cores(cores)) == cores
 
 
 async def test_the_engine_keeps_to_its_cores_and_its_door_does_not() -> None:

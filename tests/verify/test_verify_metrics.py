@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from prometheus_client import generate_latest
 
 from verify_service.door.metrics import VerifyMetrics
-from verify_service.frames import PeerPart, RoundFigures, RoundReport, Snapshot
+from verify_service.frames import DraftStatus, RoundFigures, RoundReport, Snapshot
 
 
 def test_a_round_is_counted_in_every_figure() -> None:
@@ -58,7 +58,7 @@ def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -
 
 def test_the_page_shows_the_engine_s_last_word() -> None:
     metrics = VerifyMetrics()
-    peers = [PeerPart("far:1", True, 0.002)]
+    peers = [DraftStatus("far:1", True, 0.002)]
     snapshot = Snapshot(3, 4, 100, 50, 2, {"duplicate": 7}, {"gap": 1}, peers, {1: 0.5}, 9, 1)
     backlog = SimpleNamespace(num_tokens=9, refused={"requests": 5, "tokens": 6}, slow_readers=8)
     engine = SimpleNamespace(snapshot=snapshot, num_running=3, num_waiting=4, num_healthy=1, backlog=backlog)

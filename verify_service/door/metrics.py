@@ -203,7 +203,7 @@ class _EngineState(Collector):
         yield _family("preemptions", "Requests that gave up their pages.", "", {"": snapshot.num_preemptions})
         connected = {dialer.address: dialer.state == "connected" for dialer in self._dialers}
         yield _family("draft_connected", "Whether a draft is connected.", "address", connected, gauge=True)
-        answers = {peer.address: peer.typical for peer in snapshot.peers}
+        answers = {draft.address: draft.answer_seconds for draft in snapshot.drafts}
         text = "Typical time of a draft's answer to a commit."
         yield _family("draft_answer_seconds", text, "address", answers, gauge=True)
         cost = {str(width): seconds for width, seconds in snapshot.cost.items()}

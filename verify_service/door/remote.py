@@ -38,9 +38,9 @@ from verify_service.frames import (
     FromEngine,
     ProjectionFrame,
     RoundReport,
-    ServedModel,
     Snapshot,
     Submit,
+    TargetProfile,
     ToDraft,
     from_engine,
 )
@@ -153,7 +153,7 @@ class _DraftState:
     """Number of the last one that it is done with."""
 
 
-class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
+class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
     `on_round` is told of every round.
@@ -184,7 +184,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
     @property
     def num_healthy(self) -> int:
         """Draft services connected and answering."""
-        return sum(peer.good for peer in self.snapshot.peers)
+        return sum(draft.healthy for draft in self.snapshot.drafts)
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> int:
         """Queue a request; returns its number. `deliver` gets every update, the last one included.
@@ -250,7 +250,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, ServedModel]):
             session.features_released = through
             self.send(FeaturesDone(session.number, through))
 
-    def on_ready(self, served: ServedModel) -> None:
+    def on_ready(self, served: TargetProfile) -> None:
         """See EngineConnection."""
         self.backlog.open(served.max_running, served.max_waiting)
 

@@ -221,7 +221,7 @@ class DraftSession:
     """An open stream.
 
     Between two writes messages gather here: commits of one request that follow each other become one. More than
-    `MAX_QUEUED_MESSAGES` means that the peer does not read, and the session ends.
+    `MAX_QUEUED_MESSAGES` means that the draft does not read, and the session ends.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import check_model, kv_tokens, out_of_memory
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.torch_executor import TorchExecutor
-from verify_service.frames import ServedModel
+from verify_service.frames import TargetProfile
 from verify_service.speculation.budget import CostModel
 
 log = get_logger(__name__)
@@ -48,7 +48,7 @@ class Built:
     """An engine that has not run yet."""
 
     engine: VerifyEngine
-    served: ServedModel
+    served: TargetProfile
 
 
 def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
@@ -60,7 +60,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     limits = parts.limits
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary)
-    served = ServedModel(
+    served = TargetProfile(
         model_path=str(path),
         tokenizer_hash=hash_tokenizer(path),
         vocab_size=limits.vocab_size,

@@ -13,11 +13,11 @@ from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry
 from verify_service.frames import (
     DraftReset,
+    DraftStatus,
     EngineUpdates,
     FeaturesOpen,
     FeaturesToDraft,
     FromDoor,
-    PeerPart,
     RoundFigures,
     RoundReport,
     Snapshot,
@@ -139,8 +139,8 @@ def take_snapshot(engine: VerifyEngine) -> Snapshot:
         num_preemptions=engine.scheduler.num_preemptions,
         dropped=dict(drafts.dropped),
         declined=dict(drafts.declined),
-        peers=[
-            PeerPart(replica.connection.address, replica.health.good, replica.health.typical)
+        drafts=[
+            DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
             for replica in drafts.replicas.values()
         ],
         cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},

@@ -17,7 +17,7 @@ from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.inbox import SocketInbox
 from verify_service.engine.reporter import VerifyReporter
-from verify_service.frames import FromDoor, ServedModel, from_door
+from verify_service.frames import FromDoor, TargetProfile, from_door
 
 
 class Build(Protocol):
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     return run_worker("verify", argv, [from_door], partial(connect, build=assemble))
 
 
-def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[ServedModel]:
+def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[TargetProfile]:
     """An engine that hears and answers the door. Raises what `build` raises."""
     inbox, reporter = SocketInbox(pipe), VerifyReporter(pipe)
     built = build(options, inbox, reporter)
