@@ -16,12 +16,12 @@ from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.capacity import (
-    CONTEXT_BYTES,
-    DRAFT_REGION,
-    DRAFT_ROWS,
-    DRAFT_WORK_BYTES,
-    GIB,
+from outrider.models.capacity import CONTEXT_BYTES, DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, GIB
+from outrider.models.config import ModelConfig, read_json
+from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.shipped import choose_drafters
+from outrider.models.store import config_folder
+from outrider_tools.capacity import (
     GPUS,
     ITEM_BYTES,
     Capacity,
@@ -33,10 +33,6 @@ from outrider.models.capacity import (
     parse_size,
     plan_target,
 )
-from outrider.models.config import ModelConfig, read_json
-from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
-from outrider.models.shipped import choose_drafters
-from outrider.models.store import config_folder
 
 
 @dataclass(frozen=True)

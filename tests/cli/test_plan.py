@@ -9,20 +9,12 @@ import pytest
 from outrider.cli.main import main
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.capacity import (
-    CONTEXT_BYTES,
-    GIB,
-    count_graphs,
-    head_elements,
-    kv_elements,
-    model_elements,
-    parse_size,
-    plan_target,
-)
+from outrider.models.capacity import CONTEXT_BYTES, GIB
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
+from outrider_tools.capacity import count_graphs, head_elements, kv_elements, model_elements, parse_size, plan_target
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
