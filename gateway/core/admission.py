@@ -6,16 +6,15 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
+from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.request import Chat, GenerateRequest, Job
-from gateway.core.tokenizer import Tokenizer
-from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
@@ -27,28 +26,7 @@ FieldNames = Mapping[str, str]
 """What a door calls the fields of the internal request, where the names differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model behind this gateway."""
-
-    name: str
-    context_length: int
-    vocab_size: int
-    tokenizer: Tokenizer
-    created: int
-    """Unix time at which this gateway first served it."""
-    fingerprint: str
-    """Changes with the model, its tokenizer or the release."""
-    dtype: str = ""
-    """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
-
-    def check_name(self, name: str | None) -> None:
-        """Raises NotFoundError unless `name` is empty or this model's."""
-        if name and name != self.name:
-            raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {self.name!r}")
-
-
-async def admit(request: GenerateRequest, model: ServedModel, request_id: str, names: FieldNames | None = None) -> Job:
+async def admit(request: GenerateRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
     arrived = time.monotonic()
     names = names or {}
@@ -92,7 +70,7 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldNames) -> tuple[str, list[int]]:
+async def _prompt(request: GenerateRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int]]:
     """The prompt's field, as its door calls it, and its token ids."""
     if request.prompt_token_ids is not None:
         return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids
@@ -113,7 +91,7 @@ async def _prompt(request: GenerateRequest, model: ServedModel, names: FieldName
     return field, token_ids
 
 
-async def _conversation(chat: Chat, model: ServedModel, field: str) -> str:
+async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
     messages = [message.model_dump() for message in chat.messages]
     if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
         return render_chat(messages, model, field)
@@ -121,7 +99,7 @@ async def _conversation(chat: Chat, model: ServedModel, field: str) -> str:
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]], model: ServedModel, field: str, *, add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]], model: GatewayModel, field: str, *, add_generation_prompt: bool = True
 ) -> str:
     """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
     template = model.tokenizer.chat_template
@@ -136,7 +114,7 @@ def render_chat(
         ) from None
 
 
-def _check_size(text: str, model: ServedModel, field: str) -> None:
+def _check_size(text: str, model: GatewayModel, field: str) -> None:
     # Spares the tokenizer a text that cannot fit, however well it compresses.
     if len(text) > model.context_length * model.tokenizer.longest_token:
         raise ContextLengthError(

@@ -6,15 +6,36 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.core.admission import ServedModel
 from gateway.core.tokenizer import Tokenizer
-from outrider.errors import ConfigError, UnavailableError
+from outrider.errors import ConfigError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import VerifyInfo
 
 _logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayModel:
+    """The model behind this gateway, with its tokenizer."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    created: int
+    """Unix time at which this gateway first served it."""
+    fingerprint: str
+    """Changes with the model, its tokenizer or the release."""
+    dtype: str = ""
+    """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
+
+    def check_name(self, name: str | None) -> None:
+        """Raises NotFoundError unless `name` is empty or this model's."""
+        if name and name != self.name:
+            raise NotFoundError("model", f"model: {name[:80]!r} is not served here; use {self.name!r}")
 
 
 class Catalogue:
@@ -22,14 +43,14 @@ class Catalogue:
 
     def __init__(self, tokenizer_folder: Path | None = None) -> None:
         """Without a folder, the tokenizer is read from the one that verify names. Raises ConfigError."""
-        self._folder = tokenizer_folder
         self._own_tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder is not None else None
-        self._info: VerifyInfo | None = None
-        self._model: ServedModel | None = None
+        self._identity: dict[str, object] = {}
+        """What all replicas must agree on; empty before the first one has reported."""
+        self._model: GatewayModel | None = None
         self._lock = asyncio.Lock()
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> GatewayModel:
         """The served model. Raises UnavailableError before any verify replica has reported it."""
         if self._model is None:
             raise UnavailableError("no verify service has been reached yet; try again shortly", code="model_not_ready")
@@ -37,35 +58,40 @@ class Catalogue:
 
     async def accept(self, info: VerifyInfo, is_only_one: Callable[[], bool]) -> None:
         """Takes what a replica serves; `is_only_one` says whether no other replica is ready. Raises ConfigError."""
+        identity = {
+            "model": info.model,
+            "tokenizer": info.tokenizer_hash,
+            "vocabulary": info.vocab_size,
+            "context": info.context_length,
+            "dtype": info.dtype,
+        }
         async with self._lock:
-            if self._info is not None and _identity(info) == _identity(self._info):
+            known = self._identity
+            if identity == known:
                 return
-            if self._info is not None and not is_only_one():
+            if known and not is_only_one():
+                differences = [
+                    f"{name} {one} against {known[name]}" for name, one in identity.items() if one != known[name]
+                ]
                 raise ConfigError(
-                    f"it serves {info.model}, the other replicas {self._info.model}: {_differences(info, self._info)}"
+                    f"it serves {info.model}, the other replicas {known['model']}: {', '.join(differences)}"
                 )
             tokenizer = self._own_tokenizer
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, Path(info.model_path))
             _check_tokenizer(tokenizer, info)
-            self._model = _served(info, tokenizer)
-            self._info = info
+            digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
+            self._model = GatewayModel(
+                name=info.model,
+                context_length=info.context_length,
+                vocab_size=info.vocab_size,
+                tokenizer=tokenizer,
+                created=int(time.time()),
+                fingerprint=f"outrider-{digest[:12]}",
+                dtype=info.dtype,
+            )
+            self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)
-
-
-def _identity(info: VerifyInfo) -> dict[str, object]:
-    return {
-        "model": info.model,
-        "tokenizer": info.tokenizer_hash,
-        "vocabulary": info.vocab_size,
-        "context": info.context_length,
-        "dtype": info.dtype,
-    }
-
-
-def _differences(one: VerifyInfo, other: VerifyInfo) -> str:
-    pairs = zip(_identity(one).items(), _identity(other).values(), strict=True)
-    return ", ".join(f"{name} {mine} against {theirs}" for (name, mine), theirs in pairs if mine != theirs)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:
@@ -76,16 +102,3 @@ def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:
         )
     if not info.vocab_size > 0 or info.context_length < 2:
         raise ConfigError(f"it names a vocabulary of {info.vocab_size} and a context of {info.context_length} tokens")
-
-
-def _served(info: VerifyInfo, tokenizer: Tokenizer) -> ServedModel:
-    identity = "\n".join(map(str, (*_identity(info).values(), info.version)))
-    return ServedModel(
-        name=info.model,
-        context_length=info.context_length,
-        vocab_size=info.vocab_size,
-        tokenizer=tokenizer,
-        created=int(time.time()),
-        fingerprint="outrider-" + hashlib.sha256(identity.encode()).hexdigest()[:12],
-        dtype=info.dtype,
-    )

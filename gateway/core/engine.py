@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from gateway.core.admission import ServedModel
 from gateway.core.answer import Answer
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta, Usage
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.request import Job
@@ -38,7 +38,7 @@ class Engine:
         self._router = router
         self._metrics = metrics
 
-    async def generate(self, jobs: Sequence[Job], model: ServedModel) -> AsyncGenerator[Delta, None]:
+    async def generate(self, jobs: Sequence[Job], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         """All answers of all jobs, interleaved as they come; the last delta carries the usage.
 
         `choice_index` of a delta counts through: first the answers of the first job, and so on. Closing the generator
@@ -56,7 +56,7 @@ class Engine:
                 unfinished -= delta.finish_reason is not None
                 yield delta if unfinished else replace(delta, usage=_usage(jobs, runs))
 
-    async def _merge(self, runs: Sequence[_Run], model: ServedModel) -> AsyncGenerator[Delta, None]:
+    async def _merge(self, runs: Sequence[_Run], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
         tasks = [asyncio.create_task(self._pump(run, model, queue)) for run in runs]
         running = len(tasks)
@@ -74,7 +74,7 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, run: _Run, model: ServedModel, queue: _Queue) -> None:
+    async def _pump(self, run: _Run, model: GatewayModel, queue: _Queue) -> None:
         try:
             async with aclosing(self._one(run, model)) as deltas:
                 async for delta in deltas:
@@ -84,7 +84,7 @@ class Engine:
         else:
             await queue.put(None)
 
-    async def _one(self, run: _Run, model: ServedModel) -> AsyncGenerator[Delta, None]:
+    async def _one(self, run: _Run, model: GatewayModel) -> AsyncGenerator[Delta, None]:
         meter = self._metrics.answer(model.name, run.job)
         outcome, last = "error", None
         try:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.core.admission import ServedModel
 from gateway.core.allowance import Allowance
-from gateway.core.catalogue import Catalogue
+from gateway.core.catalogue import Catalogue, GatewayModel
 from gateway.core.engine import Engine
 from gateway.core.gate import Gate, Ticket
 from gateway.core.metrics import GatewayMetrics
@@ -34,7 +33,7 @@ class Gateway:
         return self.router.ready and not self.gate.draining
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> GatewayModel:
         """The served model. Raises UnavailableError while no verify service is there to run it."""
         model = self.catalogue.model
         if not self.router.ready:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
-from gateway.core.admission import ServedModel
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta, Usage
 from gateway.core.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from gateway.core.request import GenerateRequest, Sampling
@@ -99,7 +99,7 @@ def _usage(usage: Usage) -> common_pb2.Usage:
     return common_pb2.Usage(**{name: getattr(usage, name) for name in Usage.__slots__})
 
 
-def encode_models(model: ServedModel) -> gateway_pb2.GatewayServiceListModelsResponse:
+def encode_models(model: GatewayModel) -> gateway_pb2.GatewayServiceListModelsResponse:
     """The served models."""
     return gateway_pb2.GatewayServiceListModelsResponse(
         models=[gateway_pb2.Model(id=model.name, context_length=model.context_length)]

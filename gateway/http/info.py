@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.core.admission import ServedModel, admit, check_ids, render_chat
+from gateway.core.admission import admit, check_ids, render_chat
+from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import special_tokens
 from gateway.core.fields import MAX_PROMPT_TOKENS, StrictModel, Text, TokenId
 from gateway.core.metrics import CONTENT_TYPE
@@ -179,7 +180,7 @@ def _json(body: Body, status: int = 200) -> Response:
     return Response(json_bytes(body), status, media_type="application/json")
 
 
-def _model_body(model: ServedModel) -> ModelBody:
+def _model_body(model: GatewayModel) -> ModelBody:
     return ModelBody(
         id=model.name,
         object="model",
@@ -247,7 +248,7 @@ class TokenizerRoute:
     """An ASGI application for one route that needs the tokenizer alone."""
 
     def __init__(
-        self, gateway: Gateway, bodies: BodyReader, prepare: Callable[[Mapping[str, Any], ServedModel], Prepared]
+        self, gateway: Gateway, bodies: BodyReader, prepare: Callable[[Mapping[str, Any], GatewayModel], Prepared]
     ) -> None:
         self._gateway = gateway
         self._bodies = bodies
@@ -265,7 +266,7 @@ class TokenizerRoute:
         await send_json(send, answer)
 
 
-def prepare_tokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
+def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
     """POST /tokenize. Raises OutriderError."""
     request = validate(TokenizeRequest, body)
     model.check_name(request.model)
@@ -274,7 +275,7 @@ def prepare_tokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
     return size, partial(_tokenize, model, request, messages)
 
 
-def _tokenize(model: ServedModel, request: TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> bytes:
+def _tokenize(model: GatewayModel, request: TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> bytes:
     text, special = request.prompt or "", not messages
     if messages:
         ends_open = request.add_generation_prompt is not False
@@ -288,7 +289,7 @@ def _tokenize(model: ServedModel, request: TokenizeRequest, messages: Sequence[M
     return json_bytes(TokenizeBody(**answer))
 
 
-def prepare_detokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
+def prepare_detokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
     """POST /detokenize. Raises OutriderError."""
     request = validate(DetokenizeRequest, body)
     model.check_name(request.model)
@@ -297,5 +298,5 @@ def prepare_detokenize(body: Mapping[str, Any], model: ServedModel) -> Prepared:
     return len(request.tokens), partial(_detokenize, model, request.tokens)
 
 
-def _detokenize(model: ServedModel, token_ids: Sequence[int]) -> bytes:
+def _detokenize(model: GatewayModel, token_ids: Sequence[int]) -> bytes:
     return json_bytes(DetokenizeBody(prompt=model.tokenizer.decode(token_ids, skip_special_tokens=False)))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from gateway.core.admission import ServedModel
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta
 from gateway.core.fields import MAX_LOGPROBS, MAX_MESSAGES, StrictModel, Text
 from gateway.core.request import GenerateRequest, Job
@@ -207,5 +207,5 @@ class ChatRoute(GenerationRoute[ChatCompletionRequest]):
     body_type = ChatCompletionRequest
     id_prefix = "chatcmpl"
 
-    async def _builder(self, body: ChatCompletionRequest, jobs: Sequence[Job], model: ServedModel) -> ChatBuilder:
+    async def _builder(self, body: ChatCompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> ChatBuilder:
         return ChatBuilder(model, jobs, body.stream_options)

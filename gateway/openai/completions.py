@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from gateway.core.admission import ServedModel
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta
 from gateway.core.fields import MAX_LOGPROBS, Text, TokenIdList
 from gateway.core.request import Job
@@ -162,7 +162,7 @@ class CompletionBuilder(ChoicesBuilder):
     top_field = "logprobs"
 
     def __init__(
-        self, model: ServedModel, jobs: Sequence[Job], body: CompletionRequest, echoes: Sequence[Echo] = ()
+        self, model: GatewayModel, jobs: Sequence[Job], body: CompletionRequest, echoes: Sequence[Echo] = ()
     ) -> None:
         """`echoes`: the prompt of each job, where it is given back."""
         super().__init__(model, jobs, body.stream_options)
@@ -226,7 +226,7 @@ class CompletionRoute(GenerationRoute[CompletionRequest]):
     body_type = CompletionRequest
     id_prefix = "cmpl"
 
-    async def _builder(self, body: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> CompletionBuilder:
+    async def _builder(self, body: CompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> CompletionBuilder:
         echoes: Sequence[Echo] = ()
         if body.echo and sum(len(job.prompt_token_ids) for job in jobs) > _INLINE_ECHO_TOKENS:
             echoes = await asyncio.to_thread(_echoes, body, jobs, model)
@@ -235,7 +235,7 @@ class CompletionRoute(GenerationRoute[CompletionRequest]):
         return CompletionBuilder(model, jobs, body, echoes)
 
 
-def _echoes(body: CompletionRequest, jobs: Sequence[Job], model: ServedModel) -> list[Echo]:
+def _echoes(body: CompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> list[Echo]:
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     if len(texts) != len(jobs):  # one list of token ids

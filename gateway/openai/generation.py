@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from gateway.core.admission import ServedModel, admit
+from gateway.core.admission import admit
 from gateway.core.allowance import Account
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta, Token, Usage
 from gateway.core.request import Job
 from gateway.core.service import Gateway
@@ -131,7 +132,7 @@ class ResponseBuilder(ABC):
     prompt_field = "prompt_logprobs"
     """What the route calls the same of prompts."""
 
-    def __init__(self, model: ServedModel, jobs: Sequence[Job]) -> None:
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job]) -> None:
         self._tokenizer = model.tokenizer
         self._jobs = [job for job in jobs for _ in range(job.n)]
         """Of each answer."""
@@ -218,7 +219,7 @@ class ResponseBuilder(ABC):
 class ChoicesBuilder(ResponseBuilder):
     """OpenAI's responses: events that hold choices, and usage."""
 
-    def __init__(self, model: ServedModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
         super().__init__(model, jobs)
         self._options = options or StreamOptions()
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
@@ -304,7 +305,7 @@ class GenerationRoute(ABC, Generic[BodyT]):
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @abstractmethod
-    async def _builder(self, body: BodyT, jobs: Sequence[Job], model: ServedModel) -> ResponseBuilder:
+    async def _builder(self, body: BodyT, jobs: Sequence[Job], model: GatewayModel) -> ResponseBuilder:
         """What builds the response."""
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
-from gateway.core.admission import ServedModel
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta
 from gateway.core.fields import MAX_LOGPROBS, SamplingFields, ServingFields, StopFields, Text, TokenIdList
 from gateway.core.request import Job
@@ -234,7 +234,7 @@ class GenerateBuilder(ResponseBuilder):
     top_field = "top_logprobs_num"
     prompt_field = "logprob_start_len"
 
-    def __init__(self, model: ServedModel, jobs: Sequence[Job], body: GenerateBody) -> None:
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: GenerateBody) -> None:
         super().__init__(model, jobs)
         self._id = body.rid
         self._is_batch = body.is_batch
@@ -357,5 +357,5 @@ class GenerateRoute(GenerationRoute[GenerateBody]):
     body_type = GenerateBody
     id_prefix = "gen"
 
-    async def _builder(self, body: GenerateBody, jobs: Sequence[Job], model: ServedModel) -> GenerateBuilder:
+    async def _builder(self, body: GenerateBody, jobs: Sequence[Job], model: GatewayModel) -> GenerateBuilder:
         return GenerateBuilder(model, jobs, body)

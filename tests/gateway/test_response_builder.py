@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.core.admission import ServedModel, admit
+from gateway.core.admission import admit
+from gateway.core.catalogue import GatewayModel
 from gateway.core.events import Delta, Token
 from gateway.core.request import GenerateRequest
 from gateway.openai.chat import ChatBuilder
@@ -14,7 +15,7 @@ from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 
 @pytest.mark.parametrize("what", ["logprobs", "trees"])
 async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, what: str) -> None:
-    model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
+    model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
     job = await admit(GenerateRequest(prompt="x", trace=True), model, "r")
     builder = ChatBuilder(model, [job], None)
     logprobs = TokenLogprobs(-1.0, tuple((i, -1.0) for i in range(20))) if what == "logprobs" else None

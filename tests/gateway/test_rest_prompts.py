@@ -15,8 +15,8 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.core.admission import ServedModel
 from gateway.core.allowance import Allowance
+from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Gate
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.service import Gateway
@@ -32,7 +32,7 @@ PROMPT = "Grüße aus 東京 🙂"
 class _Known:
     """A catalogue whose model is known."""
 
-    model: ServedModel
+    model: GatewayModel
 
 
 def lm_eval_score(choice: Any, num_context: int) -> tuple[float, bool]:
@@ -150,7 +150,7 @@ async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: S
             return super().token_bytes(token_id)
 
     verify.tokenizer = Watched.load(verify.folder)
-    model = ServedModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
+    model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
     gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics(), Allowance(4096))  # type: ignore[arg-type]
     application = TokenizerRoute(gateway, BodyReader(max_bytes=1 << 20, seconds=5), prepare_tokenize)
     transport = httpx.ASGITransport(app=application)
