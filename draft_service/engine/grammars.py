@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
-from outrider.grammar.compiler import GrammarVocabulary, compile_grammar
-from outrider.grammar.state import GrammarNode, GrammarState
+from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger
 from outrider.models.config import get_token_ids, read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir

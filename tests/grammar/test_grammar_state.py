@@ -15,9 +15,8 @@ from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text
 
 from outrider.errors import ConfigError
 from outrider.grammar import compiler
-from outrider.grammar.compiler import GrammarVocabulary, compile_grammar
+from outrider.grammar.compiler import GrammarState, GrammarVocabulary, TokenPath, compile_grammar, unpack
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.grammar.state import GrammarState, TokenPath, unpack
 
 
 def legal(state: GrammarState, path: TokenPath = ()) -> list[int]:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +57,13 @@ def test_importing_outrider_imports_neither_torch_nor_grpc() -> None:
 
 def test_the_arrows_hold() -> None:
     assert "0 broken" in run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
+
+
+def test_no_module_is_in_a_circle_of_imports() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
+    graph = grimp.build_graph(*packages, cache_dir=None)
+    order = graphlib.TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules})
+    order.prepare()  # raises CycleError, which names the circle
 
 
 def test_transformers_gets_along_with_our_package_named_kernels() -> None:

@@ -13,9 +13,8 @@ from tiny_grammar import CHOICE, END, OBJECT, VOCAB, text_of
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.grammar import compiler
-from outrider.grammar.compiler import GrammarVocabulary
+from outrider.grammar.compiler import GrammarState, GrammarVocabulary, Mask, TokenPath
 from outrider.grammar.spec import Grammar, GrammarKind
-from outrider.grammar.state import GrammarState, Mask, TokenPath
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import SamplingParams

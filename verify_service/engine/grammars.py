@@ -11,9 +11,15 @@ from time import perf_counter
 from typing import NamedTuple
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
-from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar
+from outrider.grammar.compiler import (
+    CompiledGrammar,
+    GrammarNode,
+    GrammarState,
+    GrammarVocabulary,
+    TokenPath,
+    compile_grammar,
+)
 from outrider.grammar.spec import Grammar
-from outrider.grammar.state import GrammarNode, GrammarState, TokenPath
 from outrider.logs import get_logger
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes

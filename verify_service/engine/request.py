@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.grammar.state import GrammarState
+from outrider.grammar.compiler import GrammarState
 from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.sampling.sampler import RequestSampler
 

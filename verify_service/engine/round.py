@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from outrider.errors import OutriderError
-from outrider.grammar.state import Mask
+from outrider.grammar.compiler import Mask
 from outrider.protocol.generation import PromptLogprobs, RoundTree, TokenLogprobs
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request

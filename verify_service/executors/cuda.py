@@ -15,7 +15,7 @@ from outrider.attention.prompts import PromptShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
-from outrider.grammar.state import Mask
+from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool
 from outrider.logs import get_logger
 from outrider.models.decoder import CausalLM

@@ -11,7 +11,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError, OutriderError
-from outrider.grammar.state import unpack
+from outrider.grammar.compiler import unpack
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree

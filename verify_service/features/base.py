@@ -16,7 +16,6 @@ from outrider.protocol.speculation import Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
 from verify_service.features.staging import FeatureStaging, Ring, StagedRows
-from verify_service.speculation.drafts import DraftConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class FeatureExecutor:
 
 
 @runtime_checkable
-class FeatureConnection(DraftConnection, Protocol):
+class FeatureConnection(Protocol):
     """A session that can carry features. Methods must not block."""
 
     @property

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from outrider.protocol.speculation import (
     Close,
@@ -24,12 +24,10 @@ from outrider.protocol.speculation import (
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
+from verify_service.features.base import FeatureLine
 from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.health import ReplicaHealth
-
-if TYPE_CHECKING:
-    from verify_service.features.base import FeatureLine
 
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
