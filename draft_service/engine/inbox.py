@@ -1,4 +1,4 @@
-"""Where the engine finds what it is told: by the door, and by verify engines of this host."""
+"""The draft engine's inbox: frames of the door on two sockets, and of verify engines of this host on lines."""
 
 from __future__ import annotations
 
@@ -16,88 +16,87 @@ from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
 _logger = get_logger(__name__)
 
+_HELLO_SECONDS = 5.0
+"""How long a new line may take to name its session."""
+_VERIFY = "a verify service on this host"
+_MAX_UNNAMED_LINES = 64
+"""Lines that may be open without a session."""
 
-_CALL_SECONDS = 5.0
-"""How long a caller may take to say which session it is."""
-_THEM = "a verify service on this host"
-_MAX_CALLERS = 64
-"""Lines that may be open and belong to no session."""
-
-_Caller = Line[LineHello | VerifyBatch]
+_VerifyLine = Line[LineHello | VerifyBatch]
 
 
 @dataclass(slots=True)
-class _Call:
-    """Somebody who belongs to no session yet."""
+class _UnnamedLine:
+    """What is known of a line before its session is."""
 
     since: float
+    """When it was accepted, on the monotonic clock."""
     frames: list[LineHello | VerifyBatch] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class LineMessages:
-    """What verify sent in one frame, in order."""
+    """What a verify engine sent in one frame on its line, in order."""
 
     session: int
     messages: list[VerifyMessage]
 
 
 class VerifyLines:
-    """The draft's ends of all lines. The engine's thread alone uses them.
-
-    They register with the poll object of whoever waits for them.
-    """
+    """The draft's ends of all lines, which register with the poll object of the inbox. One thread uses them."""
 
     def __init__(self, listener: Listener | None, poll: select.poll) -> None:
         self.lost: list[int] = []
         """Sessions whose line is gone, to be told to the door."""
         self.listener = listener
         self._poll = poll
-        self._awaited: dict[str, int] = {}
-        self._callers: dict[_Caller, _Call] = {}
-        self._lines: dict[int, _Caller] = {}
-        self._registered: dict[_Caller, int] = {}
-        """Descriptors, which a line that closed itself does not know any more."""
+        self._expected: dict[str, int] = {}
+        """Sessions without a line, by the token that names them."""
+        self._unnamed: dict[_VerifyLine, _UnnamedLine] = {}
+        self._lines: dict[int, _VerifyLine] = {}
+        """By session."""
+        self._registered: dict[_VerifyLine, int] = {}
+        """Descriptors in the poll object, which a line that closed itself does not know any more."""
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 
-    def open_lines(self) -> list[_Caller]:
-        """All that something may come from but the listener."""
-        return [*self._callers, *self._lines.values()]
+    def open_lines(self) -> list[_VerifyLine]:
+        """All lines, with a session or without."""
+        return [*self._unnamed, *self._lines.values()]
 
     def expect(self, session: int, token: str) -> None:
-        """A session began, whose verify engine may call."""
+        """A session began, whose verify engine may open a line with this token; empty if it may not."""
         if token:
-            self._awaited[token] = session
+            self._expected[token] = session
 
     def forget(self, session: int) -> None:
         """A session has ended."""
-        self._awaited = {token: number for token, number in self._awaited.items() if number != session}
+        self._expected = {token: number for token, number in self._expected.items() if number != session}
         line = self._lines.pop(session, None)
         if line is not None:
-            self._hang_up(line)
+            self._close(line)
 
-    def answer(self) -> None:
-        """Hear who calls. To be followed by `expect` for the sessions that are known by now, and then by `take`."""
+    def accept(self) -> None:
+        """Take new lines. To be followed by `expect` for the sessions that are known by now, and then by `take`."""
         if self.listener is None:
             return
-        for caller in self.listener.accept():
-            self._callers[caller] = _Call(monotonic())
-            self._registered[caller] = caller.fileno()
-            self._poll.register(caller.fileno(), select.POLLIN)
-        for caller, call in self._callers.items():
-            call.frames += caller.receive_from(_THEM)
+        for line in self.listener.accept():
+            self._unnamed[line] = _UnnamedLine(monotonic())
+            self._registered[line] = line.fileno()
+            self._poll.register(line.fileno(), select.POLLIN)
+        for line, unnamed in self._unnamed.items():
+            unnamed.frames += line.receive_from(_VERIFY)
 
     def take(self) -> list[LineMessages]:
         """What has come, without waiting."""
-        heard: list[LineMessages] = []
-        for caller, call in list(self._callers.items()):
-            self._identify(caller, call, heard)
+        received: list[LineMessages] = []
+        for line, unnamed in list(self._unnamed.items()):
+            self._identify(line, unnamed, received)
         for session, line in list(self._lines.items()):
-            self._hear(session, line.receive_from(_THEM), heard)
+            self._read(session, line.receive_from(_VERIFY), received)
             if line.closed:
                 self._lose(session)
-        return heard
+        return received
 
     def send(self, session: int, messages: list[DraftMessage]) -> bool:
         """Send messages if the session has a line; whether it has one."""
@@ -116,39 +115,41 @@ class VerifyLines:
                 line.flush()
 
     def close(self) -> None:
-        """Take no more calls, and end those that there are."""
-        for line in (*self._callers, *self._lines.values()):
+        """Accept no more lines, and close those that there are."""
+        for line in (*self._unnamed, *self._lines.values()):
             line.close()
         if self.listener is not None:
             self.listener.close()
 
-    def _identify(self, caller: _Caller, call: _Call, heard: list[LineMessages]) -> None:
-        session, frames = None, call.frames
+    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[LineMessages]) -> None:
+        """Give a line to the session that its first frame names, or close one that names none in time."""
+        session, frames = None, unnamed.frames
         if frames and isinstance(frames[0], LineHello):
-            session = self._awaited.pop(frames[0].token, None)
-        if session is not None and not caller.closed:
-            del self._callers[caller]
-            self._lines[session] = caller
-            self._hear(session, frames[1:], heard)
-        elif frames or caller.closed or monotonic() - call.since > _CALL_SECONDS or len(self._callers) > _MAX_CALLERS:
-            del self._callers[caller]
-            self._hang_up(caller)
+            session = self._expected.pop(frames[0].token, None)
+        late = monotonic() - unnamed.since > _HELLO_SECONDS
+        if session is not None and not line.closed:
+            del self._unnamed[line]
+            self._lines[session] = line
+            self._read(session, frames[1:], received)
+        elif frames or line.closed or late or len(self._unnamed) > _MAX_UNNAMED_LINES:
+            del self._unnamed[line]
+            self._close(line)
 
-    def _hear(self, session: int, frames: list[LineHello | VerifyBatch], heard: list[LineMessages]) -> None:
+    def _read(self, session: int, frames: list[LineHello | VerifyBatch], received: list[LineMessages]) -> None:
         for frame in frames:
             if isinstance(frame, LineHello):
                 _logger.error("a verify service on this host named its session twice")
                 self._lose(session)
                 return
-            heard.append(LineMessages(session, frame.messages))
+            received.append(LineMessages(session, frame.messages))
 
     def _lose(self, session: int) -> None:
         line = self._lines.pop(session, None)
         if line is not None:
-            self._hang_up(line)
+            self._close(line)
             self.lost.append(session)
 
-    def _hang_up(self, line: _Caller) -> None:
+    def _close(self, line: _VerifyLine) -> None:
         self._poll.unregister(self._registered.pop(line))
         line.close()
 
@@ -199,8 +200,8 @@ class DraftInbox:
         )
 
     def _receive(self) -> None:
-        # In this order: the door has told of a session before anybody can call for it.
-        self.lines.answer()
+        # In this order: the door has told of a session before its line can be here.
+        self.lines.accept()
         frames = self._pipe.receive_from("the door")
         self._arrived += frames
         for frame in frames:

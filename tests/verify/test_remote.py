@@ -320,7 +320,7 @@ async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
     async with engine_thread(make_engine(model)) as thread:
         remote, draft = thread.remote, Reader()
         remote.draft_connected(draft)
-        session = remote._sessions_by_port[draft].number
+        session = remote._sessions_by_stream[draft].number
         features = [Features(1, at, 1, False, memoryview(b""), "float32", at + 1) for at in range(4)]
         remote.receive(FeaturesToDraft(session, features))
         with monkeypatch.context() as patched:

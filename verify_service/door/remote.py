@@ -121,8 +121,8 @@ class Backlog:
         return OverloadedError(message, retry_after=retry_after)
 
 
-class Port(Protocol):
-    """A session with one draft service. Methods must not block."""
+class DraftStream(Protocol):
+    """The streams of a session with one draft service. Methods must not block."""
 
     address: str
 
@@ -144,7 +144,7 @@ class _DraftState:
     """A session with a draft service, as far as the engine is behind."""
 
     number: int
-    port: Port
+    stream: DraftStream
     unread_weight: int = 0
     """Of messages that the engine has not taken."""
     features_sent: int = 0
@@ -169,7 +169,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
         self._sessions: dict[int, _DraftState] = {}
-        self._sessions_by_port: dict[Port, _DraftState] = {}
+        self._sessions_by_stream: dict[DraftStream, _DraftState] = {}
 
     @property
     def num_running(self) -> int:
@@ -205,25 +205,25 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self._answers[number] = None
             self.send(Cancel(number))
 
-    def draft_connected(self, port: Port, terms: Terms | None = None) -> None:
+    def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
         number = next(self._numbers)
-        self._sessions[number] = self._sessions_by_port[port] = _DraftState(number, port)
-        self.send(DraftUp(number, port.address, terms or Terms()))
+        self._sessions[number] = self._sessions_by_stream[stream] = _DraftState(number, stream)
+        self.send(DraftUp(number, stream.address, terms or Terms()))
 
-    def draft_disconnected(self, port: Port) -> None:
+    def draft_disconnected(self, stream: DraftStream) -> None:
         """A session with a draft service ended."""
-        session = self._sessions_by_port.pop(port)
+        session = self._sessions_by_stream.pop(stream)
         del self._sessions[session.number]
         self.send(DraftDown(session.number))
 
-    def draft_received(self, port: Port, messages: list[DraftMessage]) -> None:
+    def draft_received(self, stream: DraftStream, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
-        session = self._sessions_by_port[port]
+        session = self._sessions_by_stream[stream]
         weight = unread_weight(messages)
         if session.unread_weight + weight > MAX_UNREAD_WEIGHT:
-            log.warning("draft %s floods the engine; its session is reset", port.address)
-            port.reset()
+            log.warning("draft %s floods the engine; its session is reset", stream.address)
+            stream.reset()
             return
         session.unread_weight += weight
         # A hello in mid-stream is there for the engine to count, whatever it says.
@@ -231,21 +231,21 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         # They may lie unread for a whole round, which is no fault of the draft.
         self.send(FromDraft(session.number, time.monotonic(), weight, messages))
 
-    async def features_projection(self, port: Port, part: ProjectionPart) -> None:
+    async def features_projection(self, stream: DraftStream, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
-        self.send(ProjectionFrame(self._sessions_by_port[port].number, part))
+        self.send(ProjectionFrame(self._sessions_by_stream[stream].number, part))
         await self.writable()
 
-    def features_opened(self, port: Port, window: int, uses_ring: bool) -> None:
+    def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
-        self.send(FeaturesUp(self._sessions_by_port[port].number, window, uses_ring))
+        self.send(FeaturesUp(self._sessions_by_stream[stream].number, window, uses_ring))
 
-    def features_released(self, port: Port, through: int) -> None:
+    def features_released(self, stream: DraftStream, through: int) -> None:
         """A draft is done with features. One that releases what it was not sent loses its session."""
-        session = self._sessions_by_port[port]
+        session = self._sessions_by_stream[stream]
         if through > session.features_sent:
-            log.warning("draft %s releases features that it was not sent; its session is reset", port.address)
-            port.reset()
+            log.warning("draft %s releases features that it was not sent; its session is reset", stream.address)
+            stream.reset()
         elif through > session.features_released:
             session.features_released = through
             self.send(FeaturesDone(session.number, through))
@@ -274,14 +274,14 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             return
         match frame:
             case ToDraft():
-                session.port.send(frame.messages)
+                session.stream.send(frame.messages)
             case FeaturesOpen():
-                session.port.begin_features(frame.begin)
+                session.stream.begin_features(frame.begin)
             case FeaturesToDraft():
                 session.features_sent += len(frame.features)
-                session.port.send_features(frame.features)
+                session.stream.send_features(frame.features)
             case DraftReset():
-                session.port.reset()
+                session.stream.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
         for number, update in frame.updates:

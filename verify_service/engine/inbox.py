@@ -1,4 +1,4 @@
-"""Where the engine finds what it is told: by the door on its socket, and by draft engines of this host on lines."""
+"""The verify engine's inbox: frames of the door on a socket, and of draft engines of this host on lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
 from verify_service.engine.engine import Action, VerifyEngine
-from verify_service.engine.reporter import ReporterPort, VerifyReporter
+from verify_service.engine.reporter import RelayedConnection, VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames import (
     Cancel,
@@ -37,15 +37,15 @@ from verify_service.speculation.drafts import Drafts
 log = get_logger(__name__)
 
 
-class LinePort(ReporterPort):
-    """A draft's session: trees on a line, all else through the door."""
+class LineConnection(RelayedConnection):
+    """A draft's session whose trees take a line; all else takes the door."""
 
     def __init__(self, session: int, address: str, pipe: Pipe[FromDoor], line: Line[DraftBatch]) -> None:
         super().__init__(session, address, pipe)
         self.line = line
 
     def send(self, messages: list[VerifyMessage]) -> None:
-        """See ReporterPort."""
+        """See RelayedConnection."""
         self.line.send(VerifyBatch(messages))
 
 
@@ -60,35 +60,35 @@ class DraftLines:
         self._pipe = pipe
         self._drafts = drafts
         self._post = post
-        self._ports: dict[int, LinePort] = {}
+        self._connections: dict[int, LineConnection] = {}
         self._busy: set[int] = set()
         """Sessions of which something has come that was not dealt with."""
 
-    def port(self, frame: DraftUp) -> ReporterPort:
-        """How to speak to a draft whose session began: on a line, if it can be called."""
+    def connect(self, frame: DraftUp) -> RelayedConnection:
+        """The connection to a draft whose session began: a line, if its engine is on this host."""
         offer = frame.terms.line
         line = None if offer is None else dial(offer.host, offer.path, offer.token)
         if line is None:
-            return ReporterPort(frame.session, frame.address, self._pipe)
+            return RelayedConnection(frame.session, frame.address, self._pipe)
         log.info("draft %s is on this host: its engine is spoken to directly", frame.address)
-        port = self._ports[frame.session] = LinePort(frame.session, frame.address, self._pipe, line)
-        return port
+        connection = self._connections[frame.session] = LineConnection(frame.session, frame.address, self._pipe, line)
+        return connection
 
     def forget(self, session: int) -> None:
         """A session has ended."""
-        port = self._ports.pop(session, None)
+        connection = self._connections.pop(session, None)
         self._busy.discard(session)
-        if port is not None:
-            port.line.close()
+        if connection is not None:
+            connection.line.close()
 
     def take(self) -> bool:
-        """Leave the engine what has come; whether there was anything."""
+        """Post what has come; whether there was anything."""
         received = False
-        for session, port in list(self._ports.items()):
-            port.line.flush()
+        for session, connection in list(self._connections.items()):
+            connection.line.flush()
             if session not in self._busy:
-                received |= self._read_line(session, port)
-            if port.line.closed:
+                received |= self._read_line(session, connection)
+            if connection.line.closed:
                 # The door ends the session and dials anew.
                 self.forget(session)
                 self._pipe.send(DraftReset(session))
@@ -98,31 +98,31 @@ class DraftLines:
         """Wait up to `timeout` seconds, None for ever, until something comes, of the door too."""
         if self._pipe.closed:
             return
-        wait_for_any([self._pipe, *(port.line for port in self._ports.values())], timeout)
+        wait_for_any([self._pipe, *(connection.line for connection in self._connections.values())], timeout)
 
-    def _read_line(self, session: int, port: LinePort) -> bool:
-        batches = port.line.receive_from(f"draft {port.address}")
+    def _read_line(self, session: int, connection: LineConnection) -> bool:
+        batches = connection.line.receive_from(f"draft {connection.address}")
         if not batches:
-            return port.line.closed
+            return connection.line.closed
         arrived_at = monotonic()
         self._busy.add(session)
         # One by one, so that the engine may turn to something else in between.
         for batch in batches:
             for message in batch.messages:
-                self._post(partial(self._receive, session, port, message, arrived_at))
+                self._post(partial(self._receive, session, connection, message, arrived_at))
         self._post(lambda: self._busy.discard(session))
         return True
 
-    def _receive(self, session: int, port: LinePort, message: DraftMessage, arrived_at: float) -> None:
-        if session in self._ports:
-            self._drafts.receive(port, [message], arrived_at)
+    def _receive(self, session: int, connection: LineConnection, message: DraftMessage, arrived_at: float) -> None:
+        if session in self._connections:
+            self._drafts.receive(connection, [message], arrived_at)
 
 
 @dataclass(slots=True)
 class _DraftSession:
     """A session with a draft, and as much of its projection as has come."""
 
-    port: ReporterPort
+    connection: RelayedConnection
     terms: Terms
     projection_dtype: str = ""
     projection: bytearray = field(default_factory=bytearray)
@@ -198,11 +198,11 @@ class SocketInbox:
             case FromDraft():
                 self._receive_from_draft(frame)
             case DraftUp():
-                session = self._sessions[frame.session] = _DraftSession(self._lines.port(frame), frame.terms)
-                self._engine.draft_connected(session.port, frame.terms)
+                session = self._sessions[frame.session] = _DraftSession(self._lines.connect(frame), frame.terms)
+                self._engine.draft_connected(session.connection, frame.terms)
             case DraftDown():
                 self._lines.forget(frame.session)
-                self._engine.draft_disconnected(self._sessions.pop(frame.session).port)
+                self._engine.draft_disconnected(self._sessions.pop(frame.session).connection)
             case ProjectionFrame():
                 # The door has checked that it follows, and how many there are.
                 session = self._sessions[frame.session]
@@ -211,10 +211,10 @@ class SocketInbox:
             case FeaturesUp():
                 session = self._sessions[frame.session]
                 opened = self._engine.features.opened
-                self.post(partial(opened, session.port, frame.window, frame.uses_ring, session.take_projection()))
+                self.post(partial(opened, session.connection, frame.window, frame.uses_ring, session.take_projection()))
             case FeaturesDone():
                 released = self._engine.features.released
-                self.post(partial(released, self._sessions[frame.session].port, frame.through))
+                self.post(partial(released, self._sessions[frame.session].connection, frame.through))
             case Stop():
                 self.stopped = True
                 self._engine.stop()
@@ -244,8 +244,8 @@ class SocketInbox:
             self.post(lambda: self._reporter.ended(number))
 
     def _receive_from_draft(self, frame: FromDraft) -> None:
-        port = self._sessions[frame.session].port
+        connection = self._sessions[frame.session].connection
         # One by one, so that the engine may turn to something else in between.
         for message in frame.messages:
-            self.post(partial(self._engine.drafts.receive, port, [message], frame.arrived_at))
+            self.post(partial(self._engine.drafts.receive, connection, [message], frame.arrived_at))
         self.post(lambda: self._reporter.read(frame.session, frame.weight))

@@ -96,8 +96,8 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
     )
 
 
-class ReporterPort:
-    """A draft's session, whose other half is in the door."""
+class RelayedConnection:
+    """A draft's session, whose streams are in the door."""
 
     def __init__(self, session: int, address: str, pipe: Pipe[FromDoor]) -> None:
         self.address = address
@@ -124,7 +124,7 @@ class ReporterPort:
         self._pipe.send(FeaturesToDraft(self._session, messages))
 
     def reset(self) -> None:
-        """End the session; it reports itself down, and up again when it is."""
+        """End the session; the door dials it anew."""
         self._pipe.send(DraftReset(self._session))
 
 
