@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 MAX_LINE_FRAME_BYTES = 32 << 20
 """An Open of a million tokens fits."""
-MAX_UNSENT_BYTES = 4 << 20
+MAX_UNSENT_BYTES = 8 << 20
 """Bytes that may wait for an end that does not read; with more the line is lost."""
 _MAX_PENDING_CALLS = 16
 """Calls that the kernel holds until they are accepted."""
