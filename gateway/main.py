@@ -10,9 +10,8 @@ from functools import partial
 
 from starlette.routing import Route, Router
 
-from gateway.core.allowance import Allowance
 from gateway.core.catalogue import Catalogue
-from gateway.core.gate import Gate
+from gateway.core.gate import Allowance, Gate
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.replica import Replica
 from gateway.core.router import Router as VerifyRouter

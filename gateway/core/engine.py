@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from gateway.core.answer import Answer
+from gateway.core.answer import Answer, Delta, Usage
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta, Usage
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router

@@ -19,7 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from gateway.core.events import Delta
+from gateway.core.answer import Delta
 from gateway.core.gate import Gate
 from gateway.core.replica import ReplicaState
 from gateway.core.request import Job

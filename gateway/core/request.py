@@ -1,18 +1,162 @@
-"""The one request that both doors map to, and what it becomes once the served model has been asked."""
+"""A request: its fields and their limits, written down once for both doors, and what it becomes for the served model.
+
+Values are strict: a string is never taken for a number, nor a boolean for an integer. Unknown fields are refused.
+`None` means the default everywhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec.structs import replace
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from gateway.core.fields import MAX_LOGPROBS, MAX_MESSAGES, OutputFields, SamplingFields, StrictModel, Text, TokenIdList
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_LOGIT_BIAS = 1024
+MAX_PROMPT_TOKENS = 1 << 20
+"""More than any context; longer lists are refused before they take the event loop's time."""
+
+
+class StrictModel(BaseModel):
+    """Base of everything that a client may send."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, data: Any) -> Any:
+        # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
+        if not isinstance(data, dict):
+            return data
+        names = {field.alias or name: None for name, field in cls.model_fields.items()}
+        unknown = next((name for name in data if name not in names), None)
+        if unknown is None:
+            return data
+        return {name: data[name] for name in names if name in data} | {unknown: None}
+
+
+def _encodable(text: str) -> str:
+    # JSON and Python can carry half of a surrogate pair, UTF-8 and the tokenizer cannot.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "lone_surrogate",
+            "holds a lone surrogate at character {position}, which is not Unicode text; send valid UTF-8",
+            {"position": error.start},
+        ) from None
+    return text
+
+
+def _integer_keys(value: Any) -> Any:
+    # JSON writes the keys of an object as strings.
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LOGIT_BIAS:  # looked at first: each entry may be wrong, and every finding costs time
+        raise PydanticCustomError(
+            "logit_bias",
+            "{length} entries, over the limit of {limit}; send at most {limit}",
+            {"length": len(value), "limit": MAX_LOGIT_BIAS},
+        )
+    return {
+        int(k) if isinstance(k, str) and k.isascii() and k.isdigit() and len(k) < 12 else k: v for k, v in value.items()
+    }
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+StopString = Annotated[Text, Field(min_length=1, max_length=256)]
+StopStringList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+StopStrings = Annotated[
+    StopStringList, BeforeValidator(_one_or_more, json_schema_input_type=StopString | StopStringList)
+]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_integer_keys),
+    Field(max_length=MAX_LOGIT_BIAS),
+]
+
+
+class SamplingFields(StrictModel):
+    """How tokens are chosen."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="Divides the logits; 0 is greedy. Default 1."
+    )
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="Keep the k most likely tokens; 0 or -1 keeps all."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Keep the smallest set of most likely tokens whose probability reaches this."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Keep tokens at least this fraction as likely as the likeliest."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="Key of the noise: the same request with the same seed gives the same tokens."
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted once from the logit of every token that the output holds."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted from a token's logit for each time that the output holds it."
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = Field(
+        None, description="Divides positive and multiplies negative logits of tokens in prompt or output."
+    )
+    logit_bias: LogitBias | None = Field(None, description="Token id to a number added to its logit.")
+
+
+class StopFields(StrictModel):
+    """How many answers there are, and what ends them."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Answers per prompt. Default 1.")
+    stop: StopStrings | None = Field(None, description="An answer ends before any of these strings.")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
+        None, description="Tokens that end an answer; they are not part of its text."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
+
+
+class ServingFields(StrictModel):
+    """How a request is served, whatever it asks for."""
+
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        None, description="Requests with a lower number are served earlier. Default 0."
+    )
+    cache_salt: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="Shares cached prefixes and n-grams with requests of the same key and the same salt alone."
+    )
+    skip_prefix_cache: bool | None = Field(None, description="Compute the whole prompt, whatever the cache has of it.")
+    speculation: Literal["on", "off"] | None = Field(
+        None, description="Whether drafts may be used. The output is the same either way."
+    )
+    trace: bool | None = Field(
+        None, description="Tell, round by round, the tree that was verified and where each token came from."
+    )
+
+
+class OutputFields(ServingFields, StopFields):
+    """Fields of a request beside its prompt and its sampling."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Most tokens per answer. Default: what the context leaves."
+    )
 
 
 class Sampling(SamplingFields):

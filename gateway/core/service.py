@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.core.allowance import Allowance
 from gateway.core.catalogue import Catalogue, GatewayModel
 from gateway.core.engine import Engine
-from gateway.core.gate import Gate, Ticket
+from gateway.core.gate import Allowance, Gate, Ticket
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.router import Router
 from outrider.errors import OutriderError, UnavailableError

@@ -8,10 +8,17 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
+from gateway.core.answer import Delta, Usage
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta, Usage
-from gateway.core.fields import MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from gateway.core.request import GenerateRequest, Sampling
+from gateway.core.request import (
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    GenerateRequest,
+    Sampling,
+)
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import check_grammar

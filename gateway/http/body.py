@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.core.fields import MAX_PROMPT_TOKENS
+from gateway.core.request import MAX_PROMPT_TOKENS
 from gateway.http.responses import HttpError
 from outrider.errors import InvalidRequestError, OverloadedError
 

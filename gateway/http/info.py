@@ -18,9 +18,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import special_tokens
-from gateway.core.fields import MAX_PROMPT_TOKENS, StrictModel, Text, TokenId
 from gateway.core.metrics import CONTENT_TYPE
-from gateway.core.request import GenerateRequest
+from gateway.core.request import MAX_PROMPT_TOKENS, GenerateRequest, StrictModel, Text, TokenId
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta
-from gateway.core.fields import MAX_LOGPROBS, MAX_MESSAGES, StrictModel, Text
-from gateway.core.request import GenerateRequest, Job
+from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, GenerateRequest, Job, StrictModel, Text
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest

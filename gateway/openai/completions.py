@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta
-from gateway.core.fields import MAX_LOGPROBS, Text, TokenIdList
-from gateway.core.request import Job
+from gateway.core.request import MAX_LOGPROBS, Job, Text, TokenIdList
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests

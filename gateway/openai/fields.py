@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.core.fields import MAX_LOGPROBS, OutputFields, SamplingFields, StrictModel, Text
-from gateway.core.request import GenerateRequest
+from gateway.core.request import MAX_LOGPROBS, GenerateRequest, OutputFields, SamplingFields, StrictModel, Text
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.core.admission import admit
-from gateway.core.allowance import Account
+from gateway.core.answer import Delta, Token, Usage
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta, Token, Usage
+from gateway.core.gate import Account
 from gateway.core.request import Job
 from gateway.core.service import Gateway
 from gateway.core.validation import validate

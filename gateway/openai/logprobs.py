@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from gateway.core.events import Token
+from gateway.core.answer import Token
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
 from outrider.protocol.generation import PromptLogprobs

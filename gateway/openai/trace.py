@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from gateway.core.events import Token
+from gateway.core.answer import Token
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
 from outrider.protocol.generation import RoundTree

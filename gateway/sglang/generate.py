@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
+from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta
-from gateway.core.fields import MAX_LOGPROBS, SamplingFields, ServingFields, StopFields, Text, TokenIdList
-from gateway.core.request import Job
+from gateway.core.request import MAX_LOGPROBS, Job, SamplingFields, ServingFields, StopFields, Text, TokenIdList
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NO_LANGUAGE, GenerationBody, NamedRequests, Only, prompt_requests
 from gateway.openai.generation import CollectedAnswer, GenerationRoute, ResponseBuilder

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify
 
-from gateway.core.allowance import Account, Allowance
+from gateway.core.gate import Account, Allowance
 from outrider.errors import InvalidRequestError, OverloadedError
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

@@ -8,8 +8,7 @@ import pytest
 from gateway_world import World
 from pydantic import ValidationError
 
-from gateway.core.fields import OutputFields, SamplingFields, ServingFields, StopFields, StrictModel
-from gateway.core.request import GenerateRequest
+from gateway.core.request import GenerateRequest, OutputFields, SamplingFields, ServingFields, StopFields, StrictModel
 from gateway.core.validation import validate
 from gateway.http.openapi import openapi
 from gateway.openai.chat import ChatCompletionRequest

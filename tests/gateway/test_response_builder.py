@@ -6,8 +6,8 @@ import pytest
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.core.admission import admit
+from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
-from gateway.core.events import Delta, Token
 from gateway.core.request import GenerateRequest
 from gateway.openai.chat import ChatBuilder
 from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin

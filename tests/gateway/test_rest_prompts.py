@@ -15,9 +15,8 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.core.allowance import Allowance
 from gateway.core.catalogue import GatewayModel
-from gateway.core.gate import Gate
+from gateway.core.gate import Allowance, Gate
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.service import Gateway
 from gateway.core.tokenizer import Tokenizer
