@@ -86,3 +86,14 @@ def forbidden(folder: Path, line: str, name: str = "sample.py") -> subprocess.Co
     file.write_text(line + "\n")
     command = [sys.executable, str(ROOT / "scripts" / "forbidden"), str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_fast_tests_are_files_that_there_are() -> None:
+    fast = re.search(r"^FAST := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert fast is not None
+    words = re.sub(
+        r"\$\(addprefix (\S+),(.*?)\)",
+        lambda match: " ".join(match[1] + name for name in match[2].split()),
+        fast[1].replace("\\\n", ""),
+    )
+    assert words and all((ROOT / name).exists() for name in words.split()), words
