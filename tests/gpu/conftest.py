@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
@@ -18,6 +17,8 @@ from verify_service.executors.cuda import CudaExecutor
 # Engine and runners are driven on a GPU as they are on a CPU.
 for _folder in ("verify", "burst", "models"):
     sys.path.append(str(Path(__file__).parent.parent / _folder))
+
+from threaded_engine import ThreadedEngine  # noqa: E402
 
 Models = Callable[..., CausalLM]
 Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
