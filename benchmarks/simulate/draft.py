@@ -64,8 +64,8 @@ class ScriptedRunner(runner.BurstRunner):
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
         self.shape = BurstShape(
             num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=options.BRANCHING, max_seeds=512,
-            max_steps=options.MOST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16, max_context=CONTEXT,
-            feature_size=0, lone_branching=options.LONE_BRANCHING,
+            max_steps=options.MAX_BURST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16,
+            max_context=CONTEXT, feature_size=0, lone_branching=options.LONE_BRANCHING,
         )  # fmt: skip
         self.buckets = StepBuckets(self.shape)
         self.busy = 0.0

@@ -10,7 +10,6 @@ from typing import ClassVar, Protocol, TypeVar
 
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import DeclineReason, Features
-from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.projection import Projection
 
@@ -31,24 +30,6 @@ class Needs:
     """Longest sequence that it serves."""
     projection: Projection | None = None
     """What verify may multiply the features with before it sends them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """A request as a drafter sees it."""
-
-    handle: int
-    """Names the request in all later calls; never used twice."""
-    tokens: Sequence[int]
-    """All committed tokens, prompt first."""
-    prompt_len: int
-    """Tokens of `tokens` that are prompt."""
-    sampling: SamplingParams
-    """How the target samples."""
-    vocab_size: int
-    """Ids at or past this are illegal."""
-    tenant: str = ""
-    """Whose text it is; a drafter that learns from text uses it for requests of the same tenant alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +89,8 @@ class Drafter(ABC):
     """Nodes that one call of `expand` gets at most."""
 
     @abstractmethod
-    def open(self, request: DraftRequest) -> None:
-        """A request begins; node 0 is its root."""
+    def open(self, tree: Tree) -> None:
+        """A request begins; node 0 is its root. A drafter that learns from text uses it for the same tenant alone."""
 
     @abstractmethod
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
@@ -341,7 +322,7 @@ class Grower(ABC):
         """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
         return False
 
-    def found(self, tree: Tree) -> None:  # noqa: B027
+    def foreign_nodes_added(self, tree: Tree) -> None:  # noqa: B027
         """Another grower appended to the tree's author."""
 
     def take_features(self, tree: Tree, features: Features) -> None:  # noqa: B027

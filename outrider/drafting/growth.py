@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode, Grower, Refusal, Tree, TreeTable
+from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeTable
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
+
+_logger = get_logger(__name__)
 
 _EXPAND = -1
 """In place of a token: ask the drafter for the node's children."""
 
 _NOTHING = float("-inf")
+"""Score where there is nothing to do."""
 
 _Entry = tuple[float, int, int, int, float, int]
 """Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
-
 
 ANY_SOURCE = range(256)
 
@@ -41,7 +43,7 @@ class TreeLimits:
 
 
 class TreeGrowth:
-    """A tree's author with a heap over what could be done next, likeliest first.
+    """The heap of one tree: nodes to expand and guesses to append, likeliest first.
 
     Path scores are kept from the epoch's node 0, so re-rooting shifts them all alike and the heap keeps its order.
     A node is expanded only when nothing likelier is left to append, so a used-up credit costs no guesses.
@@ -66,13 +68,13 @@ class TreeGrowth:
     def has_room(self, num_nodes: int) -> bool:
         """Whether a node may be appended, if each tree may have `num_nodes`."""
         credit = self.author.credit
-        # Guesses that cost nothing leave room for those that take a model some time.
+        # Half of a shared tree is left to the model, whose nodes come later.
         if self.limits.shared and not self.tree.has_sole_grower:
             credit = (credit + 1) // 2
         return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
 
     def best(self) -> float:
-        """Natural-log chance, from the root, of the best thing to do next; -inf if none is worth it."""
+        """Natural-log chance, from the root, of the best entry; -inf if none is worth it."""
         while self._heap:
             score = -self._heap[0][0] - self._root_score
             if score < self.limits.path_score:
@@ -83,9 +85,9 @@ class TreeGrowth:
         return _NOTHING
 
     def advance(self) -> FrontierNode | int | None:
-        """Do the best thing next: a node to expand is returned; a guess becomes a node, whose source is returned.
+        """Take the best entry: returns a node to expand, or the source of a guess that was appended as a node.
 
-        None if the guess was there already.
+        None if the guess was a node already.
         """
         _, _, node_id, token, score, source = heappop(self._heap)
         if token == _EXPAND:
@@ -111,7 +113,7 @@ class TreeGrowth:
                     self._queue(child)
 
     def catch_up(self) -> None:
-        """Nodes that another grower appended are to be expanded; below nodes that were not yet, in their turn."""
+        """Queue nodes that another grower appended below expanded nodes; those below others follow in `offer`."""
         if self._num_seen == self.author.next_id:
             return
         for node_id, parent, source in self.author.since(self._num_seen):
@@ -120,7 +122,7 @@ class TreeGrowth:
         self._num_seen = self.author.next_id
 
     def reroot(self) -> None:
-        """After a hit: forget what hangs off dead nodes and ask anew about the root, of which more is known now."""
+        """After a hit: drop entries of dead nodes, and expand the root again, of which the drafter knows more now."""
         root = self.author.root
         self._heap = [entry for entry in self._heap if entry[2] != root and self.author.is_live(entry[2])]
         heapify(self._heap)
@@ -140,7 +142,7 @@ class TreeGrowth:
         self.ask_root()
 
     def ask_root(self) -> None:
-        """Have the root expanded, perhaps once more."""
+        """Have the root expanded, or expanded again."""
         self._root_score = self.author.from_start(self.author.root)[0]
         self._push(self._root_score, self.author.root, _EXPAND, 0.0, 0)
 
@@ -155,7 +157,7 @@ class TreeGrowth:
         return self.author.node(node_id).source not in self.limits.sources
 
     def _queue(self, node_id: int) -> None:
-        """Have a node expanded, once it is not too deep."""
+        """Have a node expanded, or keep it until it is not too deep."""
         if self.author.depth(node_id) < self.limits.depth:
             self._push(self.author.from_start(node_id)[0], node_id, _EXPAND, 0.0, 0)
         else:
@@ -166,13 +168,8 @@ class TreeGrowth:
         heappush(self._heap, (-path_score, self._number, node_id, token, score, source))
 
 
-_logger = get_logger(__name__)
-
-_NOTHING = float("-inf")
-
-
 class NodeGrowth(Grower):
-    """Grows whichever tree has the likeliest node to add, as long as any has credit and the memory lasts."""
+    """Grows the tree with the likeliest node to add, while any has credit and the memory lasts."""
 
     def __init__(self, drafter: Drafter, limits: TreeLimits, table: TreeTable) -> None:
         super().__init__(table)
@@ -188,10 +185,7 @@ class NodeGrowth(Grower):
 
     def open(self, tree: Tree) -> None:
         """Begin to grow a tree; the drafter may fail at that."""
-        author = tree.author
-        self._drafter.open(
-            DraftRequest(tree.handle, author.tokens, author.prompt_len, author.sampling, tree.vocab_size, author.tenant)
-        )
+        self._drafter.open(tree)
         self._trees[tree.handle] = TreeGrowth(tree, self._limits)
         self.changed(tree)
 
@@ -223,7 +217,7 @@ class NodeGrowth(Grower):
         """Hand them to the drafter."""
         self._drafter.take_features(tree.handle, features)
 
-    def found(self, tree: Tree) -> None:
+    def foreign_nodes_added(self, tree: Tree) -> None:
         """Go on below nodes that others appended, once there is room for more."""
         self.changed(tree)
 
@@ -252,7 +246,7 @@ class NodeGrowth(Grower):
         self._drafter.forget_target()
 
     def _step(self) -> None:
-        """Append what is best until the drafter must be asked, and ask it about nodes of as many trees as it takes."""
+        """Append guesses until the drafter must be asked, and ask it for up to `frontier_width` nodes of all trees."""
         frontier = self._collect()
         if not frontier:
             return
@@ -313,7 +307,7 @@ class NodeGrowth(Grower):
 
 
 def _forced(growth: TreeGrowth, node: FrontierNode) -> list[Candidate]:
-    """The child that a grammar leaves no choice about, if there is one: what the target will commit is certain."""
+    """The only child that a grammar allows, if there is just one: the target will commit it."""
     guide = growth.author.guide
     if guide is None or not growth.author.is_live(node.node):
         return []

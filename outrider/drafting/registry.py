@@ -19,6 +19,16 @@ from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import Features
 
+_logger = get_logger(__name__)
+
+_NGRAM_NODES = 64
+_NGRAM_FLOOR = 0.02
+_MODEL_NODES = 1 << 16
+"""More than verify ever gives credit for: the next rounds begin far below the root."""
+_MODEL_FLOOR = 0.0002
+"""Least chance of a path that a model grows. A model runs a round ahead of verify, and a round ends with a token that
+was unlikely, from which on the chances of nodes below count."""
+
 DrafterFactory = Callable[[DraftOptions], AnyDrafter]
 
 _MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
@@ -65,17 +75,6 @@ def _check(options: DraftOptions) -> None:
         )
     if options.lockstep and not models:
         raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_MODELS)}")
-
-
-_logger = get_logger(__name__)
-
-_NGRAM_NODES = 64
-_NGRAM_FLOOR = 0.02
-_MODEL_NODES = 1 << 16
-"""As many as verify gives credit for: what lies far below the root is where the next rounds begin."""
-_MODEL_FLOOR = 0.0002
-"""So little, because a model runs ahead of verify by a round, and a round ends with a token that was unlikely: what
-lies below it counts from there."""
 
 
 def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
@@ -125,11 +124,11 @@ class CombinedGrower(Grower):
 
     @property
     def device_idle(self) -> bool:
-        """Whether one of them is."""
+        """Whether a device of one of them waits for the next call of `grow`."""
         return any(grower.device_idle for grower in self._growers)
 
     def open(self, tree: Tree) -> None:
-        """All of them begin to grow a tree, or those that may."""
+        """Begin to grow a tree with all that may serve it."""
         opened: list[Grower] = []
         serving = [one for number, one in enumerate(self._growers) if tree.parts is None or number in tree.parts]
         tree.has_sole_grower = len(serving) == 1
@@ -144,23 +143,23 @@ class CombinedGrower(Grower):
         self._serving[tree.handle] = opened
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """All follow the author."""
+        """Let all follow the author."""
         for grower in self._serving[tree.handle]:
             grower.follow(tree, known, missed=missed)
 
     def changed(self, tree: Tree) -> None:
-        """All look again."""
+        """Let all look again."""
         for grower in self._serving[tree.handle]:
             grower.changed(tree)
 
     def close(self, tree: Tree) -> None:
-        """All free what they hold of a tree."""
+        """Free what all hold of a tree."""
         self.declined.pop(tree.handle, None)
         for grower in self._serving.pop(tree.handle):
             grower.close(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:
-        """All learn them."""
+        """Pass them to all."""
         for grower in self._serving[tree.handle]:
             grower.take_features(tree, features)
 
@@ -171,7 +170,7 @@ class CombinedGrower(Grower):
                 if not grower.idle:
                     grower.grow(deadline, interrupted, wait=may_wait)
                     self._tell_others(grower)
-            # What was found is told before anybody waits for a device.
+            # New nodes are sent before anything waits for a device.
             if self.table.has_updates or interrupted():
                 break
         self._drop_declined()
@@ -192,7 +191,7 @@ class CombinedGrower(Grower):
             grower.forget_target()
 
     def count_into(self, count: Callable[[str, float], None]) -> None:
-        """Tell what all of them counted."""
+        """Pass on what all of them counted."""
         for grower in self._growers:
             grower.count_into(count)
 
@@ -200,7 +199,7 @@ class CombinedGrower(Grower):
         for tree in self.table.unsent.values():
             for other in self._serving[tree.handle]:
                 if other is not grower:
-                    other.found(tree)
+                    other.foreign_nodes_added(tree)
 
     def _drop_declined(self) -> None:
         for grower in self._growers:
@@ -211,7 +210,7 @@ class CombinedGrower(Grower):
                     self.declined[handle] = refusal
                     continue
                 serving.remove(grower)
-                self.table.trees[handle].has_sole_grower = len(serving) == 1
                 tree = self.table.trees[handle]
+                tree.has_sole_grower = len(serving) == 1
                 grower.close(tree)
                 _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)

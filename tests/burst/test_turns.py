@@ -71,5 +71,5 @@ def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(region: int, ahead: s
         feature_size=0,
     )
     options = GrowthOptions.choose(DraftOptions(draft_ahead=ahead), shape, 64)
-    assert (options.lockstep_steps > 0) == (options.least_chance > 0) == in_turns
+    assert (options.lockstep_steps > 0) == (options.min_chance > 0) == in_turns
     assert not options.withholds

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
+from outrider.drafting.base import Candidate, Drafter, FrontierNode, Tree
 from outrider.protocol.speculation import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
@@ -35,9 +35,9 @@ class ScriptedDrafter(Drafter):
         self.asked: list[FrontierNode] = []
         self.widths: list[int] = []
 
-    def open(self, request: DraftRequest) -> None:
-        self.open_requests[request.handle] = list(request.tokens)
-        self.known[request.handle] = {0}
+    def open(self, tree: Tree) -> None:
+        self.open_requests[tree.handle] = list(tree.author.tokens)
+        self.known[tree.handle] = {0}
 
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         self.open_requests[request].extend(tokens)

@@ -11,17 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Candidate, DraftRequest, FrontierNode
+from outrider.drafting.base import Candidate, FrontierNode, Tree
 from outrider.drafting.ngram.confidence import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.registry import build_drafter, register
 from outrider.errors import ConfigError
+from outrider.protocol.speculation import Open
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
 
 VOCAB = 1000
 GREEDY = SamplingParams(temperature=0.0)
 FOREVER = math.inf
+
+
+def tree_of(tokens: list[int], sampling: SamplingParams = GREEDY, handle: int = 1, tenant: str = "") -> Tree:
+    message = Open(handle, tokens, len(tokens), sampling, 64, tenant=tenant)
+    return Tree(handle, TreeAuthor(message, VOCAB), VOCAB)
 
 
 def opened(
@@ -32,7 +39,7 @@ def opened(
     tenant: str = "",
 ) -> NgramDrafter:
     drafter = drafter or NgramDrafter(DraftOptions())
-    drafter.open(DraftRequest(handle, tokens, len(tokens), sampling, VOCAB, tenant))
+    drafter.open(tree_of(tokens, sampling, handle, tenant))
     drafter.work(FOREVER)
     return drafter
 
@@ -195,7 +202,7 @@ def test_a_long_prompt_is_indexed_in_slices_and_commits_may_come_before_its_end(
     text = random.Random(3).sample(range(VOCAB), 900)
     drafter = NgramDrafter(DraftOptions())
     tokens = [*text, *text[:3]]
-    drafter.open(DraftRequest(1, tokens, len(tokens), GREEDY, VOCAB))
+    drafter.open(tree_of(tokens))
     assert drafter.has_work
     assert ask(drafter, root_of(tokens)) == []
     drafter.commit(1, text[3:5], 0, {0})
@@ -207,7 +214,7 @@ def test_a_long_prompt_is_indexed_in_slices_and_commits_may_come_before_its_end(
 
 def test_closing_while_a_prompt_is_indexed_frees_it() -> None:
     drafter = NgramDrafter(DraftOptions())
-    drafter.open(DraftRequest(1, list(range(900)), 900, GREEDY, VOCAB))
+    drafter.open(tree_of(list(range(900))))
     drafter.close(1)
     assert drafter.work(FOREVER) == []
     assert not drafter.has_work

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.drafting.base import DraftRequest, Needs
+from outrider.drafting.base import Needs, Tree
 from outrider.protocol.speculation import Features
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
@@ -37,9 +37,9 @@ class NotingDrafter(ScriptedDrafter):
         self.texts: dict[int, list[int]] = {}
         self.rows: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 
-    def open(self, request: DraftRequest) -> None:
-        super().open(request)
-        self.texts[request.handle] = list(request.tokens)
+    def open(self, tree: Tree) -> None:
+        super().open(tree)
+        self.texts[tree.handle] = list(tree.author.tokens)
 
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         super().commit(request, tokens, root, live)

@@ -14,7 +14,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.drafter import BRANCHING, LONE_BRANCHING, MOST_STEPS, ModelDrafter
+from outrider.drafting.model.drafter import BRANCHING, LONE_BRANCHING, MAX_BURST_STEPS, ModelDrafter
 from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
@@ -24,20 +24,20 @@ from outrider.models.drafters.base import DraftModel, offered_projection
 from outrider.models.drafters.loader import load_draft_model, model_algorithm
 from outrider.models.progress import ConsoleProgress
 
-log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 PAGE_SIZE = 16
 GPU_CHUNK = 2048
 CPU_CHUNK = 256
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 """What our attention kernels run with."""
-_MANY_ROWS = 32
-_LEAST_TOKENS = 512
-_MOST_CPU_TOKENS = 65536
+_MIN_WIDE_ROWS = 32
+_MIN_TOKENS = 512
+_MAX_CPU_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
 _CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
 """Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
-_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
+_MEMORY_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
 
 
 def load_model_drafter(options: DraftOptions) -> ModelDrafter:
@@ -80,9 +80,9 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(model.device)[0]
             raise ConfigError(
-                f"the GPU has no memory for the draft model's KV cache and steps: {_gib(free)} are free; {_FIX}"
+                f"the GPU has no memory for the draft model's KV cache and steps: {_gib(free)} are free; {_MEMORY_FIX}"
             ) from error
-    log.info(
+    _logger.info(
         "draft KV of %d context tokens and %d rows of %d tree slots, %s in all",
         shape.num_pages * shape.page_size,
         shape.num_rows,
@@ -107,14 +107,14 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
 def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape:
     """Everything but the number of context pages."""
     num_rows = min(options.max_requests, DRAFT_ROWS if on_gpu else 32)
-    wide = 128 if num_rows > _MANY_ROWS else 64
+    wide = 128 if num_rows > _MIN_WIDE_ROWS else 64
     return BurstShape(
         num_rows=num_rows,
         region=DRAFT_REGION if on_gpu else _CPU_LOCKSTEP_REGION if options.lockstep else _CPU_REGION,
         branching=options.speculative_eagle_topk or (BRANCHING if on_gpu else 4),
         lone_branching=0 if options.speculative_eagle_topk or not on_gpu else LONE_BRANCHING,
         max_seeds=512 if on_gpu else 128,
-        max_steps=MOST_STEPS if on_gpu else 8,
+        max_steps=MAX_BURST_STEPS if on_gpu else 8,
         max_width=wide if on_gpu else 8,
         page_size=PAGE_SIZE,
         num_pages=1,
@@ -126,8 +126,8 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
 def _num_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> int:
     """Pages of as many tokens as the options ask for, or else fit; no more than all rows can use."""
     tokens = options.max_total_tokens or fitting
-    if tokens < min(_LEAST_TOKENS, shape.max_context):
-        raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few; allow at least {_LEAST_TOKENS}")
+    if tokens < min(_MIN_TOKENS, shape.max_context):
+        raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few; allow at least {_MIN_TOKENS}")
     each = -(-shape.max_context // shape.page_size)
     return min(-(-tokens // shape.page_size), each * shape.num_rows)
 
@@ -139,7 +139,7 @@ def _token_bytes(model: DraftModel) -> int:
 def _cpu_tokens(model: DraftModel) -> int:
     """Context tokens that a quarter of the free memory holds, within what one CPU can use."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_MEMORY_SHARE) // _token_bytes(model), _MOST_CPU_TOKENS), 1024)
+    return max(min(int(free * _CPU_MEMORY_SHARE) // _token_bytes(model), _MAX_CPU_TOKENS), 1024)
 
 
 def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> int:
@@ -152,11 +152,11 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     free, total = torch.cuda.mem_get_info(model.device)
     own = torch.cuda.memory_reserved(model.device)
     room = memory_room(free, total, own, options.mem_fraction_static) - beside
-    if room < _LEAST_TOKENS * per_token and not options.max_total_tokens:
+    if room < _MIN_TOKENS * per_token and not options.max_total_tokens:
         raise ConfigError(
             f"--mem-fraction-static: {options.mem_fraction_static} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} "
             f"GiB for context KV beside {_gib(beside)} for tree slots and steps of {shape.num_rows} requests, too "
-            f"little for {_LEAST_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98), lower "
+            f"little for {_MIN_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98), lower "
             f"--max-requests, choose a smaller draft model or free some of the {_gib(total - free - own)} of others"
         )
     return max(room // per_token, 0)

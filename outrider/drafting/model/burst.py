@@ -96,7 +96,7 @@ class Burst:
     features: Sequence[object] = ()
     """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
     those, which joined in this order are [F, feature_size]."""
-    least_chance: float = 0.0
+    min_chance: float = 0.0
     """The burst may end before a step whose nodes' chances, exp of their path scores, add up to less."""
 
 

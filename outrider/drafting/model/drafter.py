@@ -22,7 +22,7 @@ _FRESH_STEPS = 4
 """Steps of a burst after a miss: nothing is there yet, so depth counts."""
 _FIRST_STEPS = 2
 """Steps of the first part after a miss where a burst goes on: verify gets its nodes while the device runs the next."""
-MOST_STEPS = 64
+MAX_BURST_STEPS = 64
 """Steps of all parts of a burst: many rounds of a large target, since the device is idle between two bursts."""
 BRANCHING, LONE_BRANCHING = 8, 16
 """Candidates of a node on a GPU, of several requests and of a lone one. More of them hold the target's token more
@@ -31,12 +31,12 @@ _FEW_ROWS = 4
 """Requests of a burst at most whose parts may be a single step."""
 PART_SECONDS = 0.0004
 """The host's time for a part before any was measured."""
-_MOST_PART_STEPS = 2
+_MAX_PART_STEPS = 2
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
 _TURN_WIDTH = 4
-_TURN_LEAST = 0.2
+_TURN_MIN_CHANCE = 0.2
 """Sum of the chances of the nodes of a step below which verify has waited long enough: a step takes about a twentieth
 of a round on a CPU, and brings about half of that sum in accepted tokens."""
 _GPU_REGION = 256
@@ -57,7 +57,7 @@ class GrowthOptions:
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
     withholds: bool = False
     """Whether nothing is sent to verify until such a tree is complete."""
-    least_chance: float = 0.0
+    min_chance: float = 0.0
     """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH
     """Nodes of such a step, of each request."""
@@ -78,7 +78,7 @@ class GrowthOptions:
         `step_seconds`: what a step takes, 0 if that is not known.
         """
         least = 1 if num_rows <= _FEW_ROWS else self.steady_steps
-        return max(least, min(math.ceil(host_seconds / step_seconds), _MOST_PART_STEPS)) if step_seconds else least
+        return max(least, min(math.ceil(host_seconds / step_seconds), _MAX_PART_STEPS)) if step_seconds else least
 
     @classmethod
     def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:
@@ -96,8 +96,8 @@ class GrowthOptions:
             lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
             withholds=options.lockstep,
-            least_chance=_TURN_LEAST if in_turns else 0.0,
-            most_steps=min(MOST_STEPS, shape.max_steps) if goes_on else 0,
+            min_chance=_TURN_MIN_CHANCE if in_turns else 0.0,
+            most_steps=min(MAX_BURST_STEPS, shape.max_steps) if goes_on else 0,
         )
 
 

@@ -110,7 +110,7 @@ class BurstGrowth(Grower):
         """Look again with the next call of `grow`, or when the burst under way has ended."""
         self._batch_manager.change(tree)
 
-    def found(self, tree: Tree) -> None:
+    def foreign_nodes_added(self, tree: Tree) -> None:
         """Make entries of what another grower appended, if the options say so."""
         if not self._options.takes_in:
             return

@@ -316,7 +316,7 @@ class Planner:
         states = RowStates(
             rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], leased.starts, leased.ends
         )
-        burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.least_chance)
+        burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.min_chance)
         return BurstPlan(
             burst,
             rows.tolist(),

@@ -84,7 +84,7 @@ class TorchRunner(BurstRunner):
         ends = burst.rows.live.shape[1] - burst.rows.live[:, ::-1].argmax(1)
         used = np.where(burst.rows.live.any(1), ends, 0).tolist()
         for number, line in enumerate(lines):
-            if number and burst.least_chance and frontier.chance < burst.least_chance:
+            if number and burst.min_chance and frontier.chance < burst.min_chance:
                 break
             pending.cut = number > 0 and self._interrupted()
             nodes = [] if pending.cut else frontier.take()

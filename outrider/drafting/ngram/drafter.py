@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Candidate, Drafter, DraftRequest, FrontierNode
+from outrider.drafting.base import Candidate, Drafter, FrontierNode, Tree
 from outrider.drafting.ngram.confidence import chances_given_noise, point_gumbel
 from outrider.drafting.ngram.predictor import Guess, NgramRequest, Predictor
 from outrider.drafting.ngram.trie import Trie
@@ -49,19 +49,19 @@ class NgramDrafter(Drafter):
         self._tenant_of: dict[int, _Tenant] = {}
         self._num_shared_nodes = 0
 
-    def open(self, request: DraftRequest) -> None:
+    def open(self, tree: Tree) -> None:
         """Indexing the prompt is left to `work`; until it is done there are no guesses."""
         trie = Trie(self._share, self._options.branch_length)
-        tenant = self._tenants.pop(request.tenant, None) or _Tenant(self._options)
-        self._tenants[request.tenant] = tenant
+        tenant = self._tenants.pop(tree.author.tenant, None) or _Tenant(self._options)
+        self._tenants[tree.author.tenant] = tenant
         tenant.num_users += 1
-        own = NgramRequest(request, tenant.predictor, trie, self._options.max_match_window_size)
-        self._requests[request.handle] = own
-        self._tenant_of[request.handle] = tenant
+        own = NgramRequest(tree, tenant.predictor, trie, self._options.max_match_window_size)
+        self._requests[tree.handle] = own
+        self._tenant_of[tree.handle] = tenant
         self._share_capacity()
         own.index(_INDEX_SLICE)
         if not own.ready:
-            self._unindexed.append(request.handle)
+            self._unindexed.append(tree.handle)
 
     def commit(self, request: int, tokens: Sequence[int], root: int, live: Collection[int]) -> None:
         """Learn, extend the trie, forget dead nodes."""

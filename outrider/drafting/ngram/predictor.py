@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.base import DraftRequest, FrontierNode
+from outrider.drafting.base import FrontierNode, Tree
 from outrider.drafting.ngram.confidence import Confidence, LocalConfidence, NoiseTrust
 from outrider.drafting.ngram.trie import State, Trie
 
@@ -115,12 +115,12 @@ Chances = dict[int, tuple[float, float]]
 class NgramRequest:
     """Its own trie, fed by prompt and output, and the contexts of its live nodes."""
 
-    def __init__(self, request: DraftRequest, predictor: Predictor, trie: Trie, max_match: int) -> None:
-        self.sampling = request.sampling
-        self.vocab_size = request.vocab_size
+    def __init__(self, tree: Tree, predictor: Predictor, trie: Trie, max_match: int) -> None:
+        self.sampling = tree.author.sampling
+        self.vocab_size = tree.vocab_size
         self.local = LocalConfidence()
         self.trust = NoiseTrust()
-        self._tokens = list(request.tokens)
+        self._tokens = list(tree.author.tokens)
         self._num_indexed = 0
         self._num_shared = len(self._tokens)
         self._predictor = predictor
