@@ -216,9 +216,9 @@ class DraftService:
             answer=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
-        engine._reporter, engine._inlet = reporter, SimpleNamespace(mapping=False, settle=lambda: None)
+        engine._reporter, engine._features = reporter, SimpleNamespace(mapping=False)
         engine._ports = {_SESSION: SessionPort(_SESSION, VOCAB, None, reporter)}
-        engine._garbage, engine._stopping, engine._turns = GarbageCollector(), False, 0
+        engine._garbage, engine._stopping, engine._num_turns = GarbageCollector(), False, 0
         made: draft_engine.DraftEngine = engine
         return made
 

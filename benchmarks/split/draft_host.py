@@ -348,7 +348,7 @@ class Service:
             self._commit()
         for _ in range(1 + commit):  # commits are followed first, and what is under way ends then
             self._growth.grow(math.inf, never)
-        self.requests.tell()
+        self.requests.send_nodes()
         received, self.peer.received = self.peer.received, []
         self.clock.time("encode", encode_draft)(received)
         for one in received:

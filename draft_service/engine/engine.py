@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
-from draft_service.engine.features import FeatureInlet
+from draft_service.engine.features import FeatureReceiver
 from draft_service.engine.inbox import DraftInbox, LineMessages
 from draft_service.engine.reporter import DraftReporter, SessionPort
 from draft_service.engine.requests import Requests
@@ -40,9 +40,9 @@ _logger = get_logger(__name__)
 _SLICE_SECONDS = 0.001
 """Growth between two looks at what to send; a burst after a miss fits in."""
 _MAX_FRAMES_PER_TURN = 64
-_WORK_EVERY = 8
-"""Turns that growth may take before the drafter's other work gets one."""
-_MAPPING_SECONDS = 0.001
+_TURNS_PER_WORK = 8
+"""Turns of growth to one in which the drafter does other work."""
+_MAPPING_POLL_SECONDS = 0.001
 """How often an idle engine looks whether a ring has been mapped."""
 _MAX_FAILED_TURNS = 10
 """Failed turns within _FAILED_TURNS_SECONDS that end the engine: a supervisor starts a fresh one."""
@@ -71,11 +71,11 @@ class DraftEngine:
         self.requests = Requests(drafter, options)
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
-        self._inlet = FeatureInlet(features, drafter, mapper, self._apply, self._fail_features)
+        self._features = FeatureReceiver(features, drafter, mapper, self._apply, self._fail_features)
         self._ports: dict[int, SessionPort] = {}
         self._garbage = GarbageCollector()
         self._stopping = False
-        self._turns = 0
+        self._num_turns = 0
 
     def run(self) -> None:
         """Take turns until the door says Stop, or is gone; until the device fails, or turns fail again and again."""
@@ -95,42 +95,42 @@ class DraftEngine:
     def _turn(self) -> None:
         growth = self.requests.growth
         if growth.idle and not (growth.has_work or growth.table.has_updates or growth.declined):
-            self._rest()
-        self._take_frames()
+            self._wait()
+        self._process_frames()
         if not growth.idle:
             began = perf_counter()
             growth.grow(began + _SLICE_SECONDS, self.inbox.waiting)
             if growth.device_idle and self.inbox.waiting():
-                self._take_frames()
+                self._process_frames()
                 growth.grow(perf_counter() + _SLICE_SECONDS, self.inbox.waiting)
             self._reporter.count_slice(perf_counter() - began)
-        self._turns += 1
-        if growth.has_work and (growth.idle or self._turns % _WORK_EVERY == 0):
-            self.requests.work(perf_counter() + _SLICE_SECONDS)
-        self.requests.tell()
+        self._num_turns += 1
+        if growth.has_work and (growth.idle or self._num_turns % _TURNS_PER_WORK == 0):
+            growth.work(perf_counter() + _SLICE_SECONDS)
+        self.requests.send_nodes()
         self._reporter.flush(idle=growth.idle)
-        self._attend()
+        self._maintain()
 
-    def _attend(self) -> None:
-        """What nobody waits for."""
-        if self._inlet.mapping:
-            self._inlet.settle()
+    def _maintain(self) -> None:
+        """Do what nobody waits for."""
+        if self._features.mapping:
+            self._features.report_mapped()
         self._reporter.tell_state()
         self._garbage.collect_young()
 
-    def _rest(self) -> None:
-        """Sleep until something comes; the state may be told meanwhile."""
+    def _wait(self) -> None:
+        """Sleep until something comes; mapped rings and the state are reported meanwhile."""
         if not len(self.requests):
             self._garbage.collect_and_freeze()
         while not self.inbox.waiting():
-            times = [self._reporter.seconds_left, _MAPPING_SECONDS if self._inlet.mapping else None]
+            times = [self._reporter.seconds_left, _MAPPING_POLL_SECONDS if self._features.mapping else None]
             timeout = min((seconds for seconds in times if seconds is not None), default=None)
             self.inbox.wait(timeout)
             if timeout is not None:
-                self._inlet.settle()
+                self._features.report_mapped()
                 self._reporter.tell_state()
 
-    def _take_frames(self) -> None:
+    def _process_frames(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):
             frame = self.inbox.next()
             if frame is None:
@@ -164,7 +164,7 @@ class DraftEngine:
             case Stop():
                 self._stopping = True
             case FeatureStreamUp() | FeatureStreamDown() | FeaturePieces() | AskProjection():
-                self._inlet.handle(frame)
+                self._features.handle(frame)
             case Start():
                 raise InternalError("the door started twice")
 

@@ -54,7 +54,7 @@ class _Stream:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
 
 
-class FeatureInlet:
+class FeatureReceiver:
     """Answers the door's frames about features. The engine's thread alone uses it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class FeatureInlet:
 
     @property
     def mapping(self) -> bool:
-        """Whether a ring is being mapped, which `settle` looks after."""
+        """Whether a ring is being mapped, which `report_mapped` looks after."""
         return bool(self._mapping)
 
     def handle(self, frame: FeaturesFromDoor) -> None:
@@ -89,8 +89,8 @@ class FeatureInlet:
             case AskProjection():
                 self._send_projection(frame)
 
-    def settle(self) -> None:
-        """Tell of rings that have been mapped meanwhile."""
+    def report_mapped(self) -> None:
+        """Tell the door of rings that have been mapped meanwhile."""
         for stream in [stream for stream in self._mapping if not stream.mapping]:
             self._mapping.remove(stream)
             if not stream.ended:

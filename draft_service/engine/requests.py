@@ -35,7 +35,7 @@ _RETRYABLE = {
 
 
 class AnswerPort(Protocol):
-    """A session as the engine sees it."""
+    """A session with a verify service: what it may be sent, and the way there."""
 
     vocab_size: int
     parts: frozenset[int] | None
@@ -93,7 +93,7 @@ class Requests:
         if tree is not None:
             self._give_up(port, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
 
-    def tell(self) -> None:
+    def send_nodes(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
         self._close_declined()
         answers: dict[AnswerPort, list[DraftMessage]] = {}
@@ -102,10 +102,6 @@ class Requests:
                 answers.setdefault(self._ports[tree.handle], []).append(grow)
         for port, messages in answers.items():
             port.send(messages)
-
-    def work(self, deadline: float) -> None:
-        """Let the drafter do what could wait."""
-        self.growth.work(deadline)
 
     def _apply(self, port: AnswerPort, tree: Tree, message: Commit | Pause | Resume | Close | Features) -> None:
         if isinstance(message, Commit):

@@ -174,7 +174,7 @@ class Rig:
         """As a turn of the engine."""
         if not self.requests.growth.idle:
             self.requests.growth.grow(math.inf, lambda: not wait)
-        self.requests.tell()
+        self.requests.send_nodes()
         self.deliver()
 
     def settle(self) -> None:
@@ -185,7 +185,7 @@ class Rig:
             self.turn()
         else:
             raise AssertionError("growth does not come to rest")
-        self.requests.tell()
+        self.requests.send_nodes()
         self.deliver()
         check_forest(self.growth._forest)
 

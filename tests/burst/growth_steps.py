@@ -26,7 +26,7 @@ def act(rig: Rig, number: int, step: tuple) -> None:
     elif step[0] == "slow":
         rig.runner.auto_ready = not step[1]
     elif step[0] == "lose":
-        rig.requests.tell()
+        rig.requests.send_nodes()
         rig.peer.received.clear()
     elif step[0] == "detach":
         rig.requests.detach(rig.peer)

@@ -109,7 +109,7 @@ def test_what_waits_to_be_told_and_becomes_a_root_stays_one(seed: int) -> None:
             rig.growth._active.pending.ready = luck.random() < 0.5  # type: ignore[attr-defined]
         if not rig.requests.growth.idle:
             rig.requests.growth.grow(0.0 if luck.random() < 0.7 else math.inf, lambda: True)
-        rig.requests.tell()
+        rig.requests.send_nodes()
         rig.deliver()
         for row, context in contexts.items():
             author = context.tree.author

@@ -177,7 +177,7 @@ def test_nothing_waits_for_a_device_while_something_arrives() -> None:
     rig.turn(wait=False)
     assert rig.runner.pending is pending
     rig.commit(1, [9])
-    rig.requests.tell()
+    rig.requests.send_nodes()
     rig.deliver()
     assert request.mirror.acked_len == 0, "it is answered with its nodes, which come in a moment"
     rig.runner.auto_ready = True
@@ -222,7 +222,7 @@ def test_lockstep_grows_one_tree_after_each_commit_and_sends_it_as_one() -> None
     for _ in range(4):
         while not rig.requests.growth.idle:
             rig.requests.growth.grow(math.inf, lambda: False)
-            rig.requests.tell()
+            rig.requests.send_nodes()
             grows = [message for message in rig.peer.received if isinstance(message, Grow)]
             sent += [len(grow.token_ids) for grow in grows if len(grow.token_ids)]
             rig.deliver()
@@ -247,7 +247,7 @@ def test_lockstep_acknowledges_commits_while_it_computes_a_long_prompt() -> None
         num_extended = rig.growth._kv_manager.num_extended
         rig.requests.growth.grow(math.inf, lambda: False)
         seconds += 0.8 if rig.growth._kv_manager.num_extended > num_extended else 0.02
-        rig.requests.tell()
+        rig.requests.send_nodes()
         for message in rig.peer.received:
             assert isinstance(message, Grow)
             health.answered(message.request, message.acked_len, seconds)

@@ -25,7 +25,7 @@ def together(**changes: int) -> Rig:
 
 def finish(rig: Rig) -> None:
     while rig.requests.growth.has_work:
-        rig.requests.work(float("inf"))
+        rig.requests.growth.work(float("inf"))
     rig.settle()
 
 
@@ -107,7 +107,7 @@ def test_what_n_grams_find_is_told_before_a_device_is_waited_for() -> None:
     rig.runner.auto_ready = False
     request = rig.open(1, REPEATING)
     while rig.requests.growth.has_work:
-        rig.requests.work(float("inf"))
+        rig.requests.growth.work(float("inf"))
     rig.turn()
     assert len(rig.runner.bursts) == 1
     assert set(request.held_sources()) == {1}
@@ -133,7 +133,7 @@ def test_whatever_verify_does_both_follow_and_nothing_leaks(shape: dict[str, int
     for number, step in enumerate([("open", 3), *trace]):
         act(rig, number, step)
         if number % 3 == 0:
-            rig.requests.work(float("inf"))
+            rig.requests.growth.work(float("inf"))
     rig.runner.auto_ready = True
     finish(rig)
     for number in sorted(rig.open_requests):
@@ -162,7 +162,7 @@ def test_bursts_go_on_past_commits_beside_n_grams_and_nodes_are_told_in_bulk(mon
     request = rig.open(1, REPEATING, credit=64)
     sources: set[int] = set()
     for turn in range(40):
-        rig.requests.work(float("inf"))
+        rig.requests.growth.work(float("inf"))
         rig.turn()
         sources |= set(request.held_sources())
         if turn % 4 == 3:

@@ -60,7 +60,7 @@ class Service:
     def settle(self) -> None:
         while not self.requests.growth.idle:
             self.requests.growth.grow(math.inf, lambda: False)
-        self.requests.tell()
+        self.requests.send_nodes()
         for message in self.peer.received:
             self.held[message.request].take(message)  # type: ignore[union-attr]
         self.peer.received.clear()

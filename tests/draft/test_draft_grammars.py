@@ -64,7 +64,7 @@ class Service:
         """Texts of the paths that verify holds below its root, after all has grown."""
         while not self.requests.growth.idle:
             self.requests.growth.grow(math.inf, lambda: False)
-        self.requests.tell()
+        self.requests.send_nodes()
         for grow in self.peer.grows():
             self.mirror.insert(grow)
         mirror, paths = self.mirror, {self.mirror.root: list[int]()}
@@ -126,10 +126,10 @@ def test_n_grams_of_the_prompt_are_kept_back_where_they_do_not_fit(folder: Path)
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
         requests.handle(peer, open_message(prompt, sampling=sampling))
         requests.grammars.settle()
-        requests.work(math.inf)
+        requests.growth.work(math.inf)
         while not requests.growth.idle:
             requests.growth.grow(math.inf, lambda: False)
-        requests.tell()
+        requests.send_nodes()
         sent[bound] = {int(token) for grow in peer.grows() for token in grow.token_ids}
     assert {ab, x} <= sent[False]
     assert sent[True] == {ab}

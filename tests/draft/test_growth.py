@@ -25,7 +25,7 @@ def never() -> bool:
 
 def grown(requests: Requests) -> None:
     requests.growth.grow(FOREVER, never)
-    requests.tell()
+    requests.send_nodes()
 
 
 def one(drafter: ScriptedDrafter, credit: int = 64, **options: object) -> tuple[Requests, RecordingPort]:
@@ -195,7 +195,7 @@ def test_a_paused_tree_does_not_grow_and_a_resumed_one_does() -> None:
     requests.handle(peer, Pause(1))
     requests.handle(peer, commit_message(2, [7], credit=30))
     assert requests.growth.idle
-    requests.tell()
+    requests.send_nodes()
     assert [grow.acked_len for grow in peer.grows()][-1] == 3
     requests.handle(peer, Resume(1, credit=30))
     grown(requests)

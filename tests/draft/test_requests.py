@@ -34,14 +34,14 @@ def peer() -> RecordingPort:
 def settle(requests: Requests) -> None:
     while not requests.growth.idle:
         requests.growth.grow(math.inf, lambda: False)
-    requests.tell()
+    requests.send_nodes()
 
 
 def test_every_commit_is_acknowledged_even_without_a_node(requests: Requests, peer: RecordingPort) -> None:
     requests.handle(peer, open_message([1, 2], credit=0))
-    requests.tell()
+    requests.send_nodes()
     requests.handle(peer, commit_message(2, [3], credit=0))
-    requests.tell()
+    requests.send_nodes()
     assert [(grow.acked_len, len(grow.token_ids)) for grow in peer.grows()] == [(2, 0), (3, 0)]
 
 
@@ -185,7 +185,7 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
     accepted = 0
     while len(tokens) < len(text):
         while drafter.has_work:
-            requests.work(math.inf)
+            requests.growth.work(math.inf)
         settle(requests)
         for grow in peer.grows():
             mirror.insert(grow)

@@ -83,7 +83,7 @@ class InProcessDraft:
                 if growth.idle:
                     break
                 growth.grow(math.inf, lambda: False)
-        self.requests.tell()
+        self.requests.send_nodes()
         answers, self._answers = self._answers, []
         if answers:
             self._engine.draft_received(self, answers)
