@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.core.detokenizer import StopMatcher
@@ -15,6 +15,7 @@ from outrider.protocol.generation import (
     RoundTree,
     TokenLogprobs,
     TokenOrigin,
+    Usage,
 )
 
 
@@ -29,27 +30,6 @@ class Token:
     logprobs: TokenLogprobs | None = None
     ends_answer: bool = False
     """A stop or end-of-sequence token: not part of the text."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """What a request used; the counters of rounds are sums over its answers."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-
-    @classmethod
-    def total(cls, parts: Iterable[Usage]) -> Usage:
-        """The sum of several requests' usage."""
-        whole = cls()
-        for part in parts:
-            for name in cls.__slots__:
-                setattr(whole, name, getattr(whole, name) + getattr(part, name))
-        return whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from gateway.core.answer import Answer, Delta, Usage
+from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
 from outrider.errors import InvalidRequestError
+from outrider.protocol.generation import Usage
 
 _QUEUED_DELTAS = 64
 """Deltas of a slow client that wait here before its calls to verify are held up."""

@@ -159,13 +159,13 @@ class OutputFields(ServingFields, StopFields):
     )
 
 
-class Sampling(SamplingFields):
+class RequestSampling(SamplingFields):
     """How tokens are chosen, and how many log-probabilities are told."""
 
     num_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class Message(StrictModel):
+class RequestMessage(StrictModel):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
@@ -176,7 +176,7 @@ class Message(StrictModel):
 class Chat(StrictModel):
     """A conversation, oldest message first."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class GenerateRequest(OutputFields):
@@ -186,7 +186,7 @@ class GenerateRequest(OutputFields):
     prompt: Annotated[Text, Field(min_length=1)] | None = None
     prompt_token_ids: TokenIdList | None = None
     chat: Chat | None = None
-    sampling: Sampling = Sampling()
+    sampling: RequestSampling = RequestSampling()
     grammar: Grammar | None = None
     """What each answer must be; `check_grammar` has passed it."""
     num_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -8,7 +8,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
-from gateway.core.answer import Delta, Usage
+from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_LOGIT_BIAS,
@@ -17,13 +17,13 @@ from gateway.core.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     GenerateRequest,
-    Sampling,
+    RequestSampling,
 )
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import check_grammar
-from outrider.protocol.generation_codec import TREE, decode_grammar, encode_logprobs, encode_prompt_logprobs
-from outrider.v1 import common_pb2, gateway_pb2
+from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, encode_logprobs, encode_prompt_logprobs
+from outrider.v1 import gateway_pb2
 
 _SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}
 _BOUNDS = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_LOGIT_BIAS}
@@ -34,7 +34,7 @@ _INPUTS = ("prompt", "prompt_token_ids", "chat")
 def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> GenerateRequest:
     """The request, validated like a REST one. Raises InvalidRequestError."""
     fields = _given(message, GenerateRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
-    fields["sampling"] = _given(message.sampling, Sampling, prefix="sampling.")
+    fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
         fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
     if message.HasField("grammar"):
@@ -95,15 +95,11 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         origins=cast(Any, [int(t.origin) for t in tokens]),
         logprobs=[encode_logprobs(t.logprobs) for t in tokens if t.logprobs is not None],
         finish_reason=cast(Any, int(delta.finish_reason or 0)),
-        usage=None if delta.usage is None else _usage(delta.usage),
+        usage=None if delta.usage is None else USAGE.encode(delta.usage),
         text_lengths=[len(t.text.encode()) for t in tokens],
         prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.prompt_logprobs],
         rounds=[TREE.encode(tree) for tree in delta.trees],
     )
-
-
-def _usage(usage: Usage) -> common_pb2.Usage:
-    return common_pb2.Usage(**{name: getattr(usage, name) for name in Usage.__slots__})
 
 
 def encode_models(model: GatewayModel) -> gateway_pb2.GatewayServiceListModelsResponse:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.core.admission import admit
-from gateway.core.answer import Delta, Token, Usage
+from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Account
 from gateway.core.request import Job
@@ -45,7 +45,7 @@ from gateway.openai.trace import trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
 from outrider.logs import get_logger
-from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree
+from outrider.protocol.generation import FinishReason, PromptLogprobs, RoundTree, Usage
 from outrider.rpc.call import limit_time, name_user
 
 _logger = get_logger(__name__)

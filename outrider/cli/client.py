@@ -9,6 +9,8 @@ from enum import Enum
 import grpc
 
 from outrider.errors import UnavailableError
+from outrider.protocol.generation import Usage
+from outrider.protocol.generation_codec import USAGE
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -38,23 +40,6 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     speculation: bool = True
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What an answer used, in tokens and verify rounds."""
-
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    completion_tokens: int
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens committed in a round: the accepted draft tokens and one of the target's. 0 without rounds."""
-        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +106,6 @@ def _encode(messages: Sequence[Message], sampling: Sampling) -> gateway_pb2.Gate
 
 
 def _decode(response: gateway_pb2.GatewayServiceGenerateResponse) -> Chunk:
-    usage = response.usage
     return Chunk(
         text=response.text,
         tokens=[
@@ -129,14 +113,5 @@ def _decode(response: gateway_pb2.GatewayServiceGenerateResponse) -> Chunk:
             for origin, num_bytes in zip(response.origins, response.text_lengths, strict=False)
         ],
         finish_reason=_FINISH_REASONS.get(response.finish_reason, ""),
-        usage=Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            num_rounds=usage.num_rounds,
-            num_draft_tokens=usage.num_draft_tokens,
-            num_accepted_tokens=usage.num_accepted_tokens,
-        )
-        if response.HasField("usage")
-        else None,
+        usage=USAGE.decode(response.usage) if response.HasField("usage") else None,
     )

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.child import LineSink
-from outrider.cli.client import Chunk, Origin, Usage
+from outrider.cli.client import Chunk, Origin
 from outrider.cli.cluster import Cluster
+from outrider.protocol.generation import Usage
 
 # Time, level, service and logger of a line of outrider.logs.
 LOG_HEAD = re.compile(r"^\S+Z +[A-Z]+ +\S+ +\S+ ")
@@ -114,7 +115,7 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
     """Print an answer while it streams, nothing without a `console`; return it. Raises what `chunks` raises."""
     painter = Painter()
     parts: list[str] = []
-    usage = Usage(0, 0, 0, 0, 0, 0)
+    usage = Usage()
     finish_reason = ""
     begin = time.monotonic()
     first = end = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -205,3 +205,25 @@ def join_updates(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
         round_trees=[tree for update in updates for tree in update.round_trees],
         error=updates[-1].error,
     )
+
+
+class Usage(msgspec.Struct, array_like=True):
+    """What a request used; the counters of rounds are sums over its answers."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Committed, of all answers."""
+    cached_prompt_tokens: int = 0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Usage]) -> Usage:
+        """The sum of several usages."""
+        return cls(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed in a round: the accepted draft tokens and one of the target's. 0 without rounds."""
+        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 0.0

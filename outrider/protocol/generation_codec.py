@@ -17,6 +17,7 @@ from outrider.protocol.generation import (
     RoundTree,
     TokenLogprobs,
     TokenOrigin,
+    Usage,
     VerifyInfo,
     VerifyLoad,
 )
@@ -121,6 +122,7 @@ def _decode_reason(message: verify_pb2.VerifyServiceGenerateResponse) -> FinishR
 
 
 _SAMPLING = StructCodec(SamplingParams, common_pb2.SamplingParams, local=("choice_index", "grammar"))
+USAGE = StructCodec(Usage, common_pb2.Usage)
 TREE = StructCodec(RoundTree, common_pb2.RoundTree)
 INFO = StructCodec(VerifyInfo, verify_pb2.VerifyServiceGetInfoResponse)
 LOAD = StructCodec(VerifyLoad, verify_pb2.VerifyServiceGetLoadResponse)

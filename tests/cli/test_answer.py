@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cli.client import Chunk, Origin, Usage
+from outrider.cli.client import Chunk, Origin
 from outrider.cli.terminal import Painter, make_console, printable, show_answer
+from outrider.protocol.generation import Usage
 
 origins = st.sampled_from(list(Origin))
 
@@ -71,7 +72,7 @@ async def test_an_answer_is_measured_and_returned_whole() -> None:
     async def chunks():
         yield Chunk("Hel", [(Origin.PLAIN, 3)])
         yield Chunk("lo", [(Origin.ACCEPTED, 1), (Origin.BONUS, 1)])
-        yield Chunk("", [], "stop", Usage(5, 0, 3, 1, 4, 1))
+        yield Chunk("", [], "stop", Usage(5, 3, 0, 1, 4, 1))
 
     answer = await show_answer(chunks(), None)
     assert (answer.text, answer.finish_reason) == ("Hello", "stop")
