@@ -91,7 +91,10 @@ async def _serve_engine(
     addresses = () if options.no_speculation else options.draft
     dialers = [DraftDialer(address, _hello(info, served), engine, dial=ways.out) for address in addresses]
     metrics.watch(engine, dialers)
-    admission = Admission(served.vocab_size, served.context_length, tuple(served.eos_token_ids), bool(dialers))
+    drafts_inside = bool(options.speculative_algorithm) and not options.no_speculation
+    admission = Admission(
+        served.vocab_size, served.context_length, tuple(served.eos_token_ids), bool(dialers) or drafts_inside
+    )
     engine.backlog.max_tokens = options.max_queued_tokens
     grammars = GrammarChecker(served.model_path, served.vocab_size, served.eos_token_ids)
     servicer = VerifyServicer(

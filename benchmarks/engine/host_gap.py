@@ -32,7 +32,7 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, CostModel
@@ -99,7 +99,7 @@ class FakeDevice:
         self._num_rounds = num_rounds
         self._launched_at = 0.0
 
-    def launch(self, entries: Sequence[Entry]) -> FakeRound:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> FakeRound:
         """See Executor."""
         now = time.perf_counter()
         if self.ended_at is not None and self.caught_up_at is not None and self.draft is not None:

@@ -46,7 +46,7 @@ from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import CostModel
 
@@ -95,7 +95,7 @@ class Device:
         self._round: Round | None = None
         self._text = cache(lambda prompt: scene.language.text(prompt, scene.tokens + 1))
 
-    def launch(self, entries: Sequence[Entry]) -> Round:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Round:
         """See Executor."""
         costs, now = self._scene.costs, self._actor.now
         decoded = [entry for entry in entries if entry.samples]

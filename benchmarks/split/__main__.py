@@ -7,8 +7,10 @@ python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --v
     --out benchmarks/results/split_h200.json
 
 A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
-that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `b=` requests
-at once, `t=` temperature, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones).
+that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep` or `colocated`,
+`b=` requests at once, `t=` temperature, and options of the draft service (`steps`, `topk`, `nodes` for the speculative
+ones).
+Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and no draft service.
 Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
 anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
 answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
@@ -25,7 +27,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, verify_options
@@ -33,7 +34,6 @@ from benchmarks.split.cases import Case
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import answer_all, read_prompts, warm_up
 from benchmarks.split.services import Draft, Lines, Target, start_together
-from outrider.config.verify import VerifyOptions
 from outrider.errors import OutriderError
 from outrider_tools.bench.report import write_report
 
@@ -48,42 +48,39 @@ class Bench:
         self.runs: list[Measured] = []
         self.failed: list[str] = []
         self._prompts = read_prompts(arguments.prompts)
-        self._targets: dict[tuple[bool, float], Target] = {}
+        self._targets: dict[str, Target] = {}
         self._end = time.monotonic() + arguments.stop_after
 
     def run(self) -> None:
         """Run all cases; those that fail are noted in `failed`."""
         at_once = self.arguments.drafts_at_once
-        drafting = [case for case in self.cases if case.drafts]
+        drafting = [case for case in self.cases if case.drafts and not case.colocated]
         with ExitStack() as stack:
             self._start_targets(stack)
             for case in self.cases:
-                if not case.drafts:
+                if not case.drafts or case.colocated:
                     self._attempt(case, None)
             for start in range(0, len(drafting), at_once):
                 for case, draft in self._started(drafting[start : start + at_once], stack):
                     self._attempt(case, draft)
 
     def _start_targets(self, stack: ExitStack) -> None:
-        """One verify service for each mode that the cases ask for, at the same time."""
-        modes = sorted({case.lockstep for case in self.cases})
-        options = self._verify_options(len(modes))
-        for lockstep in modes:
-            alike = [case for case in self.cases if case.drafts and case.lockstep == lockstep]
-            told = replace(options, lockstep=lockstep)
-            name = "verify-lockstep" if lockstep else "verify"
-            target = Target(told, sorted({_key(case) for case in alike}), self._printer(name))
-            self._targets[lockstep] = stack.enter_context(target)
+        """One verify service for each that the cases ask for, at the same time."""
+        modes = {case.target: case for case in self.cases}
+        for name, first in modes.items():
+            argv = ["--disable-radix-cache", *first.verify_arguments(self.paths)]
+            if len(modes) > 1:
+                # What is free differs while several start; so much holds every batch that is measured here.
+                argv.append("--max-total-tokens=65536")
+            options = verify_options(self.arguments, argv)
+            alike = [case for case in self.cases if case.drafts and not case.colocated and case.target == name]
+            keys = sorted({_key(case) for case in alike})
+            target = Target(options, keys, self._printer(f"verify {name}".strip()), drafts_inside=first.colocated)
+            self._targets[name] = stack.enter_context(target)
         with ThreadPoolExecutor(len(modes)) as pool:
             seconds = list(pool.map(Target.start, self._targets.values()))
-        print("verify started in", ", ".join(f"{value:.1f} s" for value in seconds), flush=True)
-
-    def _verify_options(self, num_targets: int) -> VerifyOptions:
-        argv = ["--disable-radix-cache"]
-        if num_targets > 1:
-            # What is free differs while both start; so much holds every batch that is measured here.
-            argv.append("--max-total-tokens=65536")
-        return verify_options(self.arguments, argv)
+        for name, value in zip(self._targets, seconds, strict=True):
+            print(f"verify {name or 'split'} started in {value:.1f} s", flush=True)
 
     def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
         """Draft services of these cases, one after the other; all are started before the first is handed out."""
@@ -115,7 +112,7 @@ class Bench:
         if time.monotonic() > self._end:
             self.failed.append(f"{self._title(case)}: no time left")
             return
-        target = self._targets[case.lockstep]
+        target = self._targets[case.target]
         try:
             if draft is not None:
                 target.connect(_key(case), draft)

@@ -24,6 +24,8 @@ class Case:
     drafter: str
     """"plain", or the algorithms as in --speculative-algorithm, joined by "+", with "@LABEL" for another model."""
     lockstep: bool = False
+    colocated: bool = False
+    """Whether verify drafts inside its own rounds."""
     batch: int = 1
     temperature: float = 0.0
     options: dict[str, str] = field(default_factory=dict)
@@ -37,9 +39,9 @@ class Case:
         for word in words:
             name, equals, value = word.partition("=")
             if not equals:
-                if name != "lockstep":
-                    raise ConfigError(f"{text}: {name!r} is neither lockstep nor name=value")
-                case = replace(case, lockstep=True)
+                if name not in ("lockstep", "colocated"):
+                    raise ConfigError(f"{text}: {name!r} is neither lockstep, nor colocated, nor name=value")
+                case = replace(case, **{name: True})
             elif name == "b":
                 case = replace(case, batch=int(value))
             elif name == "t":
@@ -68,7 +70,15 @@ class Case:
     @property
     def mode(self) -> str:
         """Of drafting."""
-        return "" if not self.drafts else "lockstep" if self.lockstep else "split"
+        if not self.drafts:
+            return ""
+        return "colocated" if self.colocated else "lockstep" if self.lockstep else "split"
+
+    @property
+    def target(self) -> str:
+        """Cases of the same one are answered by the same verify service."""
+        options = ",".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.drafter} {options}" if self.colocated else self.mode if self.lockstep else ""
 
     @property
     def decoding(self) -> str:
@@ -82,14 +92,26 @@ class Case:
         words = [model, self.drafter, self.mode, *options, f"b{self.batch}", dtype, self.decoding]
         return " ".join(word for word in words if word)
 
+    def verify_arguments(self, paths: dict[str, Path]) -> list[str]:
+        """What its verify service is told beside what all are. Raises ConfigError."""
+        if not self.colocated:
+            return ["--lockstep"] if self.lockstep else []
+        return [*self._drafters(paths), *self._further(), "--draft="]
+
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
         """The draft service's options; `paths` are model folders by label. Raises ConfigError."""
-        argv = [*common, f"--speculative-algorithm={','.join(self.algorithms)}"]
+        argv = [*common, *self._drafters(paths), *self._further()]
+        if self.lockstep:
+            argv.append("--lockstep")
+        return parse_options(DraftOptions, argv)
+
+    def _drafters(self, paths: dict[str, Path]) -> list[str]:
+        argv = [f"--speculative-algorithm={','.join(self.algorithms)}"]
         for label in self.models:
             if label not in paths:
                 raise ConfigError(f"{self.drafter}: give its folder with --draft {label}=PATH")
             argv.append(f"--speculative-draft-model-path={paths[label]}")
-        if self.lockstep:
-            argv.append("--lockstep")
-        argv += [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]
-        return parse_options(DraftOptions, argv)
+        return argv
+
+    def _further(self) -> list[str]:
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.options.items()]

@@ -35,8 +35,14 @@ from outrider.models.store import resolve_model
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Options of a model that verify and draft have; without a service's name they are verify's."""
-# What the cluster decides: where services report, and who talks to whom.
-HIDDEN = {(name, "ready_file") for name in SERVICES} | {(name, field) for name, field, _ in LINKS}
+DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
+"""Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
+# What the cluster decides: where services report, who talks to whom, and where a draft model runs.
+HIDDEN = (
+    {(name, "ready_file") for name in SERVICES}
+    | {(name, field) for name, field, _ in LINKS}
+    | {("verify", name) for name in DRAFTING}
+)
 
 
 MAX_TOKENS_LIMIT = 2**32 - 1
@@ -106,8 +112,8 @@ def service_flags() -> list[ServiceFlag]:
         for field, row in zip(fields(kind), option_rows(kind), strict=True):
             if (service, field.name) in HIDDEN:
                 continue
-            targets = service == "verify" and field.name in TARGETS
-            plain = (names[field.name] == 1 and field.name not in taken) or field.name in SHARED or targets
+            own = field.name in (TARGETS if service == "verify" else DRAFTING)
+            plain = (names[field.name] == 1 and field.name not in taken) or field.name in SHARED or own
             flag = row.flag if plain else f"--{service}-{row.flag.removeprefix('--')}"
             default = "a unix socket" if field.name == "address" and service != "gateway" else row.default
             flags.append(ServiceFlag(flag, service, field.name, field.type == "bool", row.help, default))

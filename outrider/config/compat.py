@@ -153,7 +153,7 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
 
 def _ours(entry: Foreign, known: Collection[str]) -> str:
     """Our flag in the place of a renamed one; empty if the command has none."""
-    if entry.flag.startswith("--speculative-draft-") and "--speculative-algorithm" not in known:
+    if entry.flag.startswith("--speculative-draft-") and "--target-model-path" not in known:
         return ""
     return next((flag for flag in entry.renamed if flag in known), "")
 

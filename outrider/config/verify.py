@@ -70,6 +70,22 @@ class VerifyOptions(PeerServiceOptions):
     draft_tls_cert: str = option("", "PEM file with the certificate shown to drafts that ask for one.")
     draft_tls_key: str = option("", "PEM file with its private key.")
     draft_tls_name: str = option("", "Name that drafts' certificates are made out to, if not their address.")
+    speculative_algorithm: tuple[str, ...] = option(
+        (),
+        "On a GPU, the draft model that drafts inside verify's own rounds: EAGLE, EAGLE3, NEXTN, STANDALONE, or "
+        "NAIVE_EAGLE, which is a head with one step and one candidate; empty leaves drafting to draft services.",
+    )
+    speculative_draft_model_path: str = option(
+        "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."
+    )
+    speculative_draft_model_revision: str = option("", "Its revision on the hub.")
+    speculative_num_steps: int = option(
+        0, "Most draft tokens from the root to a leaf of its trees; 0 chooses.", minimum=0, maximum=16
+    )
+    speculative_eagle_topk: int = option(0, "Most children of a node of its trees; 0 chooses.", minimum=0, maximum=16)
+    speculative_token_map: str = option(
+        "", "File with the token ids that it may guess (JSON or .safetensors); empty allows all."
+    )
     no_speculation: bool = option(False, "Plain decoding whatever requests say.")
     max_draft_tokens: int = option(
         63,

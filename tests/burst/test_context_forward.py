@@ -8,7 +8,7 @@ from burst_host import Host
 from test_runner import make_runner, prompt
 
 from outrider.attention.prompts import PromptShape
-from outrider.drafting.model import cuda_runner
+from outrider.drafting.model import cuda_forward
 from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.models.drafters.base import DraftModel
 
@@ -16,8 +16,8 @@ from outrider.models.drafters.base import DraftModel
 @pytest.fixture
 def padded(model: DraftModel, monkeypatch: pytest.MonkeyPatch) -> tuple[Host, list[PromptShape]]:
     """A runner whose forwards are as captured ones, run kernel by kernel; and their shapes."""
-    monkeypatch.setattr(cuda_runner, "_CONTEXT_TOKENS", (2, 5, 32))
-    monkeypatch.setattr(cuda_runner, "_CONTEXT_ROWS", (1, 3))
+    monkeypatch.setattr(cuda_forward, "_CONTEXT_TOKENS", (2, 5, 32))
+    monkeypatch.setattr(cuda_forward, "_CONTEXT_ROWS", (1, 3))
     runner = make_runner("cuda", model)
     assert isinstance(runner, CudaRunner)
     forwards = runner._contexts

@@ -15,13 +15,17 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.triton_backend import TritonAttention
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
+from verify_service.engine.build import round_growth
 from verify_service.engine.memory import Memory
+from verify_service.engine.round import Growth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.speculation.budget import CostModel
 
 VOCAB = 61
@@ -97,9 +101,14 @@ def make_paged_engine(
     deterministic: bool = False,
     rule: AcceptRule = EXACT,
     vocabulary: GrammarVocabulary | None = None,
+    draft: DraftModel | None = None,
+    growth: Growth | None = None,
     **limits: Any,
 ) -> tuple[ThreadedEngine, CudaExecutor]:
-    """An engine that finds every draft token cheap, so that speculation is exercised."""
+    """An engine that finds every draft token cheap, so that speculation is exercised.
+
+    `draft` grows trees inside rounds, `growth` much each time if it is given.
+    """
     memory = Memory(num_pages, page_size, share_generated=not deterministic)
     values: dict[str, Any] = {
         "vocab_size": model.config.vocab_size,
@@ -126,7 +135,11 @@ def make_paged_engine(
         accept_rule=rule,
     )
     executor = CudaExecutor(model, num_pages, page_size, told, attention or TritonAttention())
+    if draft is not None:
+        options = DraftingOptions("test", branching=3, lone_branching=4, max_steps=4, max_width=8, region=64)
+        executor.draft_inside(draft, options)
     executor.capture()
     widths = executor.buckets.widths
     cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
-    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary), executor
+    inside = None if draft is None else round_growth(executor, memory, cost, bounds.max_nodes, growth)
+    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary, growth=inside), executor

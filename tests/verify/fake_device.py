@@ -11,7 +11,7 @@ from outrider.sampling.params import SamplingParams
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
@@ -61,7 +61,7 @@ class FakeDevice:
         """Request, tokens to extend by and nodes of each entry."""
         self.forgotten: list[Request] = []
 
-    def launch(self, entries: Sequence[Entry]) -> FakeRound:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> FakeRound:
         self.events.append("launch")
         self.rounds.append([(entry.request, entry.num_extend, len(entry.nodes)) for entry in entries])
         for entry in entries:

@@ -17,7 +17,7 @@ from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import WIDTHS, CostModel
 
@@ -46,7 +46,7 @@ class Scripted:
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self._before = before
 
-    def launch(self, entries: Sequence[Entry]) -> Finished:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Finished:
         self._before()
         return Finished([Result([7]) if entry.samples else Result() for entry in entries])
 

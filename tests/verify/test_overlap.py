@@ -15,7 +15,7 @@ from outrider.errors import InternalError
 from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.frames import RoundFigures
 
 
@@ -184,7 +184,7 @@ def test_pages_of_a_request_that_has_just_ended_serve_before_anybody_is_preempte
 class Broken(FakeDevice):
     """A device that fails in its third round."""
 
-    def launch(self, entries: Sequence[Entry]) -> FakeRound:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> FakeRound:
         launched = super().launch(entries)
         if len(self.rounds) == 3:
             launched.wait = self._fail  # type: ignore[method-assign]

@@ -14,8 +14,10 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
+from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
+from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import disable_automatic_collection
@@ -23,6 +25,8 @@ from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.loader import algorithm_of, load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import resolve_model
@@ -31,14 +35,17 @@ from outrider.sampling.lossy import AcceptRule
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
-from verify_service.engine.round import Executor
+from verify_service.engine.round import Executor, Growth
+from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import check_model, kv_tokens, out_of_memory
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.frames import TargetProfile
 from verify_service.speculation.budget import CostModel
+from verify_service.speculation.growth_policy import GrowthPolicy
 
 log = get_logger(__name__)
 
@@ -56,10 +63,10 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     path, model = load(options)
-    parts = build(options, path, model)
+    parts = build(options, path, model, load_draft(options, path, model))
     limits = parts.limits
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
-    engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary)
+    engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth)
     served = TargetProfile(
         model_path=str(path),
         tokenizer_hash=hash_tokenizer(path),
@@ -107,6 +114,26 @@ class Parts:
     executor: Executor
     cost: CostModel
     limits: EngineLimits
+    growth: RoundGrowth | None = None
+    """Decides on trees that grow inside rounds, if they do."""
+
+
+@dataclass(frozen=True)
+class RoundDraft:
+    """A draft model that drafts inside rounds, and how."""
+
+    model: DraftModel
+    options: DraftingOptions
+    is_chain: bool
+    """Whether a round takes one draft token of each request."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory that a token of the target's KV cache takes beside it: the draft's KV, and features."""
+        model = self.model
+        kv = KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
+        width = model.feature_size if model.projection() is not None else len(model.feature_layers) * model.hidden_size
+        return kv + width * model.dtype.itemsize
 
 
 def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
@@ -123,10 +150,56 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
     return path, model
 
 
-def build(options: VerifyOptions, path: Path, model: CausalLM) -> Parts:
+def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDraft | None:
+    """The draft model that drafts inside rounds, if the options name one. Raises ConfigError."""
+    names = options.speculative_algorithm
+    if not names or options.no_speculation:
+        return None
+    if target.device.type != "cuda":
+        raise ConfigError("--speculative-algorithm: a draft model inside rounds needs a GPU; run a draft service")
+    is_chain = names == ("NAIVE_EAGLE",)
+    if is_chain:
+        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+        names = (algorithm_of(folder),)
+    told = DraftOptions(
+        speculative_algorithm=names,
+        speculative_draft_model_path=options.speculative_draft_model_path,
+        speculative_draft_model_revision=options.speculative_draft_model_revision,
+        speculative_token_map=options.speculative_token_map,
+        target_model_path=str(path),
+    )
+    with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
+        model = load_draft_model(
+            told, target.device, target.dtype, lambda done, total: progress("loading draft weights", done, total)
+        )
+    _check_draft(model, target, path)
+    steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
+    drafting = DraftingOptions(name=names[0].lower())
+    if steps:
+        drafting = replace(drafting, max_steps=steps)
+    if topk:
+        drafting = replace(drafting, branching=topk, lone_branching=topk)
+    if is_chain:
+        drafting = replace(drafting, max_steps=1, branching=1, lone_branching=1)
+    return RoundDraft(model, drafting, is_chain)
+
+
+def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
+    """Raise ConfigError, with both values, for a draft model that does not fit the target."""
+    own, wanted = model.tokenizer_hash, hash_tokenizer(path)
+    if own and own != wanted:
+        raise ConfigError(f"--speculative-draft-model-path: its tokenizer is {own[:12]}, the target's {wanted[:12]}")
+    if model.hidden_size and model.hidden_size != target.config.hidden_size:
+        raise ConfigError(
+            f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
+            f"{target.config.hidden_size}"
+        )
+
+
+def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft | None = None) -> Parts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
-    tokens = options.max_total_tokens or (_gpu_tokens(options, model) if on_gpu else _cpu_tokens(model))
+    tokens = options.max_total_tokens or (_gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
     num_pages = tokens // options.page_size
     if num_pages * options.page_size < 512:
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
@@ -136,18 +209,23 @@ def build(options: VerifyOptions, path: Path, model: CausalLM) -> Parts:
     fix = "lower --max-total-tokens, --mem-fraction-static, --max-running-requests or --context-length"
     with out_of_memory("KV cache and rounds", fix):
         executor: CudaExecutor | TorchExecutor
+        growth: RoundGrowth | None = None
         if on_gpu:
-            executor = _cuda_executor(options, model, num_pages, limits)
+            executor = _cuda_executor(options, model, num_pages, limits, draft)
             cost = CostModel.measured(executor.measure, executor.buckets.widths, executor.buckets.width)
+            is_chain = draft is not None and draft.is_chain
+            growth = round_growth(executor, memory, cost, limits.max_nodes, is_chain=is_chain)
         else:
             executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
             cost = CostModel.measured(executor.measure)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
     log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)
-    return Parts(memory, executor, cost, limits)
+    return Parts(memory, executor, cost, limits, growth)
 
 
-def _cuda_executor(options: VerifyOptions, model: CausalLM, num_pages: int, limits: EngineLimits) -> CudaExecutor:
+def _cuda_executor(
+    options: VerifyOptions, model: CausalLM, num_pages: int, limits: EngineLimits, draft: RoundDraft | None
+) -> CudaExecutor:
     executor = CudaExecutor(
         model,
         num_pages,
@@ -165,9 +243,43 @@ def _cuda_executor(options: VerifyOptions, model: CausalLM, num_pages: int, limi
         ),
         attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
     )
+    if draft is not None:
+        executor.draft_inside(draft.model, draft.options)
     with ConsoleProgress() as progress:
         executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
+        if executor.drafts is not None:
+            is_chain = draft is not None and draft.is_chain
+            executor.capture_drafting(lambda rows: node_counts(executor, limits.max_nodes, rows, is_chain))
     return executor
+
+
+def node_counts(executor: CudaExecutor, max_nodes: int, num_rows: int, is_chain: bool = False) -> Sequence[int]:
+    """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
+    if is_chain:
+        return (num_rows,) if num_rows <= max_nodes else ()
+    most = min(max_nodes, MAX_CHOSEN)
+    return sorted({min(tokens - num_rows, most) for tokens in executor.buckets.tokens if tokens > num_rows})
+
+
+def round_growth(
+    executor: CudaExecutor,
+    memory: Memory,
+    cost: CostModel,
+    max_nodes: int,
+    fixed: Growth | None = None,
+    is_chain: bool = False,
+) -> RoundGrowth | None:
+    """What decides on trees that grow inside rounds, if the executor drafts; `fixed`: it always grows so much."""
+    drafts, buckets = executor.drafts, executor.buckets
+    if drafts is None:
+        return None
+
+    def sizes(num_rows: int) -> Sequence[int]:
+        return node_counts(executor, max_nodes, num_rows, is_chain)
+
+    policy = GrowthPolicy(cost.seconds, drafts.cost, sizes, drafts.max_steps, fixed)
+    most = executor.limits.max_round_tokens
+    return RoundGrowth(drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, most)
 
 
 def _accept_rule(options: VerifyOptions) -> AcceptRule:
@@ -201,10 +313,15 @@ def _cpu_tokens(model: CausalLM) -> int:
     return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MAX_CPU_KV_TOKENS), 1024)
 
 
-def _gpu_tokens(options: VerifyOptions, model: CausalLM) -> int:
+def _gpu_tokens(options: VerifyOptions, model: CausalLM, draft: RoundDraft | None) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + _max_round_tokens(options)
-    return kv_tokens(model, options.mem_fraction_static, rows * model.config.vocab_size * _LOGITS_BYTES_PER_ENTRY)
+    reserve = rows * model.config.vocab_size * _LOGITS_BYTES_PER_ENTRY
+    if draft is None:
+        return kv_tokens(model, options.mem_fraction_static, reserve)
+    slots = options.max_running_requests * draft.options.region
+    reserve += slots * draft.token_bytes + rows * draft.model.vocab_size * _LOGITS_BYTES_PER_ENTRY
+    return kv_tokens(model, options.mem_fraction_static, reserve, draft.token_bytes)
 
 
 def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:

@@ -20,6 +20,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Commit, Observer, RoundDone, RoundPostprocessor
 from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
+from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.speculation.budget import Budget, CostModel
@@ -78,8 +79,12 @@ class VerifyEngine:
         observer: Observer,
         inbox: VerifyInbox,
         vocabulary: GrammarVocabulary | None = None,
+        growth: RoundGrowth | None = None,
     ) -> None:
-        """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused."""
+        """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused.
+
+        `growth`: for an executor that drafts on its own device.
+        """
         self.limits = limits
         self.memory = memory
         self.drafts = Drafts(
@@ -94,6 +99,7 @@ class VerifyEngine:
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
         self._draft_wait = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
+        self._growth = growth
         self._warmer = HotPathWarmer(self.scheduler, executor, self._commit)
         self._observer = observer
         self._inbox = inbox
@@ -106,7 +112,7 @@ class VerifyEngine:
         self._garbage = GarbageCollector()
         self._gaps = GapWatch()
         self._postprocessor = RoundPostprocessor(
-            self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes
+            self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth
         )
         self._ended_at: float | None = None
         self._worked_at = float("-inf")
@@ -171,11 +177,11 @@ class VerifyEngine:
         if not batch.entries:
             return self._idle()
         start = time.monotonic()
-        pending = self._executor.launch(batch.entries)
+        pending = self._executor.launch(batch.entries, batch.growth)
         self.drafts.on_launch(start)
         phases = self._gaps.end()
         self._postprocessor.process()
-        num_tokens = sum(entry.num_tokens for entry in batch.entries)
+        num_tokens = sum(entry.num_tokens for entry in batch.entries) + (batch.taken.num_nodes if batch.taken else 0)
         prefills = any(entry.prefills for entry in batch.entries)
         self._receive_beside(pending, batch.entries, start)
         results = pending.wait()
@@ -184,7 +190,9 @@ class VerifyEngine:
         self._receive_behind(len(batch.entries))
         commits = [self._commit(entry, result) for entry, result in zip(batch.entries, results, strict=True)]
         gap = None if self._ended_at is None else start - self._ended_at - batch.wait_seconds
-        self._postprocessor.add(RoundDone(batch, commits, pending, num_tokens, prefills, end - start, gap, phases))
+        self._postprocessor.add(
+            RoundDone(batch, results, commits, pending, num_tokens, prefills, end - start, gap, phases)
+        )
         self._ended_at = self._worked_at = end
         self._gaps.mark("commit")
 
@@ -204,7 +212,11 @@ class VerifyEngine:
             self._gaps.mark("draft wait")
         self.scheduler.take(plan)
         self._gaps.mark("take")
-        return Batch(self.grammars.mask(entries), wait_seconds, num_ready)
+        entries = self.grammars.mask(entries)
+        if self._growth is None:
+            return Batch(entries, wait_seconds, num_ready)
+        taken = self._growth.take(entries)
+        return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken)
 
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:
         """Wait for nodes of drafts as long as that pays.

@@ -9,6 +9,7 @@ from outrider.protocol.generation import FinishReason, GenerationUpdate, RoundCo
 from verify_service.engine.host_gap import Phases, log_long_gap
 from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
+from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames import RoundFigures
@@ -31,8 +32,9 @@ class RoundPostprocessor:
         observer: Observer,
         cost: CostModel,
         max_nodes: int,
+        growth: RoundGrowth | None = None,
     ) -> None:
-        """`max_nodes`: of a round."""
+        """`max_nodes`: of a round. `growth`: of trees on verify's own device."""
         self._scheduler = scheduler
         self._drafts = drafts
         self._features = features
@@ -40,6 +42,7 @@ class RoundPostprocessor:
         self._observer = observer
         self._cost = cost
         self._max_nodes = max_nodes
+        self._growth = growth
         self._done: RoundDone | None = None
         self._commits_sent = False
         """Whether the commits of that round were sent to drafts."""
@@ -85,9 +88,14 @@ class RoundPostprocessor:
         self._observer.flush()
         log_long_gap(done.gap, done.phases)
         self._drafts.learn()
+        if self._growth is not None and done.batch.taken is not None:
+            self._growth.learn(done.batch.taken, done.batch.entries, done.results)
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
-            self._cost.observe(done.num_tokens, done.seconds + (done.host_gap or 0.0))
+            own, gpu_seconds = self._growth is not None, done.pending.gpu_seconds
+            # Drafting on verify's device lies between the rounds' ends.
+            seconds = gpu_seconds if own and gpu_seconds is not None else done.seconds + (done.host_gap or 0.0)
+            self._cost.observe(done.num_tokens, seconds)
         self._prefilled = done.prefills
 
     def _send_commits(self, done: RoundDone) -> None:
@@ -160,6 +168,7 @@ class RoundDone(NamedTuple):
     """A round that was committed and that nobody has been told of. Times in seconds."""
 
     batch: Batch
+    results: Sequence[Result]
     commits: Sequence[Commit | None]
     """None for a request that was cancelled while the round ran."""
     pending: Pending

@@ -25,7 +25,9 @@ class Nodes:
     parents: Sequence[int] = ()
     depths: Sequence[int] = ()
     slots: Sequence[int] = ()
-    """Where the tree's mirror has them, until it takes another message."""
+    """Where the tree's mirror has them, until it takes another message; of nodes that grew on the device, none."""
+    scores: Sequence[float] = ()
+    """Path scores of nodes that grew on the device."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -55,6 +57,9 @@ class Entry:
     request: Request
     num_extend: int
     nodes: Nodes = _NO_NODES
+    """Those that grew on the device are known when the round has ended."""
+    max_grown: int = 0
+    """Nodes that it may take of the tree that grew for it on the device; the pages are there."""
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
     marks: Marks | None = None
@@ -87,6 +92,24 @@ class Entry:
         return self.num_extend + len(self.nodes.token_ids)
 
 
+class Growth(NamedTuple):
+    """How the trees of the next round grow on the device, behind this one."""
+
+    num_steps: int
+    """Levels at most, at least 1."""
+    num_nodes: int
+    """Of all requests."""
+
+
+class TakenTrees(NamedTuple):
+    """What a round was given of trees that grew behind the round before."""
+
+    growth: Growth
+    num_rows: int
+    """Requests of the round before, with those that it was padded with."""
+    num_nodes: int
+
+
 class Batch(NamedTuple):
     """What a round runs."""
 
@@ -95,6 +118,10 @@ class Batch(NamedTuple):
     """How long the round waited for drafts."""
     num_ready_nodes: int
     """Tree nodes that it would have taken without a wait."""
+    growth: Growth | None = None
+    """What is drafted behind it on the same device, if anything."""
+    taken: TakenTrees | None = None
+    """What it was given of trees that were drafted so behind the round before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +165,8 @@ class Pending(Protocol):
 class Executor(Protocol):
     """Runs a round's forward, sampling walk and KV compaction. The engine has one round under way at a time."""
 
-    def launch(self, entries: Sequence[Entry]) -> Pending:
-        """Queue a round; returns before it has run.
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
+        """Queue a round, and the growth of trees behind it; returns before it has run.
 
         Page tables cover every token of it. What entries and requests say is read here: between `launch` and `wait`
         the engine takes messages in, which may end requests of the round.

@@ -15,14 +15,16 @@ from outrider.attention.prompts import PromptShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
+from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool
 from outrider.logs import get_logger
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
 from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Pending, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.executors.device import out_of_memory
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
@@ -35,6 +37,7 @@ from verify_service.executors.round_buffers import (
     RoundInput,
     RoundOutput,
 )
+from verify_service.executors.round_drafts import DraftingOptions, RoundDrafts, feature_store
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 
 log = get_logger(__name__)
@@ -100,6 +103,37 @@ class CudaExecutor(FeatureExecutor):
         self._last_end: int | None = None
         self._renewal: _Renewal | None = None
         self._uses: Counter[Bucket] = Counter()
+        self.drafts: RoundDrafts | None = None
+
+    def draft_inside(self, model: DraftModel, options: DraftingOptions) -> None:
+        """From now on trees may grow behind rounds, on the same device; before anything is captured."""
+        self._features = self._prefill.features = feature_store(model, self._model, self._kv.num_slots)
+        self.drafts = RoundDrafts(
+            model,
+            options,
+            self,
+            self._features,
+            self._attention,
+            self.rows,
+            num_pages=self._kv.num_slots // self.page_size,
+            page_size=self.page_size,
+            context_length=self.limits.context_length,
+            max_round_tokens=self.limits.max_round_tokens,
+            vocab_size=self.limits.vocab_size,
+        )
+
+    def results(self, shape: RoundShape) -> RoundResults:
+        """See Rounds."""
+        bucket = Bucket(self.limits.max_round_tokens, shape.rows)
+        num_tokens, _, committed, _ = self._output.fields(bucket)
+        if self.drafts is None:
+            raise RuntimeError("nothing is drafted behind rounds")
+        trees = self.drafts.trees
+        return RoundResults(trees.tokens(self._input.tokens(bucket)), num_tokens, committed, trees.drafted(shape.rows))
+
+    def note_drafted(self) -> None:
+        """See Rounds."""
+        self._output.stamp(2)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -117,25 +151,39 @@ class CudaExecutor(FeatureExecutor):
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
+    def capture_drafting(self, node_counts: Callable[[int], Sequence[int]]) -> None:
+        """Capture and time what is drafted behind rounds; `node_counts`: see GrowthPolicy."""
+        if self.drafts is not None and self._on_gpu and self.limits.use_graphs:
+            self._input.clear()
+            self.drafts.capture(self.graphs.captured(), node_counts)
+
+    @torch.inference_mode()
     def capture_prefill(self) -> None:
         """The part of `capture` that is about chunks of prompts."""
         self._prefill.capture(self.limits.use_graphs, min(self._kv.num_slots, self.limits.context_length))
 
     @torch.inference_mode()
-    def launch(self, entries: Sequence[Entry]) -> CudaRound:
-        """Queue a round: decode entries as one graph, then prefill. Page tables must cover every token."""
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
+        """Queue a round: decode entries as one graph, drafting, then prefill. Page tables must cover every token."""
         decode = [entry for entry in entries if self._decodes(entry)]
         prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
         if self._staging is not None:
             self._staging.join()
         if decode:
-            bucket = self._bucket(decode)
+            drafts = self.drafts
+            bucket = self._bucket(
+                decode, drafts.num_grown if drafts and any(entry.max_grown for entry in decode) else 0
+            )
             self._uses[bucket] += 1
             self._input.fill(decode, self.rows, bucket)
+            if drafts:
+                drafts.tell(decode, growth)
             self._sampler.set_masks(mask_runs(decode))
             self.graphs.run(bucket)
             done = self._mark()
+            if drafts:
+                drafts.draft(bucket, growth)
         scores: dict[Entry, PromptScores] = {}
         if prefill:
             scores = self._prefill.run(prefill)
@@ -156,6 +204,8 @@ class CudaExecutor(FeatureExecutor):
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
         self.rows.forget(request)
+        if self.drafts is not None:
+            self.drafts.forget(request)
 
     @torch.inference_mode()
     def begin_features(self, plan: FeaturePlan) -> None:
@@ -219,9 +269,13 @@ class CudaExecutor(FeatureExecutor):
 
     def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
         """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
-        begin, end = self._output.clock
-        gap = None if self._last_end is None else (begin - self._last_end) * 1e-9
+        begin, end, drafted = self._output.clock
+        gap = None if self._last_end is None else (begin - max(self._last_end, drafted)) * 1e-9
         self._last_end = end if clean else None
+        if self.drafts is not None:
+            for row, entry in enumerate(decode):
+                if entry.max_grown:
+                    self.drafts.read(row, entry)
         results = []
         for row, (entry, answer) in enumerate(zip(decode, self._output.read(len(decode)), strict=True)):
             num_tokens, error = answer[:2]
@@ -239,8 +293,8 @@ class CudaExecutor(FeatureExecutor):
             return True
         return self.limits.deterministic and entry.request.past_prompt
 
-    def _bucket(self, decode: Sequence[Entry]) -> Bucket:
-        return self.buckets.fit(sum(entry.num_tokens for entry in decode), len(decode))
+    def _bucket(self, decode: Sequence[Entry], num_grown: int = 0) -> Bucket:
+        return self.buckets.fit(sum(entry.num_tokens for entry in decode) + num_grown, len(decode))
 
     def _mark(self) -> torch.cuda.Event | None:
         if not self._on_gpu:
@@ -256,7 +310,9 @@ class CudaExecutor(FeatureExecutor):
         """The whole of a round on the device, copies included."""
         self._input.to_device()
         self._output.stamp(0)
-        tokens = self._input.tokens(bucket)
+        drafts, tokens = self.drafts, self._input.tokens(bucket)
+        if drafts is not None:
+            tokens = drafts.merge(tokens)
         tables = self.rows.page_tables
         self.rows.update(self._input.updates)
         splits = self._num_splits(bucket)
@@ -275,6 +331,8 @@ class CudaExecutor(FeatureExecutor):
             store.compact(tokens, accepted, num_tokens, tables, self.page_size)
         self._output.stamp(1)
         self._output.to_host(bucket)
+        if drafts is not None:
+            drafts.trees.to_host()
 
     def _num_splits(self, bucket: Bucket) -> int:
         if self.limits.deterministic:

@@ -31,10 +31,13 @@ def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, m
         )
 
 
-def kv_tokens(model: CausalLM, mem_fraction: float, reserve: int) -> int:
-    """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations."""
+def kv_tokens(model: CausalLM, mem_fraction: float, reserve: int, beside: int = 0) -> int:
+    """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations.
+
+    `beside`: bytes that a token takes beside its KV.
+    """
     config = model.config
-    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype) + beside
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     room = free - int(total * (1 - mem_fraction)) - reserve

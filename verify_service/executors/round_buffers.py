@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -187,10 +187,11 @@ class RoundInput:
 class RoundOutput:
     """What a round brought each row: int32 [B, 2 + 2 * NUM_COMMITTED] of number of tokens, error, tokens, nodes.
 
-    Before it lie two int64 clock readings in nanoseconds: when the round began and ended on the device.
+    Before it lie three int64 clock readings in nanoseconds: when the round began and ended on the device, and when the
+    drafting behind the round before it ended.
     """
 
-    _CLOCK = 4
+    _CLOCK = 6
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._width = 2 + 2 * NUM_COMMITTED
@@ -207,7 +208,7 @@ class RoundOutput:
         return rows[:, 0], rows[:, 1], rows[:, 2 : 2 + NUM_COMMITTED], rows[:, 2 + NUM_COMMITTED :]
 
     def stamp(self, index: int) -> None:
-        """Note the device's time: 0 for the begin, 1 for the end."""
+        """Note the device's time: 0 for the begin, 1 for the end, 2 for the end of what is drafted behind it."""
         stamp(self._times, index)
 
     def to_host(self, bucket: Bucket) -> None:
@@ -225,10 +226,10 @@ class RoundOutput:
         return read
 
     @property
-    def clock(self) -> tuple[int, int]:
-        """Nanoseconds at the round's begin and end."""
-        begin, end = self._host[: self._CLOCK].view(np.int64).tolist()
-        return begin, end
+    def clock(self) -> tuple[int, int, int]:
+        """Nanoseconds at the round's begin and end, and at the end of the drafting before it."""
+        begin, end, drafted = self._host[: self._CLOCK].view(np.int64).tolist()
+        return begin, end, drafted
 
 
 class NoRows:
@@ -246,6 +247,16 @@ class NoRows:
         return ()
 
 
+class RowListener(Protocol):
+    """Is told what becomes of rows."""
+
+    def admitted(self, request: Request, row: int) -> None:
+        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages."""
+
+    def paged(self, pages: Sequence[int]) -> None:
+        """A request in a row got further pages, which hold nothing yet."""
+
+
 class RequestRows:
     """Rows of requests that run, from their first round until they end or give up their pages.
 
@@ -259,9 +270,16 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
+        self._tables = [self.page_tables]
+        self._listener: RowListener | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def follow(self, listener: RowListener, page_tables: Tensor) -> None:
+        """Keep further page tables of the same rows, whose first columns are pages as here; before any row is taken."""
+        self._listener = listener
+        self._tables.append(page_tables)
 
     def row(self, request: Request) -> int:
         """The request's row; it gets one if it has none."""
@@ -281,6 +299,8 @@ class RequestRows:
         if known == len(pages):
             return ()
         self._num_known[request] = len(pages)
+        if self._listener is not None:
+            self._listener.paged(pages[known:])
         row = self._rows[request]
         return [(row, place, pages[place]) for place in range(known, len(pages))]
 
@@ -289,20 +309,28 @@ class RequestRows:
         self._rows[request] = row
         # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
         self._num_known[request] = 0
-        self.copy_pages(request)
+        if self._listener is not None:
+            self._listener.admitted(request, row)
+        self._copy_pages(request)
         self._sampler.admit(row, request.params.sampling, request.tokens, request.prompt_len)
         return row
 
     def update(self, updates: Tensor) -> None:
         """Enter what a round adds, [U, 3] on the device, into the page tables."""
-        update_page_tables(self.page_tables, updates)
+        for tables in self._tables:
+            update_page_tables(tables, updates)
 
     def copy_pages(self, request: Request) -> None:
         """Tell the device of all new pages at once, outside a round."""
+        if self._listener is not None:
+            self._listener.paged(request.pages[self._num_known[request] :])
+        self._copy_pages(request)
+
+    def _copy_pages(self, request: Request) -> None:
         known, pages = self._num_known[request], request.pages
         if known < len(pages):
-            row = self.page_tables[self._rows[request], known : len(pages)]
-            put(pages[known:], self.page_tables.device, into=row)
+            for tables in self._tables:
+                put(pages[known:], tables.device, into=tables[self._rows[request], known : len(pages)])
             self._num_known[request] = len(pages)
 
 

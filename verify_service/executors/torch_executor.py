@@ -16,7 +16,7 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Result
+from verify_service.engine.round import Entry, Growth, Result
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 
@@ -98,7 +98,7 @@ class TorchExecutor(FeatureExecutor):
         self._attention = TorchAttention()
         self._slots: dict[Request, torch.Tensor] = {}
 
-    def launch(self, entries: Sequence[Entry]) -> TorchRound:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
         """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
         parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]
         batch = self._batch(parts)

@@ -14,7 +14,7 @@ from verify_service.engine import worker
 from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.reporter import VerifyReporter
-from verify_service.engine.round import Entry, Executor, Pending, Result
+from verify_service.engine.round import Entry, Executor, Growth, Pending, Result
 
 FAILING_ROUND = 12
 
@@ -42,9 +42,9 @@ class Failing:
     def __getattr__(self, name: str) -> object:
         return getattr(self._executor, name)
 
-    def launch(self, entries: Sequence[Entry]) -> Pending:
+    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
         self._num_rounds += 1
-        pending = self._executor.launch(entries)
+        pending = self._executor.launch(entries, growth)
         if self._num_rounds == FAILING_ROUND:
             if torch.cuda.is_available():
                 # What a kernel with a wrong index does: an assertion on the device, which ends the whole context.

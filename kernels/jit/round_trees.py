@@ -1,0 +1,293 @@
+"""See kernels.round_trees."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import frontier_state as state
+from kernels.frontier_state import BurstRows, CandidatePool
+from kernels.launch import power_of_two
+from kernels.sampling_state import RoundTokens
+
+if TYPE_CHECKING:
+    from kernels.round_trees import CommittedTokens, GrownTrees, TreeLimits
+
+_ROW: tl.constexpr = tl.constexpr(state.ROW)
+_PARENT: tl.constexpr = tl.constexpr(state.PARENT)
+_TOKEN: tl.constexpr = tl.constexpr(state.TOKEN)
+_POSITION: tl.constexpr = tl.constexpr(state.POSITION)
+_SLOT: tl.constexpr = tl.constexpr(state.SLOT)
+_FEATURE: tl.constexpr = tl.constexpr(state.FEATURE)
+_SCORE: tl.constexpr = tl.constexpr(state.SCORE)
+_BASE: tl.constexpr = tl.constexpr(state.BASE)
+_STEP: tl.constexpr = tl.constexpr(state.STEP)
+_NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
+_FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
+_NEVER: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "lag", "spare"])
+def _lay_out_committed(
+    positions, root, table_rows, num_tokens, committed, drafts, page_tables,
+    out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_cached, out_sources,
+    out_last, out_draft_rows, out_root_positions,
+    num_slots, num_rows, num_stride, committed_stride, table_stride, lag, spare,
+    SLOTS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One program: lanes are slots at first, then rows."""
+    slot = tl.arange(0, SLOTS_PAD)
+    inside = slot < num_slots
+    zero = tl.zeros([SLOTS_PAD], tl.int32)
+    tl.store(out_tokens + slot, zero, mask=inside)
+    tl.store(out_positions + slot, zero, mask=inside)
+    tl.store(out_parents + slot, zero - 1, mask=inside)
+    tl.store(out_rows + slot, zero - 1, mask=inside)
+    tl.store(out_sources + slot, (zero + spare).to(tl.int64), mask=inside)
+    # Slots with a token are written again, by other threads.
+    tl.debug_barrier()
+
+    row = tl.arange(0, ROWS_PAD)
+    real = row < num_rows
+    table_row = tl.load(table_rows + row, mask=real, other=0)
+    root_place = tl.load(root + row, mask=real, other=-1)
+    wanted = real & (root_place >= 0) & (tl.load(drafts + row, mask=real, other=0) != 0)
+    count = tl.load(num_tokens + row * num_stride, mask=wanted, other=0)
+    has = count > 0
+    begin = tl.load(positions + root_place, mask=has, other=-1) + 1
+    end = tl.cumsum(count, 0)
+    first = end - count
+    for index in range(0, tl.max(count, 0)):
+        there = index < count
+        place = first + index
+        position = begin + index
+        token = tl.load(committed + row * committed_stride + index, mask=there, other=0)
+        page = tl.load(
+            page_tables + table_row.to(tl.int64) * table_stride + (position - 1) // PAGE, mask=there, other=0
+        )
+        tl.store(out_tokens + place, token, mask=there)
+        tl.store(out_positions + place, position - lag, mask=there)
+        tl.store(out_parents + place, tl.where(index > 0, place - 1, -1), mask=there)
+        tl.store(out_rows + place, row, mask=there)
+        tl.store(out_sources + place, (page * PAGE + (position - 1) % PAGE).to(tl.int64), mask=there)
+    tl.store(out_first + row, first, mask=real)
+    tl.store(out_first + num_rows, tl.sum(count, 0))
+    last = tl.where(has, end - 1, 0)
+    tl.store(out_root + row, last, mask=real)
+    tl.store(out_last + row, last.to(tl.int64), mask=real)
+    tl.store(out_tables + row, table_row, mask=real)
+    tl.store(out_cached + row, tl.where(has, begin - lag, 0), mask=real)
+    tl.store(out_draft_rows + row, tl.where(has, table_row, -1), mask=real)
+    tl.store(out_root_positions + row, tl.where(has, begin + count - 1, 0), mask=real)
+
+
+@triton.jit(do_not_specialize=["floor_bits", "num_rows", "lag"])
+def _plant_roots(
+    header, entries, row_tables, context_len, num_free, next_free, at_tables, draft_rows, root_positions,
+    tokens, scores, floor_bits, num_rows, lag,
+    CAPACITY: tl.constexpr, SEEDS: tl.constexpr, BRANCHING: tl.constexpr, REGION: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS_PAD: tl.constexpr,
+):  # fmt: skip
+    """A program for each block of seeds; the first one writes header and rows, too."""
+    program = tl.program_id(0)
+    index = program * BLOCK + tl.arange(0, BLOCK)
+    inside = index < SEEDS
+    of_row = index // BRANCHING
+    drafted = tl.load(draft_rows + of_row, mask=inside, other=-1) >= 0
+    position = tl.load(root_positions + of_row, mask=inside, other=0) + 1
+    token = tl.load(tokens + index, mask=inside, other=-1)
+    edge = tl.load(scores + index, mask=inside, other=_NEVER)
+    edge = tl.where(drafted & (token >= 0) & (edge <= 0), edge, _NEVER)
+    bits = edge.to(tl.int32, bitcast=True)
+    none = tl.full([BLOCK], -1, tl.int32)
+    tl.store(entries + _ROW * CAPACITY + index, of_row, mask=inside)
+    tl.store(entries + _PARENT * CAPACITY + index, none, mask=inside)
+    tl.store(entries + _TOKEN * CAPACITY + index, token, mask=inside)
+    tl.store(entries + _POSITION * CAPACITY + index, position, mask=inside)
+    tl.store(entries + _SLOT * CAPACITY + index, none, mask=inside)
+    tl.store(entries + _FEATURE * CAPACITY + index, tl.where(lag > 0, of_row, -1), mask=inside)
+    tl.store(entries + _SCORE * CAPACITY + index, bits, mask=inside)
+    tl.store(entries + _BASE * CAPACITY + index, bits, mask=inside)
+    if program == 0:
+        row = tl.arange(0, ROWS_PAD)
+        real = row < num_rows
+        has = tl.load(draft_rows + row, mask=real, other=-1) >= 0
+        length = tl.load(root_positions + row, mask=real, other=0) + 1 - lag
+        tl.store(row_tables + row, tl.load(at_tables + row, mask=real, other=0), mask=real)
+        tl.store(context_len + row, tl.where(has, length, 0), mask=real)
+        tl.store(num_free + row, tl.where(has, REGION, 0), mask=real)
+        tl.store(next_free + row, 0, mask=real)
+        tl.store(header + _STEP, 0)
+        tl.store(header + _NUM_SEEDS, SEEDS)
+        tl.store(header + _FLOOR, floor_bits)
+        tl.store(header + 3, 0)
+
+
+@triton.jit(do_not_specialize=["step_size"])
+def _reopen_pool(header, entries, step_size, MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < CAPACITY
+    grown = index < MAX_SEEDS + tl.load(header + _STEP) * step_size
+    path = tl.load(entries + _BASE * CAPACITY + index, mask=inside & grown, other=0)
+    never = tl.full([BLOCK], _NEVER, tl.float32).to(tl.int32, bitcast=True)
+    tl.store(entries + _SCORE * CAPACITY + index, tl.where(grown, path, never), mask=inside)
+
+
+@triton.jit
+def _export_nodes(
+    entries, tables, order, out_order, out_entries,
+    CAPACITY: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One program."""
+    number = tl.arange(0, BLOCK)
+    entry = tl.load(order + number, mask=number < WIDTH, other=-1)
+    chosen = entry >= 0
+    for field in tl.static_range(FIELDS):
+        value = tl.load(entries + field * CAPACITY + entry, mask=chosen, other=0)
+        if field == _ROW:
+            value = tl.load(tables + value, mask=chosen, other=0)
+        tl.store(out_entries + field * OUT + number, value, mask=chosen)
+    tl.store(out_order + number, tl.where(chosen, number, -1), mask=number < OUT)
+    tl.store(order + number, -1, mask=number < WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+def _merge_trees(
+    tokens, positions, parents, rows, first, root, table_rows, order, entries, tree_tables, row_of, max_nodes,
+    max_depth, out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_scores,
+    num_slots, num_rows,
+    CAPACITY: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+):  # fmt: skip
+    """One program. Lanes are the chosen nodes, the best first; then rows; then the base's tokens."""
+    number = tl.arange(0, NODES_PAD)
+    entry = tl.load(order + number, mask=number < NODES, other=-1)
+    chosen = entry >= 0
+    tree = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
+    parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
+    slot = tl.load(entries + _SLOT * CAPACITY + entry, mask=chosen, other=-1)
+    token = tl.load(entries + _TOKEN * CAPACITY + entry, mask=chosen, other=0)
+    position = tl.load(entries + _POSITION * CAPACITY + entry, mask=chosen, other=0)
+    path = tl.load(entries + _BASE * CAPACITY + entry, mask=chosen, other=0).to(tl.float32, bitcast=True)
+    table = tl.load(tree_tables + tree, mask=chosen, other=0)
+    of_row = tl.load(row_of + table, mask=chosen, other=-1)
+    root_place = tl.load(root + of_row, mask=of_row >= 0, other=-1)
+    near = root_place >= 0
+    depth = position - tl.load(positions + root_place, mask=near, other=0)
+    near = near & (depth <= tl.load(max_depth + of_row, mask=near, other=0))
+    same = (of_row[:, None] == of_row[None, :]) & near[:, None] & near[None, :]
+    rank = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
+    kept = near & (rank < tl.load(max_nodes + of_row, mask=near, other=0))
+    above = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
+    parent_rank = tl.max(tl.where(above, rank[None, :], -1), 1)
+
+    row = tl.arange(0, ROWS_PAD)
+    real = row < num_rows
+    count = tl.sum(((of_row[None, :] == row[:, None]) & kept[None, :]).to(tl.int32), 1)
+    old_first = tl.load(first + row, mask=real, other=0)
+    moved = tl.cumsum(count, 0) - count
+    old_root = tl.load(root + row, mask=real, other=-1)
+    tl.store(out_first + row, old_first + moved, mask=real)
+    tl.store(out_first + num_rows, tl.load(first + num_rows) + tl.sum(count, 0))
+    tl.store(out_root + row, tl.where(old_root >= 0, old_root + moved, -1), mask=real)
+    tl.store(out_tables + row, tl.load(table_rows + row, mask=real, other=0), mask=real)
+    lane = tl.arange(0, SLOTS_PAD)
+    inside = lane < num_slots
+    zero = tl.zeros([SLOTS_PAD], tl.int32)
+    tl.store(out_tokens + lane, zero, mask=inside)
+    tl.store(out_positions + lane, zero, mask=inside)
+    tl.store(out_parents + lane, zero - 1, mask=inside)
+    tl.store(out_rows + lane, zero - 1, mask=inside)
+    tl.store(out_scores + lane, zero.to(tl.float32), mask=inside)
+    # Where rows begin is read, and slots with a token are written again, by other threads.
+    tl.debug_barrier()
+
+    base_row = tl.load(rows + lane, mask=inside, other=-1)
+    used = base_row >= 0
+    shift = tl.load(out_first + base_row, mask=used, other=0) - tl.load(first + base_row, mask=used, other=0)
+    base_parent = tl.load(parents + lane, mask=used, other=-1)
+    place = lane + shift
+    tl.store(out_tokens + place, tl.load(tokens + lane, mask=used, other=0), mask=used)
+    tl.store(out_positions + place, tl.load(positions + lane, mask=used, other=0), mask=used)
+    tl.store(out_parents + place, tl.where(base_parent >= 0, base_parent + shift, -1), mask=used)
+    tl.store(out_rows + place, base_row, mask=used)
+
+    begin = tl.load(out_first + of_row, mask=kept, other=0)
+    own_first = tl.load(first + of_row, mask=kept, other=0)
+    behind = begin + tl.load(first + of_row + 1, mask=kept, other=0) - own_first
+    where_root = begin + root_place - own_first
+    node = behind + rank
+    fits = kept & (node < num_slots)
+    tl.store(out_tokens + node, token, mask=fits)
+    tl.store(out_positions + node, position, mask=fits)
+    tl.store(out_parents + node, tl.where(parent_rank >= 0, behind + parent_rank, where_root), mask=fits)
+    tl.store(out_rows + node, of_row, mask=fits)
+    tl.store(out_scores + node, path, mask=fits)
+
+
+def _bits(value: float) -> int:
+    """Those of a float32, as an integer."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def lay_out_committed(
+    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor,
+    out: CommittedTokens, page_size: int, lag: int, spare: int,
+) -> None:  # fmt: skip
+    """As kernels.round_trees.lay_out_committed."""
+    slots, rows = out.token_ids.shape[0], out.table_rows.shape[0]
+    _lay_out_committed[(1,)](
+        tokens.positions, tokens.root, tokens.table_rows, num_tokens, committed, drafts, page_tables,
+        out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, out.cached_len,
+        out.sources, out.last, out.draft_rows, out.root_positions,
+        slots, rows, num_tokens.stride(0), committed.stride(0), page_tables.stride(0), lag, spare,
+        SLOTS_PAD=power_of_two(slots), ROWS_PAD=power_of_two(rows), PAGE=page_size, num_warps=4,
+    )  # fmt: skip
+
+
+def plant_roots(
+    header: Tensor, pool: CandidatePool, rows: BurstRows, at: CommittedTokens, tokens: Tensor, scores: Tensor,
+    floor: float, lag: int,
+) -> None:  # fmt: skip
+    """As kernels.round_trees.plant_roots."""
+    num_rows, branching = tokens.shape
+    block = min(power_of_two(pool.max_seeds), 256)
+    _plant_roots[(triton.cdiv(pool.max_seeds, block),)](
+        header, pool.entries, rows.table_rows, rows.context_len, rows.num_free, rows.next_free,
+        at.table_rows, at.draft_rows, at.root_positions, tokens, scores, _bits(floor), num_rows, lag,
+        CAPACITY=pool.capacity, SEEDS=pool.max_seeds, BRANCHING=branching, REGION=rows.free.shape[1],
+        BLOCK=block, ROWS_PAD=power_of_two(num_rows), num_warps=4,
+    )  # fmt: skip
+
+
+def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
+    """As kernels.reference.round_trees.reopen_pool."""
+    _reopen_pool[(triton.cdiv(pool.capacity, 1024),)](
+        header, pool.entries, step_size, MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, BLOCK=1024, num_warps=4
+    )
+
+
+def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: GrownTrees) -> None:
+    """As kernels.reference.round_trees.export_nodes."""
+    width, out = order.shape[0], trees.order.shape[0]
+    _export_nodes[(1,)](
+        pool.entries, tables, order, trees.order, trees.pool.entries, CAPACITY=pool.capacity, WIDTH=width,
+        OUT=trees.pool.capacity, BLOCK=power_of_two(max(width, out)), FIELDS=state.NUM_FIELDS, num_warps=4,
+    )  # fmt: skip
+
+
+def merge_trees(base: RoundTokens, trees: GrownTrees, limits: TreeLimits, out: RoundTokens, scores: Tensor) -> None:
+    """As kernels.round_trees.merge_trees."""
+    slots, rows, nodes = base.token_ids.shape[0], base.table_rows.shape[0], trees.order.shape[0]
+    _merge_trees[(1,)](
+        base.token_ids, base.positions, base.parents, base.rows, base.first, base.root, base.table_rows,
+        trees.order, trees.pool.entries, trees.table_rows, limits.row_of, limits.max_nodes, limits.max_depth,
+        out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, scores,
+        slots, rows,
+        CAPACITY=trees.pool.capacity, NODES=nodes, NODES_PAD=power_of_two(nodes), SLOTS_PAD=power_of_two(slots),
+        ROWS_PAD=power_of_two(rows), num_warps=8 if power_of_two(nodes) > 64 else 4,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""See kernels.round_trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.frontier_state import (
+    BASE,
+    FEATURE,
+    FLOOR,
+    NUM_SEEDS,
+    PARENT,
+    POSITION,
+    ROW,
+    SCORE,
+    SLOT,
+    STEP,
+    TOKEN,
+    BurstRows,
+    CandidatePool,
+)
+from kernels.sampling_state import RoundTokens
+
+if TYPE_CHECKING:
+    from kernels.round_trees import CommittedTokens, GrownTrees, TreeLimits
+
+
+def lay_out_committed(
+    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor,
+    out: CommittedTokens, page_size: int, lag: int, spare: int,
+) -> None:  # fmt: skip
+    """As kernels.round_trees.lay_out_committed."""
+    for field, value in (("token_ids", 0), ("positions", 0), ("parents", -1), ("rows", -1), ("sources", spare)):
+        getattr(out, field).fill_(value)
+    place = 0
+    for row, table_row in enumerate(tokens.table_rows.tolist()):
+        root = int(tokens.root[row])
+        count = int(num_tokens[row]) if int(drafts[row]) and root >= 0 else 0
+        begin = int(tokens.positions[root]) + 1 if count else 0
+        out.first[row] = place
+        for index in range(count):
+            position = begin + index
+            out.token_ids[place] = committed[row, index]
+            out.positions[place] = position - lag
+            out.parents[place] = place - 1 if index else -1
+            out.rows[place] = row
+            page = int(page_tables[table_row, (position - 1) // page_size])
+            out.sources[place] = page * page_size + (position - 1) % page_size
+            place += 1
+        out.table_rows[row] = table_row
+        out.cached_len[row] = begin - lag if count else 0
+        out.root[row] = out.last[row] = place - 1 if count else 0
+        out.draft_rows[row] = table_row if count else -1
+        out.root_positions[row] = begin + count - 1 if count else 0
+    out.first[tokens.table_rows.shape[0]] = place
+
+
+def plant_roots(
+    header: Tensor, pool: CandidatePool, rows: BurstRows, at: CommittedTokens, tokens: Tensor, scores: Tensor,
+    floor: float, lag: int,
+) -> None:  # fmt: skip
+    """As kernels.round_trees.plant_roots."""
+    num_rows, branching = tokens.shape
+    there = at.draft_rows >= 0
+    header[STEP], header[NUM_SEEDS], header[3] = 0, pool.max_seeds, 0
+    header[FLOOR : FLOOR + 1] = torch.tensor([floor], dtype=torch.float32).view(torch.int32)
+    rows.table_rows.copy_(at.table_rows)
+    rows.context_len.copy_(torch.where(there, at.root_positions + 1 - lag, 0))
+    rows.num_free.copy_(torch.where(there, rows.free.shape[1], 0))
+    rows.next_free.zero_()
+    valid = there[:, None] & (tokens >= 0) & (scores <= 0)
+    edges = torch.where(valid, scores, float("-inf"))
+    seeds = pool.entries[:, : pool.max_seeds].view(-1, num_rows, branching)
+    seeds[ROW] = torch.arange(num_rows, dtype=torch.int32)[:, None]
+    seeds[PARENT] = seeds[SLOT] = -1
+    seeds[TOKEN], seeds[POSITION] = tokens, at.root_positions[:, None] + 1
+    seeds[FEATURE] = seeds[ROW] if lag else -1
+    seeds[SCORE] = seeds[BASE] = edges.view(torch.int32)
+
+
+def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
+    """All entries that steps brought may be chosen, run or not; what lies behind them may not."""
+    scores = pool.entries[SCORE].view(torch.float32)
+    scores.copy_(pool.entries[BASE].view(torch.float32))
+    scores[pool.max_seeds + int(header[STEP]) * step_size :] = float("-inf")
+
+
+def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: GrownTrees) -> None:
+    """The chosen entries, in their order, become the nodes of `trees`; `order` is -1 again."""
+    chosen = order[order >= 0].long()
+    order.fill_(-1)
+    count = len(chosen)
+    trees.pool.entries[:, :count] = pool.entries[:, chosen]
+    trees.pool.entries[ROW, :count] = tables[pool.entries[ROW, chosen].long()]
+    trees.order.fill_(-1)
+    trees.order[:count] = torch.arange(count, dtype=torch.int32, device=order.device)
+
+
+def merge_trees(base: RoundTokens, trees: GrownTrees, limits: TreeLimits, out: RoundTokens, scores: Tensor) -> None:
+    """As kernels.round_trees.merge_trees."""
+    num_rows = base.table_rows.shape[0]
+    chosen = [index for index in trees.order.tolist() if index >= 0]
+    fields = trees.pool.entries[:, chosen].t().tolist()
+    paths = trees.pool.entries[BASE, chosen].view(torch.float32).tolist()
+    of_row: dict[int, list[int]] = {row: [] for row in range(num_rows)}
+    for number, entry in enumerate(fields):
+        row = int(limits.row_of[int(trees.table_rows[entry[ROW]])])
+        root = int(base.root[row]) if row >= 0 else -1
+        if root < 0:
+            continue
+        depth = entry[POSITION] - int(base.positions[root])
+        if depth <= int(limits.max_depth[row]) and len(of_row[row]) < int(limits.max_nodes[row]):
+            of_row[row].append(number)
+    for name, value in (("token_ids", 0), ("positions", 0), ("parents", -1), ("rows", -1)):
+        getattr(out, name).fill_(value)
+    scores.zero_()
+    place = 0
+    for row in range(num_rows):
+        begin, end = int(base.first[row]), int(base.first[row + 1])
+        moved, root = place - begin, int(base.root[row])
+        out.first[row] = place
+        out.root[row] = root + moved if root >= 0 else -1
+        for token in range(begin, end):
+            parent = int(base.parents[token])
+            _put(out, place, int(base.token_ids[token]), int(base.positions[token]), row)
+            out.parents[place] = parent + moved if parent >= 0 else -1
+            place += 1
+        place_of: dict[tuple[int, int], int] = {}
+        for number in of_row[row]:
+            entry = fields[number]
+            _put(out, place, entry[TOKEN], entry[POSITION], row)
+            out.parents[place] = place_of[entry[ROW], entry[PARENT]] if entry[PARENT] >= 0 else root + moved
+            scores[place] = paths[number]
+            if entry[SLOT] >= 0:
+                place_of[entry[ROW], entry[SLOT]] = place
+            place += 1
+    out.first[num_rows] = place
+    out.table_rows.copy_(base.table_rows)
+
+
+def _put(out: RoundTokens, place: int, token: int, position: int, row: int) -> None:
+    out.token_ids[place], out.positions[place], out.rows[place] = token, position, row

@@ -1,0 +1,259 @@
+"""Drafting inside the round: behind a verify round, on its device, trees grow from what it has just committed.
+
+A round's work on the device is one sequence without the host in between: verify's forward, sampling and walk; then here
+the drafter's forward over the committed tokens with the target's true features (extension), steps of best-first growth
+over all requests, and the choice of the best nodes, which the next round's graph hangs below its roots. Draft KV
+lies in slots of the same numbers as the target's, so pages, the radix cache and preemption are the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.frontier_state import BurstRows
+from kernels.round_trees import CommittedTokens, GrownTrees, NodePicker, lay_out_committed, pick_nodes, plant_roots
+from kernels.sampling_state import RoundTokens
+from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import MAX_PATH, TreeBuffers, choose_splits
+from outrider.attention.prompts import PromptChunk
+from outrider.device import num_processors, put
+from outrider.drafting.model.burst import BurstShape, StepBucket
+from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
+from outrider.drafting.model.device_memory import DeviceMemory
+from outrider.graphs import GraphPool
+from outrider.models.drafters.base import DraftModel
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.proposer import Proposer
+
+MAX_CHOSEN = 256
+"""Nodes of all requests that a round may be given."""
+_LEAST_WIDTH = 16
+"""Nodes of a step: up to 32 cost hardly more than one."""
+MAX_COMMITTED = 32
+"""Tokens that a round may commit for one request."""
+
+
+class FeatureRows(Protocol):
+    """The target's features, by KV slot."""
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """[N, feature_size] as the drafter takes them, of KV slots int64 [N]; may be captured."""
+
+
+class RoundResults(NamedTuple):
+    """What a verify round of B rows leaves on the device, in tensors that stay where they are."""
+
+    tokens: RoundTokens
+    num_tokens: Tensor
+    """int32 [B], tokens that each row committed."""
+    committed: Tensor
+    """int32 [B, D], those tokens."""
+    drafts: Tensor
+    """int32 [B], not 0 where the row's tree is to be grown: the drafter has KV of all that the row had committed."""
+
+
+class RoundShape(NamedTuple):
+    """Rows of a verify round, and slots for the tokens that it commits."""
+
+    tokens: int
+    rows: int
+
+
+class ChoiceShape(NamedTuple):
+    """How many nodes are chosen, and behind rounds of how many rows."""
+
+    nodes: int
+    rows: int
+
+
+class Rounds(Protocol):
+    """The executor whose rounds are drafted behind."""
+
+    def results(self, shape: RoundShape) -> RoundResults:
+        """What rounds of this shape leave."""
+
+    def note_drafted(self) -> None:
+        """Queue, behind the drafting of a round, a note of the device's time; may be captured."""
+
+
+class RoundDrafter:
+    """Grows trees behind the rounds of one executor, whose rows and pages it uses. One thread calls it."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        shape: BurstShape,
+        attention: AttentionBackend,
+        rounds: Rounds,
+        features: FeatureRows | None,
+        *,
+        max_round_tokens: int,
+        vocab_limit: int,
+        floor: float,
+        rank_by_noise: bool = True,
+        chunk_size: int = 2048,
+    ) -> None:
+        """`shape`: rows and pages are the executor's, `max_seeds` does not count. `features`: for a model of them.
+
+        `vocab_limit`: target ids from here on are never proposed. `floor`: least path score of a node.
+        """
+        device = model.device
+        shape = replace(shape, max_seeds=shape.num_rows * shape.most_branching)
+        self.shape = shape
+        self._model = model
+        self._attention = attention
+        self._rounds = rounds
+        self._features = features
+        self._floor = floor
+        self.memory = DeviceMemory(model, shape)
+        self._proposer = Proposer(
+            shape.num_rows + 1,
+            max(shape.max_width, shape.num_rows),
+            model.vocab_size,
+            vocab_limit,
+            model.target_ids,
+            device,
+            rank_by_noise,
+            model.edge_scale,
+        )
+        self._contexts = ContextForward(model, self.memory, shape, attention, chunk_size)
+        num_rows, seeds = shape.num_rows, shape.max_seeds
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        free = torch.arange(shape.region, dtype=torch.int32, device=device).repeat(num_rows, 1)
+        of_rows = (ints(num_rows), ints(num_rows), ints(num_rows), ints(num_rows))
+        rows = BurstRows(*of_rows, ints(num_rows, shape.region // 32), free)
+        self._step_results = ints(shape.max_steps, shape.max_width * (2 + 2 * shape.most_branching))
+        self._steps = DraftSteps(
+            model, self.memory, attention, self._proposer, shape, ints(4), rows, self._results_of, _num_seeds
+        )
+        self._committed = CommittedTokens.new(max_round_tokens, num_rows, device)
+        self._trees = TreeBuffers(max_round_tokens, MAX_PATH, device)
+        self._root_tokens, self._root_scores = ints(seeds), torch.zeros(seeds, dtype=torch.float32, device=device)
+        self._pickers: dict[ChoiceShape, NodePicker] = {}
+        self.grown: GrownTrees = NodePicker.new(1, MAX_CHOSEN, 1, 1, floor, device).trees
+        """The nodes that were chosen last."""
+        self.extensions = GraphPool[RoundShape]("extensions of drafts", self._extend)
+        self.steps = GraphPool[StepBucket]("draft steps", self._steps.run)
+        self.choices = GraphPool[ChoiceShape]("choices of nodes", self._choose)
+
+    @property
+    def page_tables(self) -> Tensor:
+        """int32 [rows + 1, pages], to be kept as the executor's: the drafter's regions lie behind the pages."""
+        return self.memory.plan.page_tables
+
+    @property
+    def lag(self) -> int:
+        """How far a token's KV position lies before its position in the sequence."""
+        return self.shape.lag
+
+    def admit(self, row: int, sampling: SamplingParams) -> None:
+        """A request begins in a free row."""
+        self._proposer.admit(row, sampling)
+
+    def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
+        """Queue the drafter's forward over committed tokens, each chunk of another row.
+
+        A chunk's `start` and `slots` are KV positions and slots of the drafter: a token at position p has those of
+        p - `lag`, and under a lag a sequence's first token none. `feature_slots`: for a model with features, of all
+        tokens the target KV slot of the position before.
+        """
+        given = None
+        if self._features is not None:
+            given = self._features.rows(put(feature_slots, self._model.device).long())
+        self._contexts.run_at(chunks, given)
+
+    def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
+        """Queue the drafting behind a round of this shape, and choose `num_nodes` of what `num_steps` steps brought.
+
+        The first step is the extension itself, which brings the children of the new roots.
+        """
+        step = self.step_shape(shape.rows)
+        self.extensions.run(shape)
+        for _ in range(num_steps - 1):
+            self.steps.run(step)
+        self.choices.run(ChoiceShape(num_nodes, shape.rows))
+
+    def drop(self) -> None:
+        """Forget the trees that were grown last."""
+        self.grown.order.fill_(-1)
+
+    def step_shape(self, num_rows: int) -> StepBucket:
+        """Of steps behind rounds of so many rows: some nodes for each request, and depth rather than width."""
+        width = min(max(_LEAST_WIDTH, 2 * num_rows), self.shape.max_width)
+        branching = (num_rows == 1 and self.shape.lone_branching) or self.shape.branching
+        return StepBucket(width, num_rows, branching)
+
+    def capture(self, shapes: Sequence[RoundShape], choices: Sequence[ChoiceShape]) -> None:
+        """Capture extensions behind rounds of these shapes, steps and choices. Trashes the cache."""
+        steps = sorted({self.step_shape(shape.rows) for shape in shapes}, reverse=True)
+        self._steps.clear()
+        self.extensions.capture(sorted(shapes, reverse=True), True)
+        self._steps.clear()
+        self.steps.capture(steps, True)
+        self._steps.clear()
+        self.choices.capture(sorted(choices, reverse=True), False)
+        self._contexts.capture()
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of KV, features and graphs."""
+        pools = (self.extensions, self.steps, self.choices, self._contexts)
+        return self.memory.num_bytes + sum(pool.num_bytes for pool in pools)
+
+    def _extend(self, shape: RoundShape) -> None:
+        """Run the drafter over what the round committed, and begin a tree below each new root; may be captured."""
+        results, out = self._rounds.results(shape), self._committed.head(*shape)
+        plan, model, rows = self.memory.plan, self._model, shape.rows
+        lay_out_committed(
+            results.tokens,
+            results.num_tokens,
+            results.committed,
+            results.drafts,
+            plan.page_tables,
+            out,
+            page_size=plan.page_size,
+            lag=plan.lag,
+            spare=self.shape.num_pages * plan.page_size,
+        )
+        longest = min(shape.tokens, MAX_COMMITTED)
+        heads = (model.num_heads, model.num_kv_heads)
+        splits = choose_splits(shape.tokens, rows, longest, *heads, num_processors(model.device))
+        batch = self._trees.batch(out, plan.page_tables, plan.page_size, longest, splits, by_path=False)
+        given = None if self._features is None else self._features.rows(out.sources)
+        hidden, features = model.forward(batch, given, self.memory.kv, self._attention)
+        logits = model.logits(hidden.index_select(0, out.last))
+        if self.memory.features is not None and features is not None:
+            self.memory.given(rows).copy_(features.index_select(0, out.last))
+        step = self.step_shape(rows)
+        flat, size = slice(rows * step.branching), (rows, step.branching)
+        found, scores = self._root_tokens[flat].view(size), self._root_scores[flat].view(size)
+        self._proposer(logits, out.draft_rows, out.root_positions, found, scores)
+        planted = (self._steps.header, self._steps.pool(step), self._steps.rows.head(rows))
+        plant_roots(*planted, out, found, scores, self._floor, plan.lag)
+
+    def _choose(self, shape: ChoiceShape) -> None:
+        """Choose the best nodes of all trees; may be captured."""
+        step = self.step_shape(shape.rows)
+        pool = self._steps.pool(step)
+        picker = self._pickers.get(shape)
+        if picker is None:
+            picker = NodePicker.of(self.grown, shape.nodes, pool.capacity, shape.rows, self._floor)
+            self._pickers[shape] = picker
+        tables = self._steps.rows.table_rows[: shape.rows]
+        pick_nodes(self._steps.header, pool, tables, step.num_candidates, picker)
+        self._rounds.note_drafted()
+
+    def _results_of(self, bucket: StepBucket) -> Tensor:
+        return self._step_results.view(-1)[: self.shape.max_steps * bucket.num_words].view(-1, bucket.num_words)
+
+
+def _num_seeds(bucket: StepBucket) -> int:
+    return bucket.rows * bucket.branching

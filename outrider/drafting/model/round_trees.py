@@ -1,0 +1,128 @@
+"""Trees that grew inside the round: hung below the roots of a round on the device, and told to the host behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.round_trees import GrownTrees, TreeLimits, merge_trees
+from kernels.sampling_state import RoundTokens
+
+
+class RowTree(NamedTuple):
+    """What a row of a round takes of the tree that was grown for it, and whether the next one is to be grown."""
+
+    table_row: int
+    max_nodes: int
+    max_depth: int
+    is_drafted: bool
+
+
+class GrownNodes(NamedTuple):
+    """Nodes that a round verified for one row, parents first, the likeliest first."""
+
+    token_ids: list[int]
+    parents: list[int]
+    """Index of each node's parent; -1 below the root."""
+    scores: list[float]
+    """Path scores."""
+
+
+class RoundTrees:
+    """A round's tokens with trees, one piece of memory for the largest round each way."""
+
+    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        pinned = device.type == "cuda"
+        self._told = torch.zeros(4 * max_rows + 1, dtype=torch.int32, pin_memory=pinned)
+        self._limits = torch.zeros(4 * max_rows + 1, dtype=torch.int32, device=device)
+        self._host_limits: NDArray[np.int32] = self._told.numpy()
+        sizes = (max_tokens,) * 3 + (max_rows + 1,)
+        self._nodes = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._read = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._token_ids, self._parents, scores, self._first = self._nodes.split(sizes)
+        self._scores = scores.view(torch.float32)
+        self._host = self._read.numpy()
+        self._host_scores = self._host.view(np.float32)
+        self._max_tokens = max_tokens
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self._positions, self._rows = ints(max_tokens), ints(max_tokens)
+        self._root, self._table_rows = ints(max_rows), ints(max_rows)
+        self.tell(())
+
+    def tell(self, rows: Sequence[RowTree]) -> None:
+        """What the rows of the next round take, in their order; all others take nothing."""
+        count, most = len(rows), self._max_rows
+        host = self._host_limits
+        row_of = host[: most + 1]
+        row_of[:] = -1
+        host[most + 1 :] = 0
+        if not rows:
+            return
+        max_nodes, max_depth, drafted = host[most + 1 :].reshape(3, most)
+        for row, tree in enumerate(rows):
+            if tree.max_nodes:
+                row_of[tree.table_row] = row
+        max_nodes[:count] = [tree.max_nodes for tree in rows]
+        max_depth[:count] = [tree.max_depth for tree in rows]
+        drafted[:count] = [tree.is_drafted for tree in rows]
+
+    def to_device(self) -> None:
+        """Queue the copy of what was told; may be captured."""
+        self._limits.copy_(self._told, non_blocking=True)
+
+    def drafted(self, num_rows: int) -> Tensor:
+        """On the device, int32 [num_rows], 1 where the next tree is to be grown."""
+        start = 3 * self._max_rows + 1
+        return self._limits[start : start + num_rows]
+
+    def tokens(self, base: RoundTokens) -> RoundTokens:
+        """Where `merge` writes a round of the base's size."""
+        num_tokens, num_rows = base.token_ids.shape[0], base.table_rows.shape[0]
+        return RoundTokens(
+            token_ids=self._token_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            parents=self._parents[:num_tokens],
+            rows=self._rows[:num_tokens],
+            first=self._first[: num_rows + 1],
+            root=self._root[:num_rows],
+            table_rows=self._table_rows[:num_rows],
+            cached_len=base.cached_len,
+        )
+
+    def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
+        """Hang trees below the roots of a round that the host laid out without them; may be captured."""
+        out, num_rows, most = self.tokens(base), base.table_rows.shape[0], self._max_rows
+        limits = TreeLimits(
+            row_of=self._limits[: most + 1],
+            max_nodes=self._limits[most + 1 : most + 1 + num_rows],
+            max_depth=self._limits[2 * most + 1 : 2 * most + 1 + num_rows],
+        )
+        num_tokens = base.token_ids.shape[0]
+        seen = GrownTrees(grown.order[:num_tokens], grown.pool, grown.table_rows)
+        merge_trees(base, seen, limits, out, self._scores[:num_tokens])
+        return out
+
+    def to_host(self) -> None:
+        """Queue the copy of what was merged; may be captured."""
+        self._read.copy_(self._nodes, non_blocking=True)
+
+    def read(self, row: int, num_base: int) -> GrownNodes:
+        """The nodes of a row of the last round, behind its first `num_base` tokens, once the copy is done."""
+        most = self._max_tokens
+        first = 3 * most + row
+        begin, end = int(self._host[first]) + num_base, int(self._host[first + 1])
+        parents = (self._host[most + begin : most + end] - begin).tolist()
+        return GrownNodes(
+            self._host[begin:end].tolist(),
+            [max(parent, -1) for parent in parents],
+            self._host_scores[2 * most + begin : 2 * most + end].tolist(),
+        )

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, POSITION, ROW, SCORE, SLOT, TOKEN, BurstRows, CandidatePool
+from kernels.reference import round_trees as reference
+from kernels.round_trees import (
+    CommittedTokens,
+    GrownTrees,
+    NodePicker,
+    TreeLimits,
+    lay_out_committed,
+    merge_trees,
+    pick_nodes,
+    plant_roots,
+)
+from kernels.sampling_state import RoundTokens
+
+PAGE = 4
+TABLES = 9
+
+
+def ints(values: list[int], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def same(ours: Any, theirs: Any, *names: str) -> None:
+    for name in names or [field.name for field in fields(ours)]:
+        actual, expected = getattr(ours, name), getattr(theirs, name)
+        assert torch.equal(actual.cpu(), expected.cpu()), f"{name}: {actual.tolist()} instead of {expected.tolist()}"
+
+
+def to(thing: Any, device: str) -> Any:
+    return type(thing)(**{field.name: getattr(thing, field.name).clone().to(device) for field in fields(thing)})
+
+
+def make_round(source: random.Random, num_slots: int, num_rows: int) -> RoundTokens:
+    """Rows with one to three committed tokens, some of which do not sample, and padding."""
+    tokens, positions, parents, rows, first, root = [], [], [], [], [0], []
+    real = source.randint(1, num_rows)
+    for row in range(real):
+        cached, extend = source.randint(0, 20), source.choice([1, 1, 1, 3])
+        if len(tokens) + extend > num_slots:
+            extend = 0
+        for index in range(extend):
+            parents.append(len(tokens) - 1 if index else -1)
+            tokens.append(source.randint(0, 99))
+            positions.append(cached + index)
+            rows.append(row)
+        root.append(len(tokens) - 1 if extend and source.random() < 0.8 else -1)
+        first.append(len(tokens))
+    rest = num_slots - len(tokens)
+    tables = source.sample(range(TABLES - 1), real) + [TABLES - 1] * (num_rows - real)
+    return RoundTokens(
+        token_ids=ints(tokens + [0] * rest, "cpu"),
+        positions=ints(positions + [0] * rest, "cpu"),
+        parents=ints(parents + [-1] * rest, "cpu"),
+        rows=ints(rows + [-1] * rest, "cpu"),
+        first=ints(first + [first[-1]] * (num_rows - real), "cpu"),
+        root=ints(root + [-1] * (num_rows - real), "cpu"),
+        table_rows=ints(tables, "cpu"),
+        cached_len=ints([0] * num_rows, "cpu"),
+    )
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_round_committed_is_laid_out_as_by_the_reference(device: str, seed: int, lag: int) -> None:
+    source = random.Random(seed)
+    num_rows, num_slots = source.choice([1, 2, 5, 8]), 24
+    tokens = make_round(source, num_slots, num_rows)
+    counts = [source.randint(0, 3) if root >= 0 else 0 for root in tokens.root.tolist()]
+    # As a round's output lies: counts and tokens are columns of one piece of memory.
+    output = torch.randint(0, 99, (num_rows, 8), dtype=torch.int32)
+    output[:, 0] = torch.tensor(counts)
+    drafts = ints([source.randint(0, 3) and 1 for _ in range(num_rows)], "cpu")
+    pages = torch.randperm(TABLES * 8).int().view(TABLES, 8)
+    theirs = CommittedTokens.new(num_slots, num_rows, torch.device("cpu"))
+    reference.lay_out_committed(tokens, output[:, 0], output[:, 2:6], drafts, pages, theirs, PAGE, lag, 999)
+    ours = to(CommittedTokens.new(num_slots, num_rows, torch.device("cpu")), device)
+    there = output.to(device)
+    lay_out_committed(
+        to(tokens, device), there[:, 0], there[:, 2:6], drafts.to(device), pages.to(device), ours,
+        page_size=PAGE, lag=lag, spare=999,
+    )  # fmt: skip
+    same(ours, theirs)
+    drafted = [c * d for c, d in zip(counts, drafts.tolist(), strict=True)]
+    assert int(theirs.first[-1]) == sum(drafted)
+
+
+def make_pool(source: random.Random, num_trees: int, size: int) -> tuple[CandidatePool, list[int]]:
+    """Trees whose nodes have lower scores than their parents; returns the pool and its best entries, best first."""
+    entries = torch.zeros(NUM_FIELDS, size, dtype=torch.int32)
+    paths: list[float] = []
+    for index in range(size):
+        tree = source.randrange(num_trees)
+        above = [e for e in range(index) if entries[ROW, e] == tree and entries[SLOT, e] >= 0]
+        parent = source.choice([*above, -1])
+        entries[ROW, index], entries[TOKEN, index] = tree, source.randint(0, 99)
+        entries[PARENT, index] = entries[SLOT, parent] if parent >= 0 else -1
+        entries[POSITION, index] = entries[POSITION, parent] + 1 if parent >= 0 else 30 + tree
+        entries[SLOT, index] = index if source.random() < 0.7 else -1
+        paths.append((paths[parent] if parent >= 0 else 0.0) - source.random())
+    entries[BASE] = torch.tensor(paths, dtype=torch.float32).view(torch.int32)
+    return CandidatePool(entries, 1), sorted(range(size), key=lambda entry: (-paths[entry], entry))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed: int) -> None:
+    source = random.Random(seed)
+    num_rows, num_slots, num_trees = source.choice([1, 2, 5, 8]), 48, 4
+    base = make_round(source, num_slots, num_rows)
+    num_nodes = min(24, num_slots - int(base.first[-1]))
+    pool, best = make_pool(source, num_trees, 40)
+    order = best[: source.randint(0, num_nodes)]
+    tree_tables = source.sample(range(TABLES - 1), num_trees)
+    row_of = [-1] * TABLES
+    for row, table in enumerate(base.table_rows.tolist()):
+        if table in tree_tables and source.random() < 0.9:
+            row_of[table] = row
+            if (root := int(base.root[row])) >= 0:
+                moved = 29 + tree_tables.index(table) - int(base.positions[root])
+                base.positions[int(base.first[row]) : root + 1] += moved
+    trees = GrownTrees(ints(order + [-1] * (num_nodes - len(order)), "cpu"), pool, ints(tree_tables, "cpu"))
+    limits = TreeLimits(
+        row_of=ints(row_of, "cpu"),
+        max_nodes=ints([source.choice([0, 2, 30, 30]) for _ in range(num_rows)], "cpu"),
+        max_depth=ints([source.choice([1, 2, 9]) for _ in range(num_rows)], "cpu"),
+    )
+    theirs, their_scores = to(base, "cpu"), torch.zeros(num_slots)
+    reference.merge_trees(base, trees, limits, theirs, their_scores)
+    ours, our_scores = to(base, device), torch.zeros(num_slots, device=device)
+    there = GrownTrees(trees.order.to(device), CandidatePool(pool.entries.to(device), 1), trees.table_rows.to(device))
+    merge_trees(to(base, device), there, to(limits, device), ours, our_scores)
+    same(ours, theirs)
+    assert torch.equal(our_scores.cpu(), their_scores)
+    check_round(base, theirs)
+
+
+def check_round(base: RoundTokens, out: RoundTokens) -> None:
+    """Parents come before their children, one position behind them, in the same row; no token is lost."""
+    for place, (row, parent) in enumerate(zip(out.rows.tolist(), out.parents.tolist(), strict=True)):
+        if row < 0:
+            continue
+        assert int(out.first[row]) <= place < int(out.first[row + 1])
+        if parent >= 0:
+            assert parent < place and out.rows[parent] == row
+            assert out.positions[parent] + 1 == out.positions[place]
+    for row in range(base.table_rows.shape[0]):
+        begin, end = int(base.first[row]), int(base.first[row + 1])
+        moved = int(out.first[row])
+        assert out.token_ids[moved : moved + end - begin].tolist() == base.token_ids[begin:end].tolist()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_roots_are_planted_as_by_the_reference(device: str, lag: int) -> None:
+    num_rows, branching, region = 5, 3, 32
+    at = CommittedTokens.new(16, num_rows, torch.device("cpu"))
+    at.draft_rows.copy_(ints([4, -1, 2, 0, -1], "cpu"))
+    at.table_rows.copy_(ints([4, 7, 2, 0, 8], "cpu"))
+    at.root_positions.copy_(ints([9, 0, 17, 3, 0], "cpu"))
+    tokens = torch.randint(-1, 50, (num_rows, branching), dtype=torch.int32)
+    scores = -torch.rand(num_rows, branching)
+    found = []
+    for where in ("cpu", device):
+        seeds = num_rows * branching
+        pool = CandidatePool(torch.full((NUM_FIELDS, seeds + 20), 7, dtype=torch.int32, device=where), seeds)
+        empty = [torch.full((num_rows,), 5, dtype=torch.int32, device=where) for _ in range(4)]
+        live = torch.zeros(num_rows, region // 32, dtype=torch.int32, device=where)
+        free = torch.zeros(num_rows, region, dtype=torch.int32, device=where)
+        rows, header = BurstRows(*empty, live, free), torch.zeros(4, dtype=torch.int32, device=where)
+        plant = reference.plant_roots if len(found) == 0 else plant_roots
+        plant(header, pool, rows, to(at, where), tokens.to(where), scores.to(where), -4.5, lag)
+        found.append((header, pool.entries, rows))
+    (their_header, their_entries, their_rows), (header, entries, rows) = found
+    assert torch.equal(header.cpu(), their_header)
+    assert torch.equal(entries.cpu(), their_entries)
+    same(rows, their_rows)
+
+
+def test_the_best_nodes_of_all_trees_are_picked_whether_they_were_run_or_not(device: str) -> None:
+    source = random.Random(3)
+    seeds, width, branching, num_steps = 4, 4, 5, 2
+    pool, best = make_pool(source, 3, seeds + 3 * width * branching)
+    entries = pool.entries.to(device)
+    # A third step was not run: what lies there is of an earlier round.
+    used = seeds + num_steps * width * branching
+    best = [entry for entry in best if entry < used]
+    entries[SCORE] = torch.full((entries.shape[1],), float("-inf")).view(torch.int32)
+    header = ints([num_steps, seeds, int(torch.tensor(-2.0).view(torch.int32)), 0], device)
+    picker = NodePicker.new(6, 8, entries.shape[1], 3, -2.0, torch.device(device))
+    tree_tables = ints([5, 7, 2], device)
+    pick_nodes(header, CandidatePool(entries, seeds), tree_tables, width * branching, picker)
+    paths = entries[BASE].view(torch.float32)
+    wanted = [entry for entry in best if paths[entry] >= -2.0][:6]
+    order = picker.trees.order.tolist()
+    assert order == [*range(len(wanted)), *[-1] * (8 - len(wanted))]
+    found = picker.trees.pool.entries[:, : len(wanted)].cpu()
+    for name in (TOKEN, POSITION, PARENT, SLOT, BASE):
+        assert torch.equal(found[name], entries[name, wanted].cpu())
+    assert found[ROW].tolist() == [[5, 7, 2][tree] for tree in entries[ROW, wanted].tolist()]

@@ -1,0 +1,140 @@
+"""Trees that grow inside the round change no token, whatever the drafter; the GPU's executor on torch references."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine
+from harness import Answer, make_request, run_all
+from test_cuda_executor_cpu import check_same
+from threaded_engine import ThreadedEngine
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.cache.kv import KVCache
+from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.heads import StandaloneDraft
+from outrider.sampling.params import SamplingParams
+from verify_service.engine.round import Growth
+from verify_service.executors.cuda import CudaExecutor
+
+GREEDY = SamplingParams(temperature=0.0)
+Made = list[tuple[ThreadedEngine, CudaExecutor]]
+
+
+class WithFeatures(StandaloneDraft):
+    """The target as its own drafter, that takes features: it knows all of a text but the first token.
+
+    A feature that is not the target's of the position before is noticed: it makes the next token a wrong one.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(model, "")
+        self.hidden_size = self.feature_size = model.config.hidden_size
+        self.feature_layers = (1,)
+        self.checked = 0
+
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        assert features is not None
+        self.checked += int((features != 0).any(1).sum())
+        hidden, _ = super().forward(batch, None, kv, attention)
+        return hidden, features
+
+
+class Clueless(WithFeatures):
+    """A drafter that knows nothing."""
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(rows.abs().sum() * 1000))
+        return torch.randn(len(rows), VOCAB, generator=generator)
+
+
+@pytest.fixture
+def made() -> Iterator[Made]:
+    """Engines that a test makes; in the end nothing may be left in them."""
+    engines: Made = []
+    yield engines
+    for engine, executor in engines:
+        engine.stop()
+        assert engine.scheduler.running == [] and not engine.scheduler.waiting
+        engine.memory.check_integrity()
+        assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
+        assert len(executor.rows) == 0, "a row leaked"
+
+
+def start(made: Made, model: CausalLM, draft: DraftModel, **options: Any) -> ThreadedEngine:
+    engine, executor = make_paged_engine(model, draft=draft, **options)
+    made.append((engine, executor))
+    engine.start()
+    return engine
+
+
+DRAFTS = {"standalone": lambda model: StandaloneDraft(model, ""), "features": WithFeatures, "clueless": Clueless}
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "num_pages", "deterministic", "growth"),
+    [
+        ("standalone", 4, 256, False, Growth(3, 16)),
+        ("features", 4, 24, True, Growth(3, 16)),
+        ("features", 1, 256, False, None),
+        ("clueless", 4, 256, False, Growth(2, 12)),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(
+    model: CausalLM, truth: list[Answer], made: Made, name: str, width: int, num_pages: int, deterministic: bool,
+    growth: Growth | None,
+) -> None:  # fmt: skip
+    draft = DRAFTS[name](model)
+    engine = start(made, model, draft, num_pages=num_pages, deterministic=deterministic, growth=growth)
+    count = len(jobs()) if width > 1 else 4
+    answers = run_all(engine, jobs()[:count], width)
+    check_same(answers, truth[:count])
+    accepted = sum(answer.num_accepted for answer in answers)
+    total = sum(len(answer.token_ids) for answer in answers)
+    if name != "clueless" and num_pages > 24:
+        assert accepted > 0.4 * total
+    if num_pages == 24:
+        assert engine.scheduler.num_preemptions > 0
+    elif width > 1:
+        assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
+
+
+def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:
+    source = random.Random(2)
+    engine = start(made, model, StandaloneDraft(model, ""), num_pages=48, growth=Growth(3, 12))
+    waiting: list[Answer] = []
+    for _ in range(60):
+        answer = Answer()
+        prompt = [source.randrange(VOCAB) for _ in range(source.randint(1, 30))]
+        request = make_request(answer, prompt, GREEDY, VOCAB, max_tokens=source.randint(1, 12))
+        engine.submit(request)
+        if source.random() < 0.5:
+            engine.cancel(request)
+        else:
+            waiting.append(answer)
+    for answer in waiting:
+        assert answer.done.wait(60)
+        assert answer.updates[-1].finish_reason is not None
+
+
+def test_traces_tell_the_trees_and_requests_without_speculation_get_none(model: CausalLM, made: Made) -> None:
+    engine = start(made, model, StandaloneDraft(model, ""), growth=Growth(3, 8))
+    traced, plain = Answer(), Answer()
+    engine.submit(make_request(traced, [3, 1, 4, 1, 5], GREEDY, VOCAB, trace=True))
+    engine.submit(make_request(plain, [3, 1, 4, 1, 5], GREEDY, VOCAB, speculate=False))
+    assert traced.done.wait(60) and plain.done.wait(60)
+    assert traced.token_ids == plain.token_ids
+    assert traced.num_accepted > 0 and plain.num_accepted == 0
+    trees = [tree for update in traced.updates for tree in update.round_trees if tree.parents]
+    assert trees and all(tree.drafter_names == ["test"] for tree in trees)
+    assert all(score <= 1e-6 for tree in trees for score in tree.scores)
+    assert sum(len(tree.accepted) for tree in trees) >= traced.num_accepted

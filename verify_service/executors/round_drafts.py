@@ -1,0 +1,307 @@
+"""Drafting inside the round, as the executor sees it: whom it drafts for, and which trees a round takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend
+from outrider.attention.paged import RoundTokens
+from outrider.attention.prompts import PromptChunk
+from outrider.cache.features import FeatureStore
+from outrider.drafting.model.burst import BurstShape
+from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, Rounds, RoundShape
+from outrider.drafting.model.round_trees import RoundTrees, RowTree
+from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
+from outrider.tree.projection import PROJECTED, Projection
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Growth, Marks, Nodes
+from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
+from verify_service.speculation.growth_policy import GrowthCost
+
+_CATCH_UP_TOKENS = 2048
+"""Committed tokens that the drafter computes behind one round for requests that it lacks some of."""
+_REPEATS = 5
+_SLOT_STEP = 4
+_FREE = GrowthCost(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    """How trees inside the round grow."""
+
+    name: str
+    """Of the drafter, in traces."""
+    branching: int = 8
+    """Candidates of a node."""
+    lone_branching: int = 16
+    """The same behind rounds of one request."""
+    max_steps: int = 8
+    max_width: int = 128
+    """Nodes of a step at most."""
+    region: int = 256
+    """Tree slots of a request."""
+    floor: float = -12.0
+    """Path score below which no node is run or verified."""
+    rank_by_noise: bool = True
+
+
+class StoredFeatures:
+    """The features that rounds store, as a drafter takes them."""
+
+    def __init__(self, store: FeatureStore, model: DraftModel) -> None:
+        self._store = store
+        self._model = model
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """See FeatureRows."""
+        store = self._store
+        found = torch.empty(len(slots), store.width, dtype=store.dtype, device=store.device)
+        store.gather(slots, store.parts, found)
+        return self._model.finish_product(found) if PROJECTED in store.parts else self._model.project(found)
+
+
+def feature_store(model: DraftModel, target: CausalLM, num_slots: int) -> FeatureStore | None:
+    """Memory for the features that a drafter takes of the target; None for a model that takes none."""
+    if not model.feature_layers:
+        return None
+    hidden, layers = target.config.hidden_size, model.feature_layers
+    weight = model.projection()
+    if weight is None:
+        return FeatureStore(layers, hidden, num_slots, target.dtype, target.device)
+    data = weight.detach().cpu().contiguous().view(torch.uint8).numpy().data
+    dtype = str(weight.dtype).removeprefix("torch.")
+    projection = Projection(layers, weight.shape[0], dtype, data.cast("B"), name="")
+    return FeatureStore((), hidden, num_slots, target.dtype, target.device, projection)
+
+
+class RoundDrafts:
+    """The drafter of an executor, and what it knows of each request."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        options: DraftingOptions,
+        rounds: Rounds,
+        store: FeatureStore | None,
+        attention: AttentionBackend,
+        rows: RequestRows,
+        *,
+        num_pages: int,
+        page_size: int,
+        context_length: int,
+        max_round_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        """`rounds`: the executor, whose rows and pages the drafter uses."""
+        self._model = model
+        self._options = options
+        self._rows = rows
+        self._page_size = page_size
+        shape = BurstShape(
+            num_rows=rows.spare,
+            region=options.region,
+            branching=options.branching,
+            lone_branching=options.lone_branching,
+            max_seeds=1,
+            max_steps=options.max_steps,
+            max_width=options.max_width,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_context=rows.page_tables.shape[1] * page_size,
+            feature_size=model.feature_size,
+        )
+        self.drafter = RoundDrafter(
+            model,
+            shape,
+            attention,
+            rounds,
+            None if store is None else StoredFeatures(store, model),
+            max_round_tokens=max_round_tokens,
+            vocab_limit=vocab_size,
+            floor=options.floor,
+            rank_by_noise=options.rank_by_noise,
+            chunk_size=_CATCH_UP_TOKENS,
+        )
+        rows.follow(self, self.drafter.page_tables)
+        self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
+        self.num_grown = 0
+        """Nodes that were chosen behind the last round."""
+        self._max_positions = min(model.max_positions, context_length)
+        self._drafted: dict[Request, int] = {}
+        """Committed tokens of each request that the drafter has KV of."""
+        self._growing: set[Request] = set()
+        """Requests whose trees grew behind the last round."""
+        self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
+        """[num_pages], whether the drafter has KV of all of a page's tokens."""
+        self._costs: dict[int, GrowthCost] = {}
+        self._behind: Sequence[Entry] = ()
+        """Entries of the round in the making whose requests the drafter lacks tokens of."""
+
+    @property
+    def max_steps(self) -> int:
+        """Levels that trees grow at most behind one round."""
+        return self._options.max_steps
+
+    def cost(self, num_rows: int) -> GrowthCost:
+        """What growth behind rounds of so many requests takes."""
+        return self._costs.get(num_rows, _FREE)
+
+    def has_tree(self, request: Request) -> bool:
+        """Whether a tree was grown for the request's root."""
+        return request in self._growing
+
+    def admitted(self, request: Request, row: int) -> None:
+        """See RowListener. Of pages that the radix cache gave, the drafter may have KV; of others it has none yet."""
+        self.drafter.admit(row, request.params.sampling)
+        num_shared = request.cached_len // self._page_size
+        self.paged(request.pages[num_shared:])
+        known = self._has_kv[request.pages[:num_shared]]
+        self._drafted[request] = (num_shared if known.all() else int(known.argmin())) * self._page_size
+
+    def paged(self, pages: Sequence[int]) -> None:
+        """See RowListener."""
+        self._has_kv[list(pages)] = False
+
+    def forget(self, request: Request) -> None:
+        """The request ended or gave up its pages."""
+        self._drafted.pop(request, None)
+        self._growing.discard(request)
+
+    def tell(self, entries: Sequence[Entry], growth: Growth | None) -> None:
+        """Lay out which trees the round of these entries takes, and whose are to be grown behind it."""
+        self._note_growth()
+        wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
+        self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
+        late = self._late(self._behind)
+        rows = []
+        for entry in entries:
+            request = entry.request
+            depth = min(request.draft_room, MAX_DEPTH)
+            is_drafted = request in wanted and request not in late
+            rows.append(RowTree(self._rows.row(request), entry.max_grown if depth > 0 else 0, depth, is_drafted))
+            if is_drafted:
+                self._growing.add(request)
+        self.trees.tell(rows)
+
+    def draft(self, bucket: Bucket, growth: Growth | None) -> None:
+        """Queue the drafting behind the round that `tell` was for."""
+        self._catch_up()
+        self.num_grown = 0
+        if growth is not None and self._growing:
+            self.drafter.grow(self._shape(bucket), growth.num_steps, growth.num_nodes)
+            self.num_grown = growth.num_nodes
+
+    def capture(self, buckets: Sequence[Bucket], sizes: Callable[[int], Sequence[int]]) -> None:
+        """Capture the drafting behind rounds of these shapes, and measure it; `sizes`: see GrowthPolicy."""
+        self.trees.tell(())
+        shapes = sorted({self._shape(bucket) for bucket in buckets})
+        self.drafter.capture(
+            shapes, [ChoiceShape(size, rows) for rows in {shape.rows for shape in shapes} for size in sizes(rows)]
+        )
+        for shape in shapes:
+            self._costs[shape.rows] = self._measure(shape, sizes(shape.rows)[-1])
+
+    def _shape(self, bucket: Bucket) -> RoundShape:
+        """Slots for what a round commits: trees are no deeper than they grow."""
+        slots = min(bucket.tokens, bucket.rows * (self._options.max_steps + 1))
+        return RoundShape(-(-slots // _SLOT_STEP) * _SLOT_STEP if slots < bucket.tokens else bucket.tokens, bucket.rows)
+
+    def _measure(self, shape: RoundShape, num_nodes: int) -> GrowthCost:
+        """Time growth behind a round of nothing."""
+
+        def seconds(num_steps: int) -> float:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.drafter.grow(shape, num_steps, num_nodes)
+            begin.record()
+            for _ in range(_REPEATS):
+                self.drafter.grow(shape, num_steps, num_nodes)
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
+
+        one, more = seconds(1), seconds(self._options.max_steps)
+        return GrowthCost(one, (more - one) / max(self._options.max_steps - 1, 1))
+
+    def read(self, row: int, entry: Entry) -> None:
+        """Note which nodes a finished round verified for an entry, in row `row`."""
+        found = self.trees.read(row, entry.num_extend + len(entry.nodes))
+        depths: list[int] = []
+        for parent in found.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        entry.nodes = Nodes(found.token_ids, found.parents, depths, scores=found.scores)
+        if entry.request.params.trace:
+            edges = [
+                score - (found.scores[parent] if parent >= 0 else 0.0)
+                for score, parent in zip(found.scores, found.parents, strict=True)
+            ]
+            entry.marks = Marks([0] * len(edges), edges, [self._options.name])
+
+    def merge(self, base: RoundTokens) -> RoundTokens:
+        """The round's tokens with its trees, on the device; may be captured."""
+        self.trees.to_device()
+        return self.trees.merge(base, self.drafter.grown)
+
+    def _note_growth(self) -> None:
+        """The requests whose trees grew have KV of all that was committed; nothing grows any more."""
+        for request in self._growing:
+            self._set_drafted(request, len(request.tokens))
+        self._growing.clear()
+
+    def _may_draft(self, entry: Entry, growth: Growth) -> bool:
+        request = entry.request
+        most = len(request.tokens) + MAX_DEPTH + growth.num_steps
+        return (
+            entry.samples
+            and not request.params.disable_speculation
+            and request.grammar is None
+            and most <= self._max_positions
+        )
+
+    def _missing(self, request: Request) -> int:
+        """Committed tokens that the drafter has no KV of."""
+        return len(request.tokens) - self._drafted[request]
+
+    def _set_drafted(self, request: Request, count: int) -> None:
+        """The drafter has KV of so many tokens of a request."""
+        known, full = self._drafted[request] // self._page_size, count // self._page_size
+        self._drafted[request] = count
+        if full > known:
+            self._has_kv[request.pages[known:full]] = True
+
+    def _late(self, behind: Sequence[Entry]) -> set[Request]:
+        """Requests that the drafter cannot catch up with behind the next round."""
+        late: set[Request] = set()
+        room = _CATCH_UP_TOKENS
+        for entry in behind:
+            room -= self._missing(entry.request)
+            if room < 0:
+                late.add(entry.request)
+        return late
+
+    def _catch_up(self) -> None:
+        """Queue the drafter's forward over tokens that it lacks."""
+        lag, size, room = self.drafter.lag, self._page_size, _CATCH_UP_TOKENS
+        chunks: list[PromptChunk] = []
+        feature_slots: list[int] = []
+        for entry in self._behind:
+            request = entry.request
+            begin = max(self._drafted[request], lag)
+            end = min(len(request.tokens), begin + room)
+            if begin < end:
+                room -= end - begin
+                pages = np.array(request.pages, np.int32)
+                at = np.arange(begin - lag, end - lag, dtype=np.int32)
+                slots = pages[at // size] * size + at % size
+                chunks.append(PromptChunk(self._rows.row(request), request.tokens[begin:end], begin - lag, slots))
+                feature_slots += slots.tolist()
+            self._set_drafted(request, max(end, self._drafted[request]))
+        self._behind = []
+        if chunks:
+            self.drafter.compute_context(chunks, feature_slots)

@@ -1,0 +1,140 @@
+"""How far trees grow inside the round, and how many of their nodes a round takes: as much as measured times pay for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verify_service.engine.round import Growth
+
+PROBE_ROUNDS = 48
+"""Of so many rounds one grows all that it may, to see what more would bring."""
+MAX_PROBE_ROUNDS = 1024
+"""The same where drafting has not paid for long."""
+TRIAL_ROUNDS = 24
+"""Rounds of so many requests that grow all they may at first."""
+_LEARN = 0.02
+_HYSTERESIS = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthCost:
+    """Seconds of what is drafted behind a round, on the device."""
+
+    fixed: float
+    """Of the drafter's forward over committed tokens, which brings the first level, and of the choice of nodes."""
+    step: float
+    """Of every further level."""
+
+    def seconds(self, num_steps: int) -> float:
+        """Of growth by so many levels; 0 for none."""
+        return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
+
+
+class _Table:
+    """What growth brings rounds of one size: accepted draft tokens by levels and nodes."""
+
+    def __init__(self, num_steps: int, sizes: Sequence[int]) -> None:
+        self.sizes = np.array(sizes)
+        self.accepted: NDArray[np.float64] = np.zeros((num_steps + 1, len(sizes)))
+        self.num_seen = np.zeros(self.accepted.shape, np.int64)
+        self.num_rounds = 0
+        self.since_probe = 0
+        self.probe_every = PROBE_ROUNDS
+        self.last: tuple[int, int] = (num_steps, len(sizes) - 1)
+
+    def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64]) -> None:
+        """A round that took the `size`-th number of nodes of `num_steps` levels; `accepted` [levels, sizes] so far."""
+        seen = self.num_seen[: num_steps + 1, : size + 1]
+        seen += 1
+        rate = np.maximum(_LEARN, 1.0 / seen)
+        known = self.accepted[: num_steps + 1, : size + 1]
+        known += rate * (accepted[: num_steps + 1, : size + 1] - known)
+
+
+class GrowthPolicy:
+    """Picks levels and nodes that maximise expected committed tokens over measured time.
+
+    Every round that was drafted for tells what less would have brought: an accepted node of depth d that was the r-th
+    best of all requests' would have been there with d levels and r nodes. What more would bring is tried now and then.
+    """
+
+    def __init__(
+        self,
+        round_seconds: Callable[[int], float],
+        costs: Callable[[int], GrowthCost],
+        sizes: Callable[[int], Sequence[int]],
+        max_steps: int,
+        fixed: Growth | None = None,
+    ) -> None:
+        """`round_seconds`: of a round by its tokens. `costs`: of growth, by requests of a round.
+
+        `sizes`: numbers of nodes that fill rounds of so many requests, ascending. `fixed`: what is always grown.
+        """
+        self._round_seconds = round_seconds
+        self._costs = costs
+        self._sizes = sizes
+        self._max_steps = max_steps
+        self._fixed = fixed
+        self._tables: dict[int, _Table] = {}
+
+    def plan(self, num_rows: int) -> Growth | None:
+        """What is to be grown for the next round, behind one of so many requests; None for nothing."""
+        sizes = self._sizes(num_rows)
+        if not sizes:
+            return None
+        if self._fixed is not None:
+            return Growth(self._fixed.num_steps, min(self._fixed.num_nodes, sizes[-1]))
+        table = self._table(num_rows)
+        table.num_rounds += 1
+        table.since_probe += 1
+        most = (self._max_steps, len(sizes) - 1)
+        if table.num_rounds <= TRIAL_ROUNDS or table.since_probe >= table.probe_every:
+            table.since_probe = 0
+            choice = most
+        else:
+            choice = self._best(table, num_rows)
+            pays = choice[0] > 0
+            table.probe_every = PROBE_ROUNDS if pays else min(2 * table.probe_every, MAX_PROBE_ROUNDS)
+        table.last = choice
+        return Growth(choice[0], sizes[choice[1]]) if choice[0] else None
+
+    def note(self, growth: Growth, num_rows: int, ranks: Sequence[Sequence[int]]) -> None:
+        """A round verified what was grown: of each request, how many of all nodes were better than each accepted one.
+
+        `ranks` go along the accepted path, so that they rise.
+        """
+        table = self._table(num_rows)
+        size = int(np.searchsorted(table.sizes, growth.num_nodes))
+        if size >= len(table.sizes):
+            return
+        accepted = np.zeros(table.accepted.shape)
+        levels = np.arange(table.accepted.shape[0])[:, None]
+        for path in ranks:
+            if len(path):
+                within = np.searchsorted(np.asarray(path), table.sizes)
+                accepted += np.minimum(levels, within[None, :])
+        table.learn(growth.num_steps, size, accepted)
+
+    def _table(self, num_rows: int) -> _Table:
+        sizes = self._sizes(num_rows)
+        found = self._tables.get(num_rows)
+        if found is None or len(found.sizes) != len(sizes):
+            found = self._tables[num_rows] = _Table(self._max_steps, sizes)
+        return found
+
+    def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
+        cost = self._costs(num_rows)
+        drafting = np.array([cost.seconds(steps) for steps in range(self._max_steps + 1)])
+        verifying = np.array([self._round_seconds(num_rows + int(size)) for size in table.sizes])
+        rates = (num_rows + table.accepted) / (drafting[:, None] + verifying[None, :])
+        rates[table.num_seen == 0] = 0.0
+        rates[0] = num_rows / self._round_seconds(num_rows)
+        steps, size = np.unravel_index(int(rates.argmax()), rates.shape)
+        last = table.last
+        if rates[last] * _HYSTERESIS >= rates[steps, size]:
+            return last
+        return int(steps), int(size)
