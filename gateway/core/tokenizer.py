@@ -84,7 +84,7 @@ class Tokenizer:
         """A token's own bytes, special tokens spelled out; empty for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._own_bytes(self._inner.id_to_token(token_id) or "")
+            known = self._bytes[token_id] = self._find_bytes(self._inner.id_to_token(token_id) or "")
         return known
 
     def _text_bytes(self, token_id: int) -> bytes:
@@ -94,7 +94,7 @@ class Tokenizer:
         token = self._inner.id_to_token(token_id)
         return token is None or token in self._special
 
-    def _own_bytes(self, token: str) -> bytes:
+    def _find_bytes(self, token: str) -> bytes:
         if self._byte_level:
             try:
                 return bytes(_BYTE_OF_CHARACTER[c] for c in token)

@@ -44,7 +44,6 @@ class Connections:
         self.stall_seconds = options.stall_seconds
         """That it may take nothing of an answer that is complete."""
         self.num_open = 0
-        self.num_refused = 0
         self.on_refused: Callable[[OutriderError], None] | None = None
         """Called with the error of each connection that is refused."""
         self._max_open = options.max_connections
@@ -71,7 +70,6 @@ class Connections:
             if not client_is_full or idle.client_key == client:
                 idle.drop()
                 return True
-        self.num_refused += 1
         now = connection.loop.time()
         if now >= self._no_log_until:
             self._no_log_until = now + _REPEAT_LOG_SECONDS

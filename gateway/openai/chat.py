@@ -201,7 +201,7 @@ class ChatBuilder(ChoicesBuilder):
 
 
 class ChatRoute(GenerationRoute[ChatCompletionRequest]):
-    """The route."""
+    """POST /v1/chat/completions as an ASGI application."""
 
     body_type = ChatCompletionRequest
     id_prefix = "chatcmpl"

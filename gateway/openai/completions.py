@@ -220,7 +220,7 @@ class CompletionBuilder(ChoicesBuilder):
 
 
 class CompletionRoute(GenerationRoute[CompletionRequest]):
-    """The route."""
+    """POST /v1/completions as an ASGI application."""
 
     body_type = CompletionRequest
     id_prefix = "cmpl"

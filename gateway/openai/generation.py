@@ -266,7 +266,7 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class GenerationRoute(ABC, Generic[BodyT]):
-    """An ASGI application for one route."""
+    """Base of the routes that generate: an ASGI application for one of them."""
 
     body_type: type[BodyT]
     id_prefix: str

@@ -12,7 +12,7 @@ from outrider.protocol.generation import RoundTree
 
 
 class TracedToken(Body):
-    """Where a token of an answer came from."""
+    """A token of an answer, and where it came from."""
 
     id: int
     text: str
@@ -25,7 +25,7 @@ class TracedToken(Body):
 
 
 class TracedRound(Body):
-    """What a round verified, and what became of it. Nodes are parents first; all lists of nodes have one length."""
+    """The tree that a round verified, and what it accepted. Parents come first; all lists of nodes have one length."""
 
     position: int
     """Of the first token that it committed; the prompt begins at 0."""
@@ -43,7 +43,7 @@ class TracedRound(Body):
 
 
 class TraceBody(Body):
-    """How an answer, or a piece of it, came about."""
+    """Tokens and rounds of an answer, or of a piece of it."""
 
     tokens: list[TracedToken]
     rounds: list[TracedRound]

@@ -351,7 +351,7 @@ class GenerateBuilder(ResponseBuilder):
 
 
 class GenerateRoute(GenerationRoute[GenerateBody]):
-    """The route."""
+    """POST /generate as an ASGI application."""
 
     body_type = GenerateBody
     id_prefix = "gen"
