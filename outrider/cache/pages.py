@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InternalError
-
-
-class SharingObserver(Protocol):
-    """Follows which pages have one owner alone."""
-
-    def shared(self, page: int) -> None:
-        """A page got a second owner."""
-
-    def unshared(self, page: int) -> None:
-        """A page has one owner left."""
 
 
 class PagePool:
@@ -41,7 +30,8 @@ class PagePool:
         # It starts in descending order, so a fresh pool gives 0, 1, 2, ... and page tables are contiguous.
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
-        self.observer: SharingObserver | None = None
+        self.observer: EvictableCount | None = None
+        """Follows which pages have one owner alone."""
 
     @property
     def num_free(self) -> int:
@@ -99,6 +89,64 @@ class PagePool:
             raise ValueError(f"page {page} is outside the pool of {self.num_pages}")
         if self._refs[page] < needed:
             raise ValueError(f"page {page} has {self._refs[page]} references, {needed} are needed")
+
+
+class EvictableCount:
+    """Counts the pages of a tree that no request uses, nor any page below them; updated as pages get and lose owners.
+
+    A page is blocked by its own use and by each blocked page that follows it, so a change ends at the first page above
+    that stays as it was.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.value = 0
+        self._pool = pool
+        self._parents: dict[int, int | None] = {}
+        """The page before each page of the tree; None for the first of a sequence."""
+        self._blocks: dict[int, int] = {}
+        """What blocks each page of the tree: its own use counts 1, each blocked page behind it 1."""
+        pool.observer = self
+
+    def add(self, pages: Sequence[int], parent: int | None) -> None:
+        """The tree took a run of pages behind `parent`."""
+        for page in pages:
+            self._parents[page], self._blocks[page] = parent, 0
+            self.value += 1
+            if self._pool.num_refs(page) > 1:
+                self.shared(page)
+            parent = page
+
+    def remove(self, pages: Sequence[int]) -> None:
+        """The tree gives up pages that are not blocked."""
+        for page in pages:
+            del self._parents[page], self._blocks[page]
+        self.value -= len(pages)
+
+    def clear(self) -> None:
+        """The tree gave up all."""
+        self._parents.clear()
+        self._blocks.clear()
+        self.value = 0
+
+    def shared(self, page: int) -> None:
+        """A page got a second owner."""
+        above: int | None = page if page in self._blocks else None
+        while above is not None:
+            self._blocks[above] += 1
+            if self._blocks[above] > 1:
+                return
+            self.value -= 1
+            above = self._parents[above]
+
+    def unshared(self, page: int) -> None:
+        """A page has one owner left."""
+        above: int | None = page if page in self._blocks else None
+        while above is not None:
+            self._blocks[above] -= 1
+            if self._blocks[above]:
+                return
+            self.value += 1
+            above = self._parents[above]
 
 
 def page_slots(pages: Sequence[int], page_size: int, start: int, end: int) -> NDArray[np.int32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from outrider.cache.pages import PagePool
+from outrider.cache.pages import EvictableCount, PagePool
 from outrider.errors import InternalError
 
 Chunk = tuple[int | str, ...]
@@ -23,64 +23,6 @@ class _Node:
         self.pages = pages
         self.children: dict[Chunk, _Node] = {}
         self.last_used = 0
-
-
-class EvictableCount:
-    """Counts the pages of a tree that no request uses, nor any page below them; updated as pages get and lose owners.
-
-    A page is blocked by its own use and by each blocked page that follows it, so a change ends at the first page above
-    that stays as it was.
-    """
-
-    def __init__(self, pool: PagePool) -> None:
-        self.value = 0
-        self._pool = pool
-        self._parents: dict[int, int | None] = {}
-        """The page before each page of the tree; None for the first of a sequence."""
-        self._blocks: dict[int, int] = {}
-        """What blocks each page of the tree: its own use counts 1, each blocked page behind it 1."""
-        pool.observer = self
-
-    def add(self, pages: Sequence[int], parent: int | None) -> None:
-        """The tree took a run of pages behind `parent`."""
-        for page in pages:
-            self._parents[page], self._blocks[page] = parent, 0
-            self.value += 1
-            if self._pool.num_refs(page) > 1:
-                self.shared(page)
-            parent = page
-
-    def remove(self, pages: Sequence[int]) -> None:
-        """The tree gives up pages that are not blocked."""
-        for page in pages:
-            del self._parents[page], self._blocks[page]
-        self.value -= len(pages)
-
-    def clear(self) -> None:
-        """The tree gave up all."""
-        self._parents.clear()
-        self._blocks.clear()
-        self.value = 0
-
-    def shared(self, page: int) -> None:
-        """See SharingObserver."""
-        above: int | None = page if page in self._blocks else None
-        while above is not None:
-            self._blocks[above] += 1
-            if self._blocks[above] > 1:
-                return
-            self.value -= 1
-            above = self._parents[above]
-
-    def unshared(self, page: int) -> None:
-        """See SharingObserver."""
-        above: int | None = page if page in self._blocks else None
-        while above is not None:
-            self._blocks[above] -= 1
-            if self._blocks[above]:
-                return
-            self.value += 1
-            above = self._parents[above]
 
 
 class RadixCache:
