@@ -11,12 +11,12 @@ from kernels.attention_tiles import (
     MAX_SPLITS,
     TileConfig,
     branch_config,
+    mean_row_tokens,
     path_config,
     prefill_config,
     short_config,
     short_tokens,
     tree_config,
-    usual_tokens,
 )
 from kernels.launch import power_of_two, supports_pdl, use_triton
 from kernels.reference import attention as reference
@@ -93,8 +93,8 @@ def tree_attention(
     sizes = (page_size, num_splits, scale, pdl)
     if path is None:
         num_rows = cached_len.shape[0]
-        usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-        config = config or tree_config(usual, group, q.dtype)
+        row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
+        config = config or tree_config(row_tokens, group, q.dtype)
         jit.tree_attention(q, k_cache, v_cache, *lengths, mask, out, *sizes, max_row_tokens, config)
     else:
         config = config or path_config(group, q.dtype)
@@ -263,8 +263,8 @@ def branch_attention(
         return out
     from kernels.jit import branches as jit
 
-    usual = usual_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
-    config = config or branch_config(usual, num_heads // k_cache.shape[1], head_dim, q.dtype)
+    row_tokens = mean_row_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
+    config = config or branch_config(row_tokens, num_heads // k_cache.shape[1], head_dim, q.dtype)
     sizes = (page_size, num_splits, scale, pdl and supports_pdl(q))
     jit.branch_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)
     return out

@@ -43,7 +43,7 @@ class TileConfig:
     span: int = 1
 
 
-def usual_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
+def mean_row_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
     """Tokens of a row if all rows of a round have as many: tiles are sized for such rows.
 
     A row with more takes several tiles, which read its keys from L2; tiles for the longest row there could be would be
@@ -144,14 +144,14 @@ def choose_splits(
     others.
     """
     group = num_heads // num_kv_heads
-    usual = usual_tokens(num_tokens, num_rows, max_row_tokens)
-    rows = tree_config(usual, group, torch.bfloat16).rows
-    programs = usual_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
+    row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
+    rows = tree_config(row_tokens, group, torch.bfloat16).rows
+    programs = mean_row_tiles(num_tokens, num_rows, max_row_tokens, rows // group) * num_kv_heads
     crowded = min(processors * (3 if rows == SMALL_ROWS else 2) // programs, MAX_SHARED_SPLITS)
     return min(max(processors // programs, crowded, 1), CHOSEN_SPLITS)
 
 
-def lone_splits(programs: int, rows: int, num_splits: int, processors: int) -> int:
+def exclusive_splits(programs: int, rows: int, num_splits: int, processors: int) -> int:
     """How many of the splits take part in contexts that are not long: as many as have processors to themselves.
 
     Of small tiles all do: one alone leaves its processor idle when it waits.
@@ -165,9 +165,9 @@ def lone_splits(programs: int, rows: int, num_splits: int, processors: int) -> i
     return num_splits if rows == SMALL_ROWS else min(max(processors // programs, 1), num_splits)
 
 
-def usual_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int) -> int:
+def mean_row_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int) -> int:
     """Tiles that rows of equal length fill: of the others that a launch must have, nearly all end at once."""
-    return max_tiles(num_tokens, num_rows, usual_tokens(num_tokens, num_rows, max_row_tokens), tile_tokens)
+    return max_tiles(num_tokens, num_rows, mean_row_tokens(num_tokens, num_rows, max_row_tokens), tile_tokens)
 
 
 def max_tiles(num_tokens: int, num_rows: int, max_row_tokens: int, tile_tokens: int, padding: bool = False) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, HostLengths
-from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
+from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
@@ -35,7 +35,9 @@ class Bench:
     """Shapes, caches and inputs of one run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.shape = CallShape(options.heads, options.kv_heads, options.head_dim, options.page_size, torch.bfloat16)
+        self.shape = FlashInferShape(
+            options.heads, options.kv_heads, options.head_dim, options.page_size, torch.bfloat16
+        )
         self.repeats = options.repeats
         self.most = max(max(options.prompts), max(options.contexts) + options.tree)
         pages = -(-self.most // options.page_size)

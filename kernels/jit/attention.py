@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import TileConfig, lone_splits, max_tiles, usual_tiles
+from kernels.attention_tiles import TileConfig, exclusive_splits, max_tiles, mean_row_tiles
 from kernels.jit.attention_parts import (
     LONG_SPLIT_STEPS,
     attend_context,
@@ -28,10 +28,10 @@ from kernels.jit.attention_parts import (
 from kernels.launch import num_processors
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "lone_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "exclusive_splits"])
 def attend_tiles(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, output, partials, stats,
-    num_rows, num_tokens, lone_splits, table_stride, scale,
+    num_rows, num_tokens, exclusive_splits, table_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, LONGEST: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
@@ -55,7 +55,7 @@ def attend_tiles(
     )  # fmt: skip
     real = row < num_rows
     total = tl.where(real, cached + row_end - row_first, 0)
-    span = split_steps(tl.cdiv(total, KEYS), num_splits, lone_splits, SPAN, LONGEST) * KEYS
+    span = split_steps(tl.cdiv(total, KEYS), num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
     low = split * span
     high = tl.minimum(low + span, total)
     # Tiles whose keys are all context, then those that hold keys of the round too.
@@ -129,18 +129,18 @@ def tree_attention(
     tokens = tile_tokens(config, num_heads, kv_heads)
     # Where keys are split, `combine` clears padding.
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=num_splits == 1)
-    usual = usual_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
-    lone = lone_splits(usual, config.rows, num_splits, num_processors(q))
+    programs = mean_row_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
+    exclusive = exclusive_splits(programs, config.rows, num_splits, num_processors(q))
     partials, stats = workspace(q, num_splits)
     attend_tiles[(tiles, kv_heads, num_splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask,
-        out, partials, stats, num_rows, num_tokens, lone, page_tables.stride(0), scale * log2(e),
+        out, partials, stats, num_rows, num_tokens, exclusive, page_tables.stride(0), scale * log2(e),
         WORDS=mask.shape[1], SPAN=config.span, LONGEST=LONG_SPLIT_STEPS, DIRECT=num_splits == 1,
         PREFETCH=pdl and dim * q.element_size() >= 128,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
-        launch_combine(partials, stats, out, first, cached_len, None, num_splits, lone, config, num_heads, pdl)
+        launch_combine(partials, stats, out, first, cached_len, None, num_splits, exclusive, config, num_heads, pdl)
 
 
 # Tokens that share a tile; they go along their paths one after the other.

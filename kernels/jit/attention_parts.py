@@ -174,13 +174,13 @@ LONG_SPLIT_STEPS = 16
 
 
 @triton.jit
-def split_steps(num_steps, num_splits, lone_splits, SPAN: tl.constexpr, LONGEST: tl.constexpr):
+def split_steps(num_steps, num_splits, exclusive_splits, SPAN: tl.constexpr, LONGEST: tl.constexpr):
     """Steps of each split but the last, at least one: as few as all splits together need, yet no fewer than SPAN.
 
-    More than `lone_splits` take part only where each of these had more than LONGEST steps.
+    More than `exclusive_splits` take part only where each of these had more than LONGEST steps.
     """
-    lone = tl.cdiv(num_steps, lone_splits)
-    return tl.maximum(tl.where(lone > LONGEST, tl.cdiv(num_steps, num_splits), lone), SPAN)
+    exclusive = tl.cdiv(num_steps, exclusive_splits)
+    return tl.maximum(tl.where(exclusive > LONGEST, tl.cdiv(num_steps, num_splits), exclusive), SPAN)
 
 
 @triton.jit
@@ -204,9 +204,9 @@ def store_tile(
         tl.store(stats + at * 2 + 1, mass, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits", "lone_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits", "exclusive_splits"])
 def combine(
-    partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits, lone_splits,
+    partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits, exclusive_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     ROWS_PAD: tl.constexpr, EACH: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
     BRANCHES: tl.constexpr, LONGEST: tl.constexpr, PDL: tl.constexpr,
@@ -230,7 +230,7 @@ def combine(
         if not BRANCHES:
             own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
         num_tiles = tl.cdiv(cached + own, KEYS)
-        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, lone_splits, SPAN, LONGEST))
+        used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, exclusive_splits, SPAN, LONGEST))
         if BRANCHES:
             used += 1
     used = tl.where(real, used, 0)
@@ -292,7 +292,7 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 def launch_combine(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
-    num_splits: int, lone_splits: int, config: TileConfig, num_heads: int, pdl: bool,
+    num_splits: int, exclusive_splits: int, config: TileConfig, num_heads: int, pdl: bool,
     longest: int = LONG_SPLIT_STEPS, branches: bool = False,
 ) -> None:  # fmt: skip
     """Launch `combine` over the parts that splits have left."""
@@ -303,7 +303,7 @@ def launch_combine(
         each = min(each, max(WARP_FLOATS // dim, 1))
     combine[(num_tokens, num_heads)](
         partials, stats, out, first, cached_len, first if path is None else path,
-        num_rows, num_tokens, num_splits, lone_splits,
+        num_rows, num_tokens, num_splits, exclusive_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
         ROWS_PAD=power_of_two(num_rows + 1), EACH=each,
         PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], BRANCHES=branches, LONGEST=longest, PDL=pdl,

@@ -13,10 +13,10 @@ from kernels.attention_tiles import (
     SHORT_SPLITS,
     SMALL_ROWS,
     TileConfig,
-    lone_splits,
+    exclusive_splits,
     max_tiles,
+    mean_row_tiles,
     short_splits,
-    usual_tiles,
 )
 from kernels.jit.attention_parts import (
     attend_context,
@@ -98,10 +98,10 @@ def _attend_branch(
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles", "num_splits", "lone_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles", "num_splits", "exclusive_splits"])
 def attend_branches(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, branches, lens, partials, stats,
-    num_rows, num_tokens, num_tiles, num_splits, lone_splits, table_stride, branch_stride, scale,
+    num_rows, num_tokens, num_tiles, num_splits, exclusive_splits, table_stride, branch_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
     LONGEST: tl.constexpr, BRANCH_ROWS: tl.constexpr, BRANCH_KEYS: tl.constexpr,
@@ -137,7 +137,7 @@ def attend_branches(
     cached = tl.load(cached_len + row, mask=real, other=0)
     table_row = tl.load(table_rows + row, mask=real, other=0)
     table = page_tables + table_row.to(tl.int64) * table_stride
-    span = split_steps(tl.cdiv(cached, KEYS), num_splits, lone_splits, SPAN, LONGEST) * KEYS
+    span = split_steps(tl.cdiv(cached, KEYS), num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
     low = split * span
     high = tl.minimum(low + span, cached)
     # Nobody waits for idle programs: those of tokens have all waited when this launch ends.
@@ -199,21 +199,21 @@ def branch_attention(
     num_rows, kv_heads = cached_len.shape[0], k_cache.shape[1]
     tokens = tile_tokens(config, num_heads, kv_heads)
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens)
-    usual = usual_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
-    lone = lone_splits(usual, config.rows, num_splits, num_processors(q))
+    programs = mean_row_tiles(num_tokens, num_rows, max_row_tokens, tokens) * kv_heads
+    exclusive = exclusive_splits(programs, config.rows, num_splits, num_processors(q))
     if config.rows > SMALL_ROWS:
-        lone = max(lone // 2, 1)
+        exclusive = max(exclusive // 2, 1)
     partials, stats = workspace(q, num_splits + 1)
     attend_branches[(num_tokens + tiles * num_splits, kv_heads)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, slots, lens, partials, stats,
-        num_rows, num_tokens, tiles, num_splits, lone, page_tables.stride(0), slots.shape[1], scale * log2(e),
+        num_rows, num_tokens, tiles, num_splits, exclusive, page_tables.stride(0), slots.shape[1], scale * log2(e),
         SPAN=config.span, LONGEST=LONG_CONTEXT_STEPS,
         BRANCH_ROWS=max(SMALL_ROWS, power_of_two(num_heads // kv_heads)), BRANCH_KEYS=BRANCH_KEYS,
         PREFETCH=pdl and dim * q.element_size() >= 128,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     where = (partials, stats, out, first, cached_len, None)
-    launch_combine(*where, num_splits, lone, config, num_heads, pdl, longest=LONG_CONTEXT_STEPS, branches=True)
+    launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, longest=LONG_CONTEXT_STEPS, branches=True)
 
 
 # Short contexts, in one launch. For small models, whose launches are short and wait for each other. A program has the

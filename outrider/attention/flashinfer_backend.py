@@ -26,7 +26,7 @@ _PLAN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class CallShape:
+class FlashInferShape:
     """What FlashInfer's kernels are compiled and planned for. `num_heads` is a multiple of `num_kv_heads`."""
 
     num_heads: int
@@ -44,7 +44,7 @@ class FlashInferAttention(AttentionBackend):
     token: there is no deterministic mode.
     """
 
-    def __init__(self, shape: CallShape, device: torch.device, trees: bool = True) -> None:
+    def __init__(self, shape: FlashInferShape, device: torch.device, trees: bool = True) -> None:
         """Takes 128 MiB of device memory for prompts, and for `trees` 384 MiB more.
 
         Raises:
@@ -112,7 +112,7 @@ class _FlashInferPlan(TritonPlan):
 class PrefillCall:
     """Causal attention of prompts, planned once a forward."""
 
-    def __init__(self, shape: CallShape, device: torch.device) -> None:
+    def __init__(self, shape: FlashInferShape, device: torch.device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._shape = shape
@@ -181,7 +181,9 @@ class TreeCall:
     `plan` on the host before every forward; `write` and the calls may be captured.
     """
 
-    def __init__(self, shape: CallShape, memory: TreeMemory, num_tokens: int, num_rows: int, max_pages: int) -> None:
+    def __init__(
+        self, shape: FlashInferShape, memory: TreeMemory, num_tokens: int, num_rows: int, max_pages: int
+    ) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         def ints(size: int) -> Tensor:
@@ -227,7 +229,7 @@ class TreeCall:
 
 
 def _plan(
-    wrapper: Any, shape: CallShape, first: NDArray[np.int32], keys: NDArray[np.int32], pages: Tensor, causal: bool
+    wrapper: Any, shape: FlashInferShape, first: NDArray[np.int32], keys: NDArray[np.int32], pages: Tensor, causal: bool
 ) -> None:
     """Plan for rows whose tokens begin at `first` and that see `keys` keys."""
     used = -(-keys // shape.page_size)

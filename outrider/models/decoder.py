@@ -187,6 +187,17 @@ class CausalLM:
         for layer in self.layers:
             layer.finish_loading()
 
+    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
+        """Run the batch: writes its k and v to their slots.
+
+        Returns:
+            [M, hidden_size] in the model's dtype, after the final norm.
+
+        Raises:
+            ValueError: the segments do not fit the tokens.
+        """
+        return self.forward_with_features(batch, kv, attention, ())[0]
+
     @torch.inference_mode()
     def forward_with_features(
         self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
@@ -212,17 +223,6 @@ class CausalLM:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
         return self.head.to_float32(hidden)
-
-    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
-        """Run the batch: writes its k and v to their slots.
-
-        Returns:
-            [M, hidden_size] in the model's dtype, after the final norm.
-
-        Raises:
-            ValueError: the segments do not fit the tokens.
-        """
-        return self.forward_with_features(batch, kv, attention, ())[0]
 
     def new_kv(self, num_slots: int) -> KVCache:
         """A cache of the model's shape, dtype and device."""

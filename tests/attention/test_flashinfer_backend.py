@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, HostLengths
-from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
+from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
@@ -22,7 +22,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.config import RopeConfig
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
-SHAPE = CallShape(HEADS, KV_HEADS, DIM, PAGE, torch.bfloat16)
+SHAPE = FlashInferShape(HEADS, KV_HEADS, DIM, PAGE, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
@@ -227,7 +227,9 @@ def test_without_flashinfer_the_error_says_what_to_install(monkeypatch: pytest.M
         FlashInferAttention(SHAPE, CPU)
 
 
-@pytest.mark.parametrize("shape", [CallShape(4, 2, 64, 4, torch.float32), CallShape(4, 2, 32, 4, torch.bfloat16)])
-def test_what_flashinfer_does_not_run_is_named(stand_in: None, shape: CallShape) -> None:
+@pytest.mark.parametrize(
+    "shape", [FlashInferShape(4, 2, 64, 4, torch.float32), FlashInferShape(4, 2, 32, 4, torch.bfloat16)]
+)
+def test_what_flashinfer_does_not_run_is_named(stand_in: None, shape: FlashInferShape) -> None:
     with pytest.raises(ConfigError, match=r"bfloat16 and float16 with head_dim .*choose triton"):
         FlashInferAttention(shape, CPU)

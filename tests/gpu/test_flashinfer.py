@@ -12,7 +12,7 @@ from paged_request import PAGE_SIZE, PagedRequest, ints
 from torch import Tensor
 
 from outrider.attention.base import HostLengths
-from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
+from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
@@ -27,8 +27,8 @@ DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, MAX_LEN = 8, 2, 4096
 
 
-def shape(head_dim: int) -> CallShape:
-    return CallShape(HEADS, KV_HEADS, head_dim, PAGE_SIZE, torch.bfloat16)
+def shape(head_dim: int) -> FlashInferShape:
+    return FlashInferShape(HEADS, KV_HEADS, head_dim, PAGE_SIZE, torch.bfloat16)
 
 
 class Rounds:
@@ -144,7 +144,7 @@ def test_prompts(head_dim: int, padding: int) -> None:
 def test_a_models_logits_hardly_depend_on_the_backend(small_models: Callable[..., CausalLM]) -> None:
     model = small_models("Qwen3")
     config = model.config
-    told = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
+    told = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
     ids = torch.randint(0, config.vocab_size, (130,), generator=torch.Generator().manual_seed(4)).tolist()
     parents = [-1, 0, 1, 0, 3, 3, 2]
     logits = []
@@ -163,7 +163,7 @@ def test_an_engine_answers_with_it(small_models: Callable[..., CausalLM], trees:
 
     model = small_models()
     config = model.config
-    told = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
+    told = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, model.dtype)
     engine, executor = make_paged_engine(
         model,
         page_size=PAGE_SIZE,

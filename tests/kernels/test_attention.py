@@ -13,10 +13,10 @@ from kernels.attention_tiles import (
     MAX_SHARED_SPLITS,
     TileConfig,
     choose_splits,
-    lone_splits,
+    exclusive_splits,
     max_tiles,
+    mean_row_tokens,
     tree_config,
-    usual_tokens,
 )
 from kernels.jit import attention_parts
 from kernels.reference import attention as reference
@@ -284,10 +284,10 @@ def test_splits_fill_the_device() -> None:
 
 
 def test_programs_of_large_tiles_begin_alone_on_their_processors() -> None:
-    assert lone_splits(16, 64, 16, 132) == 8
-    assert lone_splits(8, 64, 16, 132) == 16
-    assert lone_splits(200, 64, 2, 132) == 1
-    assert lone_splits(128, 16, 3, 132) == 3
+    assert exclusive_splits(16, 64, 16, 132) == 8
+    assert exclusive_splits(8, 64, 16, 132) == 16
+    assert exclusive_splits(200, 64, 2, 132) == 1
+    assert exclusive_splits(128, 16, 3, 132) == 3
 
 
 @pytest.mark.parametrize(("num_rows", "row_tokens"), [(1, 1), (1, 32), (1, 64), (16, 4), (5, 11)])
@@ -319,6 +319,6 @@ def test_one_row_may_have_nearly_all_tokens_of_a_round(dtype: torch.dtype, devic
     """Tiles are cut for rows of equal length; a long one takes several."""
     made = make_round([chain(1), random_tree(27, 3), chain(2), chain(1)], [5, 30, 9, 2], device=device).expand()
     q, k, v = caches(made, HEADS, dtype)
-    assert tree_config(usual_tokens(31, 4, made.max_row_tokens), 2, dtype).rows < 2 * made.max_row_tokens
+    assert tree_config(mean_row_tokens(31, 4, made.max_row_tokens), 2, dtype).rows < 2 * made.max_row_tokens
     result = run_tree(made, q, k, v, num_splits=2, config=None)
     torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(dtype))

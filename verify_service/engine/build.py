@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.flashinfer_backend import CallShape, FlashInferAttention
+from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
@@ -301,7 +301,7 @@ def attention_backend(name: str, model: CausalLM, page_size: int, deterministic:
     if deterministic:
         raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
     config = model.config
-    shape = CallShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
+    shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
 
