@@ -45,38 +45,38 @@ class StructCodec(Generic[StructT, MessageT]):
         whole struct. `decoders`: fields of the struct that are made of the whole message. `local`: fields of the struct
         that the message lacks.
         """
+        packed, nested, encoders, decoders = packed or {}, nested or {}, encoders or {}, decoders or {}
         self._struct, self._message = struct, message
-        self._encoders = list((encoders or {}).items())
-        self._decoders = list((decoders or {}).items())
-        known, hints = {field.name: field for field in message.DESCRIPTOR.fields}, get_type_hints(struct)
+        self._encoders, self._decoders = list(encoders.items()), list(decoders.items())
+        known = {field.name: field for field in message.DESCRIPTOR.fields}
         names = [name for name in struct.__struct_fields__ if name not in local]
-        self._encoded = [name for name in names if name in known and name not in (encoders or {})]
-        self._decoded = [name for name in names if name not in (decoders or {})]
+        self._encoded = [name for name in names if name in known and name not in encoders]
+        self._decoded = [name for name in names if name not in decoders]
         if missing := set(self._decoded) - known.keys():
             raise TypeError(f"{message.DESCRIPTOR.full_name} lacks {', '.join(sorted(missing))}")
         self._of_struct, self._of_message = _reader(self._encoded), _reader(self._decoded)
+        self._convert_out: list[tuple[str, Convert]] = []
+        self._convert_in: list[tuple[str, Convert]] = []
+        hints = get_type_hints(struct)
+        for name in self._encoded:
+            if name in packed:
+                self._convert_out.append((name, _packer(packed[name])))
+            elif name in nested:
+                self._convert_out.append((name, _encoder(nested[name], known[name].is_repeated)))
+        for name in self._decoded:
+            if name in packed:
+                self._convert_in.append((name, _unpacker(packed[name], f"{message.DESCRIPTOR.name.lower()}.{name}")))
+            elif name in nested:
+                collect = _container(hints[name]) if known[name].is_repeated else None
+                self._convert_in.append((name, _decoder(nested[name], collect)))
+            elif known[name].is_repeated:
+                self._convert_in.append((name, _container(hints[name])))
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
         self._unset = [
             (name, None if defaults[name] is msgspec.NODEFAULT else defaults[name])
             for name in self._decoded
             if known[name].has_presence
         ]
-        self._convert_out: list[tuple[str, Convert]] = []
-        self._convert_in: list[tuple[str, Convert]] = []
-        for name in self._encoded:
-            if name in (packed or {}):
-                self._convert_out.append((name, _packer((packed or {})[name])))
-            elif name in (nested or {}):
-                self._convert_out.append((name, _encoder((nested or {})[name], known[name].is_repeated)))
-        for name in self._decoded:
-            if name in (packed or {}):
-                label = f"{message.DESCRIPTOR.name.lower()}.{name}"
-                self._convert_in.append((name, _unpacker((packed or {})[name], label)))
-            elif name in (nested or {}):
-                collect = _container(hints[name]) if known[name].is_repeated else None
-                self._convert_in.append((name, _decoder((nested or {})[name], collect)))
-            elif known[name].is_repeated:
-                self._convert_in.append((name, _container(hints[name])))
 
     def encode(self, struct: StructT) -> MessageT:
         """The message of a struct."""
