@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
-from gateway.core.request import Chat, GenerateRequest, Job
+from gateway.core.request import Chat, ClientRequest, Job
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
@@ -26,7 +26,7 @@ FieldNames = Mapping[str, str]
 """What a door calls the fields of the internal request, where the names differ."""
 
 
-async def admit(request: GenerateRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
+async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
     arrived = time.monotonic()
     names = names or {}
@@ -62,7 +62,7 @@ def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(model, name)) is not None}
 
 
-def _sampling(request: GenerateRequest) -> SamplingParams:
+def _sampling(request: ClientRequest) -> SamplingParams:
     fields = _given(SamplingParams, request.sampling) | {"grammar": request.grammar}
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
@@ -70,7 +70,7 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-async def _prompt(request: GenerateRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int]]:
+async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int]]:
     """The prompt's field, as its door calls it, and its token ids."""
     if request.prompt_token_ids is not None:
         return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids

@@ -179,7 +179,7 @@ class Chat(StrictModel):
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class GenerateRequest(OutputFields):
+class ClientRequest(OutputFields):
     """A request with exactly one of `prompt`, `prompt_token_ids` and `chat`."""
 
     model: Text | None = None
@@ -194,7 +194,7 @@ class GenerateRequest(OutputFields):
     """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
 
     @model_validator(mode="after")
-    def _one_input(self) -> GenerateRequest:
+    def _one_input(self) -> ClientRequest:
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
             raise PydanticCustomError(
                 "input", "exactly one of prompt, prompt_token_ids and chat is needed; set one", {"field": "input"}

@@ -16,7 +16,7 @@ from gateway.core.request import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    GenerateRequest,
+    ClientRequest,
     RequestSampling,
 )
 from gateway.core.validation import validate
@@ -31,9 +31,9 @@ _BOUNDS = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logi
 _INPUTS = ("prompt", "prompt_token_ids", "chat")
 
 
-def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> GenerateRequest:
+def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> ClientRequest:
     """The request, validated like a REST one. Raises InvalidRequestError."""
-    fields = _given(message, GenerateRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
+    fields = _given(message, ClientRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
     fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
         fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
@@ -52,7 +52,7 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Genera
             raise InvalidRequestError(
                 "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
             )
-    return validate(GenerateRequest, fields)
+    return validate(ClientRequest, fields)
 
 
 def _given(

@@ -19,7 +19,7 @@ from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import special_tokens
 from gateway.core.metrics import CONTENT_TYPE
-from gateway.core.request import MAX_PROMPT_TOKENS, GenerateRequest, StrictModel, Text, TokenId
+from gateway.core.request import MAX_PROMPT_TOKENS, ClientRequest, StrictModel, Text, TokenId
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
@@ -154,7 +154,7 @@ class InfoRoutes:
         """Whether a token can be had: one is generated."""
         with self._gateway.enter(DOOR):
             model = self._gateway.model
-            job = await admit(GenerateRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
+            job = await admit(ClientRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
             try:
                 async with (
                     asyncio.timeout(_PROBE_SECONDS),

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, GenerateRequest, Job, StrictModel, Text
+from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, ClientRequest, Job, StrictModel, Text
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest
@@ -98,7 +98,7 @@ class ChatCompletionRequest(OpenAIRequest):
         """The gateway's own request."""
         fields = self.common((self.top_logprobs or 0) if self.logprobs else None)
         fields["chat"] = {"messages": [message.plain() for message in self.messages]}
-        return [(validate(GenerateRequest, fields), self.field_names | {"chat.messages": "messages"})]
+        return [(validate(ClientRequest, fields), self.field_names | {"chat.messages": "messages"})]
 
 
 class AssistantMessage(Body):

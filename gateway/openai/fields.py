@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.core.request import MAX_LOGPROBS, GenerateRequest, OutputFields, SamplingFields, StrictModel, Text
+from gateway.core.request import MAX_LOGPROBS, ClientRequest, OutputFields, SamplingFields, StrictModel, Text
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar
@@ -23,7 +23,7 @@ _NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Schema = dict[str, Any] | Text
 """A JSON schema as an object, or as JSON in a string."""
-NamedRequests = list[tuple[GenerateRequest, Mapping[str, str]]]
+NamedRequests = list[tuple[ClientRequest, Mapping[str, str]]]
 """Requests, each with what the body calls its fields."""
 
 
@@ -243,11 +243,11 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
 
     @property
     def field_names(self) -> dict[str, str]:
-        """What this body calls the fields of a GenerateRequest, where the names differ."""
+        """What this body calls the fields of a ClientRequest, where the names differ."""
         return {"logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
 
     def common(self, num_logprobs: int | None) -> dict[str, Any]:
-        """Fields of a GenerateRequest, without the prompt."""
+        """Fields of a ClientRequest, without the prompt."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in OutputFields.model_fields}
         sampling = {name: getattr(self, name) for name in SamplingFields.model_fields}
         sampling["num_logprobs"] = num_logprobs
@@ -265,7 +265,7 @@ def prompt_requests(
 ) -> NamedRequests:
     """The gateway's own requests, one a prompt: a text, a list of texts, token ids, or a list of lists of them.
 
-    `field` is what the body calls them; `common` holds the other fields of a GenerateRequest, `names` what the body
+    `field` is what the body calls them; `common` holds the other fields of a ClientRequest, `names` what the body
     calls these. Raises InvalidRequestError, also for more than `max_prompts`.
     """
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
@@ -277,7 +277,7 @@ def prompt_requests(
     inner = "prompt" if isinstance(several[0], str) else "prompt_token_ids"
     return [
         (
-            validate(GenerateRequest, common | {inner: prompt}),
+            validate(ClientRequest, common | {inner: prompt}),
             {**names, inner: field if is_one else f"{field}[{index}]"},
         )
         for index, prompt in enumerate(several)

@@ -8,7 +8,7 @@ import pytest
 from gateway_world import World
 from pydantic import ValidationError
 
-from gateway.core.request import GenerateRequest, OutputFields, SamplingFields, ServingFields, StopFields, StrictModel
+from gateway.core.request import ClientRequest, OutputFields, SamplingFields, ServingFields, StopFields, StrictModel
 from gateway.core.validation import validate
 from gateway.http.openapi import openapi
 from gateway.openai.chat import ChatCompletionRequest
@@ -29,7 +29,7 @@ def legal_value(model: type[StrictModel], name: str) -> Any:
     raise AssertionError(f"no candidate suits {name}; add one")
 
 
-def requests(sampling: dict[str, Any], stops: dict[str, Any], serving: dict[str, Any]) -> dict[str, GenerateRequest]:
+def requests(sampling: dict[str, Any], stops: dict[str, Any], serving: dict[str, Any]) -> dict[str, ClientRequest]:
     fields = sampling | stops | serving
     chat = validate(ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}]} | fields)
     completion = validate(CompletionRequest, {"prompt": "x"} | fields)

@@ -8,7 +8,7 @@ from scripted_verify import MODEL, ScriptedVerify
 from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import GenerateRequest
+from gateway.core.request import ClientRequest
 from gateway.openai.chat import ChatBuilder
 from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 
@@ -16,7 +16,7 @@ from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 @pytest.mark.parametrize("what", ["logprobs", "trees"])
 async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, what: str) -> None:
     model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
-    job = await admit(GenerateRequest(prompt="x", trace=True), model, "r")
+    job = await admit(ClientRequest(prompt="x", trace=True), model, "r")
     builder = ChatBuilder(model, [job], None)
     logprobs = TokenLogprobs(-1.0, tuple((i, -1.0) for i in range(20))) if what == "logprobs" else None
     tree = RoundTree(
