@@ -21,9 +21,9 @@ from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import Ask, GrpcClient
+from outrider_tools.bench.clients import RequestOptions, GrpcClient
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
-from outrider_tools.bench.runner import Point, run_point
+from outrider_tools.bench.runner import LoadPoint, run_point
 from outrider_tools.cli.top import PageView, Watch, line_of, page_url, page_view, picture_of
 
 pytestmark = pytest.mark.xdist_group("live")
@@ -50,9 +50,9 @@ def views(live: Cluster) -> dict[str, PageView]:
     commits_before = MetricsPage.read(drafted).total("outrider_draft_commits")
 
     async def load() -> None:
-        client = GrpcClient(live.gateway_address, Ask(ignore_eos=True))
+        client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
         prompts = [*random_prompts(4, RandomLengths(12, 40, vocab_size=61), "top"), Prompt(4, token_ids=(99,))]
-        await run_point(client, prompts, Point(concurrency=2, num_prompts=5))
+        await run_point(client, prompts, LoadPoint(concurrency=2, num_prompts=5))
         await client.close()
 
     asyncio.run(load())
