@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.elementwise import rope_write, rotary_angles
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
@@ -24,6 +25,9 @@ from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 
 aten = torch.ops.aten
+
+Split = Callable[[Tensor, RMSNorm | None], tuple[Tensor, Tensor, Tensor]]
+"""From what a layer's qkv projection makes to q, k and v: `HeadSplit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,11 @@ class SpanAttention(AttentionBackend):
         """See AttentionBackend."""
         if not isinstance(batch, SpanBatch):
             raise ValueError("attention over spans needs a batch of spans")
-        return _SpanPlan(self, batch.spans, HeadSplit(batch, kv, num_heads, rotary))
+        return _SpanPlan(self, batch.spans, _head_split(batch, kv, num_heads, rotary))
 
 
 class _SpanPlan(AttentionPlan):
-    def __init__(self, backend: SpanAttention, spans: Spans, split: HeadSplit) -> None:
+    def __init__(self, backend: SpanAttention, spans: Spans, split: Split) -> None:
         self._backend = backend
         self._spans = spans
         self._split = split
@@ -96,6 +100,22 @@ class _SpanPlan(AttentionPlan):
         if self._backend.keep:
             self._backend.kept[layer] = (k.contiguous(), v.contiguous())
         return causal_attention(q, k, v, self._spans).flatten(1)
+
+
+def _head_split(batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> Split:
+    """HeadSplit; on a GPU, where the heads' size allows it, in one launch."""
+    shape = (batch.token_ids.shape[0], *kv.k.shape[2:])
+    if not batch.token_ids.is_cuda or shape[-1] < 16 or shape[-1] & (shape[-1] - 1):
+        return HeadSplit(batch, kv, num_heads, rotary)
+    angles = rotary_angles(batch.positions.to(torch.int32), rotary.half_frequencies, rotary.scale)
+    slots = torch.arange(shape[0], dtype=torch.int32, device=kv.k.device)
+
+    def split(heads: Tensor, qk_norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        weight, eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
+        k, v = (torch.empty(shape, dtype=kv.k.dtype, device=kv.k.device) for _ in range(2))
+        return rope_write(heads, *angles, slots, k, v, num_heads, weight, eps), k, v
+
+    return split
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
