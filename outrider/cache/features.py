@@ -1,4 +1,4 @@
-"""Where the target's features live: beside the KV, slot by slot."""
+"""The store of the target's features: beside the KV, slot by slot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FeatureStore:
         """Raises torch.OutOfMemoryError where there is no room, ValueError for a row of an odd width."""
         self.layers = tuple(layers)
         self.parts = self.layers if projection is None else (*self.layers, PROJECTED)
-        """What a row has, in order."""
+        """Parts of a row, in order."""
         self._factors = () if projection is None else projection.layers
         self.inputs = tuple(sorted({*self.layers, *self._factors}))
         """Layers whose states `write` takes, in this order."""
@@ -48,12 +48,12 @@ class FeatureStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the features."""
+        """Dtype of the features."""
         return self._halves.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """Device of the features."""
         return self._halves.device
 
     def size_of(self, parts: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Where keys and values live."""
+"""The KV cache: keys and values of all layers, slot by slot."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class TreeAuthor:
         self.credit = message.credit
         self.epoch = 0
         self.guide: Guide | None = None
-        """What a grammar says, for a request whose answer is bound to one."""
+        """Guide of the request's grammar, if it has one."""
         self._vocab_size = vocab_size
         self._acked_len = 0
         self._next_id = 1
@@ -185,7 +185,7 @@ class TreeAuthor:
         return None if above is None else above.below.get(token)
 
     def settled_child(self, parent: int, token: int) -> int | None:
-        """The same, but for what was appended in bulk and not looked at since, which stays so."""
+        """Id of the live child that holds `token`, without a look at nodes that were appended in bulk."""
         return self._nodes[parent][4].get(token) if parent in self._nodes else None
 
     def since(self, first: int) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ _MAX_NODE_ID = 2**32 - 1
 """Node ids travel as uint32."""
 
 _MAX_EDGE_COST = 50.0
-"""Of an edge: less likely than that is never. Beside one without bounds, the costs of nodes below it would be lost."""
+"""Bound of an edge's cost: beside an unbounded one the costs of the nodes below it would be lost."""
 
 Calibrate = Callable[[float, int], float]
 """An edge score and its source to a calibrated edge log-probability, at most 0."""
@@ -153,7 +153,7 @@ class TreeMirror:
         return entered
 
     def take_observations(self) -> list[Observation]:
-        """What commits have shown since the last call: each child of a committed token once, also when it came late."""
+        """Observations since the last call: each child of a committed token once, also when it came late."""
         self._observe()
         taken, self._observations = self._observations, []
         return taken

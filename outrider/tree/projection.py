@@ -9,7 +9,7 @@ from outrider.errors import InvalidRequestError
 from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, ProjectionPart
 
 PROJECTED = -1
-"""Where layers are numbered: the product of some with a projection."""
+"""Number that stands for the product with a projection where layers are numbered."""
 
 MAX_PROJECTION_BYTES = 512 << 20
 """A larger matrix is not offered: three layers of 8192 values in bfloat16 make 384 MiB."""

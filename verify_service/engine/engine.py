@@ -105,10 +105,10 @@ class VerifyEngine:
         self._inbox = inbox
         self._stopping = False
         self._active_requests: set[Request] = set()
-        """Those that nobody was told the end of."""
+        """Requests whose last update has not been sent."""
         self._num_submitted = 0
         self._actions: deque[Action] = deque()
-        """What messages ask that were received and not processed yet."""
+        """Actions of messages that were received and not processed yet."""
         self._garbage = GarbageCollector()
         self._gaps = GapWatch()
         self._postprocessor = RoundPostprocessor(

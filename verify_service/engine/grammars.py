@@ -35,7 +35,7 @@ _MAX_CACHED_GRAMMARS = 32
 _MAX_AHEAD_NODES = 32
 """Nodes of a request's tree whose masks are computed while a round runs, the best first."""
 _MAX_MASK_SECONDS = 0.001
-"""What masks of nodes may take between two rounds; a node whose mask is not there by then is left to a later round."""
+"""Time for masks of nodes between two rounds; a node whose mask is not there by then is left to a later round."""
 
 
 class _CompileJob(NamedTuple):
@@ -43,7 +43,7 @@ class _CompileJob(NamedTuple):
 
     grammar: Grammar
     worn: CompiledGrammar | None = None
-    """What it was compiled to before, if anything."""
+    """The automaton that was compiled before and is to be replaced, if there is one."""
 
 
 Begin = Callable[[Request], None]
@@ -206,7 +206,7 @@ class Grammars:
         return False
 
     def _states(self, state: GrammarState, nodes: Nodes, deadline: float | None) -> list[GrammarNode | None]:
-        """Of each node its state with a mask; None if it is forbidden, or if its mask is missing past the deadline."""
+        """The state of each node, with its mask; None if forbidden, or if its mask is missing past the deadline."""
         if not len(nodes) or state.mask(state.root, ()) is None:
             return [None] * len(nodes)
         found: list[GrammarNode | None] = []

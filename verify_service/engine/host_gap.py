@@ -39,7 +39,7 @@ class GapWatch:
             self._before = _usage()
 
     def mark(self, name: str) -> None:
-        """What is called `name` is over."""
+        """The phase called `name` is over."""
         if self._on:
             self._marks.append((name, time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""Who owns which KV page."""
+"""KV pages and their owners: requests and the radix cache."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Memory:
         request.feature_epoch = self.feature_epoch
 
     def new_feature_epoch(self) -> None:
-        """From now on the features of all that is computed are stored. The radix cache forgets what has none."""
+        """Features of everything computed from now on are stored; the radix cache forgets pages without any."""
         self.feature_epoch += 1
         self.radix.clear()
 

@@ -137,7 +137,7 @@ class Commit(NamedTuple):
     finish_reason: FinishReason | None
 
     def update(self) -> GenerationUpdate:
-        """What the request is told; after a chunk of prefill no more than log-probabilities of the prompt."""
+        """The update for the request; after a chunk of prefill no more than log-probabilities of the prompt."""
         if self.result.error is not None:
             return GenerationUpdate(error=self.result.error)
         told = self.result.prompt_logprobs
@@ -158,7 +158,7 @@ class Commit(NamedTuple):
         )
 
     def _tree(self) -> RoundTree:
-        """What the round verified. The request's next round has not been committed yet."""
+        """The tree that the round verified. The request's next round has not been committed yet."""
         nodes, request = self.entry.nodes, self.entry.request
         position = len(request.tokens) - len(self.tokens)
         return round_tree(position, nodes.parents, nodes.token_ids, self.entry.marks, self.tokens)
@@ -177,9 +177,9 @@ class RoundDone(NamedTuple):
     """Whether prefill was part of it, so that its time says little of a round of so many tokens."""
     seconds: float
     host_gap: float | None
-    """From the end of the round before to this one's launch, without the wait for drafts; None after a pause."""
+    """From the end of the round before to this one's launch, in seconds, waits for drafts aside; None after a pause."""
     phases: Phases = ()
-    """What lay between the round before and this one."""
+    """Phases of the host's time between the round before and this one."""
 
     @property
     def gap(self) -> float | None:

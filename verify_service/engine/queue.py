@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from verify_service.engine.request import Request
 
 _NAME_LEVELS = 2
-"""Of a client's name: the API key, and the user that it names."""
+"""Parts of a client's name: the API key, and the user that it names."""
 
 _MAX_PASSES = 16
 """Turns in a row that higher priorities may take while lower ones wait."""
@@ -47,7 +47,7 @@ class FairQueue:
 
     @property
     def head(self) -> Request:
-        """Whose turn it is; the queue must not be empty."""
+        """The request whose turn it is; the queue must not be empty."""
         if self._num_passes >= _MAX_PASSES:
             return min(self, key=lambda one: one.arrival)
         priority = min((*self._preempted, *self._turns))

@@ -42,7 +42,7 @@ class Request:
     feature_epoch: int = 0
     """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
     grammar: GrammarState | None = None
-    """What its grammar allows next, if it has one; there before it is scheduled."""
+    """State of its grammar, if it has one; set before the request is scheduled."""
     finished: bool = False
 
     @classmethod

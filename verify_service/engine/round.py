@@ -33,7 +33,7 @@ class Nodes:
         return len(self.token_ids)
 
     def only(self, keep: Sequence[bool]) -> Nodes:
-        """Those that are to be kept; a node whose parent is not must not be, either."""
+        """The nodes to keep; a node whose parent goes must go, too."""
         kept = [index for index, is_kept in enumerate(keep) if is_kept]
         if len(kept) == len(self):
             return self
@@ -133,7 +133,7 @@ class Result:
     error: OutriderError | None = None
     """This request alone failed."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt tokens behind the positions of `Entry.scored`."""
+    """Log-probabilities of the prompt tokens behind the positions of `Entry.scored`."""
 
     @property
     def num_accepted(self) -> int:
@@ -187,7 +187,7 @@ class Executor(Protocol):
 
 
 class Marks(NamedTuple):
-    """Of the nodes that a round takes of a tree: who found them, and how likely the drafter thought them."""
+    """Who found the nodes that a round takes of a tree, and how likely the drafter thought them."""
 
     drafters: Sequence[int]
     scores: Sequence[float]

@@ -63,11 +63,11 @@ class NodePlan(NamedTuple):
     """The trees of a round, and which of their nodes pay."""
 
     entries: Sequence[Entry]
-    """Those that have a tree, in the forest's order."""
+    """Entries whose requests have a tree, in the forest's order."""
     forest: Forest
     choice: Choice
     awaited: Sequence[DraftWaitState]
-    """Of requests whose draft may soon bring nodes."""
+    """States of requests whose draft may soon bring nodes."""
     num_tokens: int
     """Tokens computed anyway, beside nodes."""
     prefill_seconds: float
@@ -115,7 +115,7 @@ class Scheduler:
         self._grammars = grammars
         self._ended: list[Request] = []
         self._first_rank: tuple[float, int] = (-math.inf, 0)
-        """Of the next round, where not all requests fit."""
+        """Rank of the request that comes first in the next round, where not all fit."""
 
     @property
     def stalled(self) -> bool:
@@ -282,7 +282,7 @@ class Scheduler:
         return self._limits.root_apart and not entry.samples and not self._recomputes(entry.request)
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
-        """As many as fit a round; those left out come first in the next one."""
+        """The entries that fit a round; those left out come first in the next one."""
         chunks = [entry for entry in entries if self.is_apart(entry)]
         others = [entry for entry in entries if not self.is_apart(entry)]
         others.sort(key=lambda entry: entry.request.rank < self._first_rank)

@@ -258,7 +258,7 @@ class CudaExecutor(FeatureExecutor):
 
     @torch.inference_mode()
     def _adopt(self, store: FeatureStore) -> None:
-        """From now on rounds store features."""
+        """Rounds store features from now on."""
         self._stage().join()
         self.graphs.adopt()
         self._prefill.adopt(store)

@@ -1,4 +1,4 @@
-"""What fits the device that the model runs on."""
+"""Checks that model and KV cache fit the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-"""What our attention kernels run with."""
+"""Head dimensions that our attention kernels support."""
 
 
 def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:

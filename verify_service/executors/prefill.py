@@ -51,7 +51,7 @@ class Prefill:
         device = model.device
         self._description = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest.tokens, model.config.hidden_size, dtype=model.dtype, device=device)
-        """What the last small forward brought."""
+        """Hidden states of the last small forward."""
         self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body)
         self.features: FeatureStore | None = None
         """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
@@ -89,7 +89,7 @@ class Prefill:
             self.features = used
 
     def adopt(self, store: FeatureStore) -> None:
-        """From now on features are stored there, by what `capture_next` captured."""
+        """Features are stored in `store` from now on, by the graphs that `capture_next` captured."""
         self.graphs.adopt()
         self.features = store
 

@@ -28,7 +28,7 @@ class FeaturePlan:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Of a stored row, in order."""
+        """Parts of a stored row, in order."""
         return self.layers if self.projection is None else (*self.layers, PROJECTED)
 
     @property
@@ -37,7 +37,7 @@ class FeaturePlan:
         return tuple(sorted({*self.layers, *(self.projection.layers if self.projection is not None else ())}))
 
     def with_layers(self, layers: tuple[int, ...]) -> FeaturePlan:
-        """The same with these layers, too."""
+        """This plan with these layers added."""
         return replace(self, layers=tuple(sorted({*self.layers, *layers})))
 
     def holds(self, parts: tuple[int, ...], projection_name: str) -> bool:
@@ -52,7 +52,7 @@ class FeatureLine:
     """The features stream of a draft: what is sent and not released is bounded."""
 
     row_bytes: int
-    """Of the features of one position."""
+    """Bytes of the features of one position."""
     dtype: str
     ring: Ring | None = None
     """Where its features are put; None where they are in the messages, or until the draft has said that it reads it."""
@@ -139,7 +139,7 @@ class FeatureExecutor:
         return self._stage().read(self._features, slots, parts, self._completion(after), ring)
 
     def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
-        """What says that a round has stored its features; None where that is so once it was waited for."""
+        """Event of a round that has stored its features; None where it has once it was waited for."""
         return None
 
     def _stage(self) -> FeatureStaging:

@@ -73,7 +73,7 @@ class FeatureSender:
         self._plan = FeaturePlan()
         self._wanted = FeaturePlan()
         self._begun: FeaturePlan | None = None
-        """What the executor prepares for."""
+        """Plan that the executor prepares for."""
         self._began_at = self._next_work_at = 0.0
         self._num_left = 0
         self._last_round: Pending | None = None
@@ -244,7 +244,7 @@ class FeatureSender:
             self._begin(replica)
 
     def _needed(self) -> FeaturePlan:
-        """What of all that is wanted the connected drafts take."""
+        """The part of the wanted plan that the connected drafts take."""
         parts = {part for replica in self._drafts.replicas.values() for part in replica.feature_parts}
         projection = self._wanted.projection if PROJECTED in parts else None
         return FeaturePlan(tuple(sorted(parts - {PROJECTED})), projection)
@@ -373,5 +373,5 @@ def _filled(messages: Sequence[Features], rows: StagedRows, row_bytes: int) -> l
 
 
 def _without(replica: DraftReplica) -> str:
-    """What becomes of a draft that gets no features."""
+    """Text that says what becomes of a draft without features."""
     return "it drafts with what needs none" if replica.terms.features_optional else "it is not used"

@@ -73,7 +73,7 @@ class FeatureStaging:
 
     def __init__(self, device: torch.device) -> None:
         self.rings = RingPool(device, share_device_memory if device.type == "cuda" else None)
-        """Where drafts of this host read."""
+        """Rings that drafts of this host read."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
@@ -170,7 +170,7 @@ class SharedMemory(Protocol):
     """Memory that other processes may map."""
 
     handle: bytes
-    """By which they do."""
+    """Handle by which they do."""
     rows: Tensor
     """uint8 [num_bytes], where features are stored."""
 
@@ -185,7 +185,7 @@ class Ring:
     def __init__(self, memory: SharedMemory, description: FeatureRing) -> None:
         self.memory = memory
         self.description = description
-        """By which the draft maps it."""
+        """Description by which the draft maps it."""
         self._free = [_END_BYTES + slot * MAX_FEATURE_BYTES for slot in reversed(range(NUM_SLOTS))]
 
     @property

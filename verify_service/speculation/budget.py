@@ -112,7 +112,7 @@ class CostModel:
 
 
 def _least_slopes(values: Sequence[float]) -> list[float]:
-    """Of each value the least that it rises by, per place, up to any later one; 0 of the last."""
+    """The least slope from each value to any later one, per place; 0 for the last."""
     slopes = [0.0] * len(values)
     # The lower convex hull of what lies behind a place, the nearest corner last: the line to that one is the flattest.
     hull: list[int] = []
@@ -264,7 +264,7 @@ class Forest:
 
 
 def _nodes(mirror: TreeMirror, slots: list[int]) -> Nodes:
-    """What a round takes of a tree, in the order of `slots`.
+    """Nodes that a round takes of a tree, in the order of `slots`.
 
     One loop: where many requests share a round a tree has two or three nodes, and a comprehension costs as much.
     """

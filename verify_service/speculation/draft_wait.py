@@ -34,8 +34,7 @@ _OVERDUE_FACTOR = 1.5
 """Times as long as a later part usually takes, after which it is not waited for any more: the draft has other work."""
 
 _MIN_LEFT_SHARE = 0.3
-"""Of the time that a later part usually takes: so much is counted for one that is due now, or every round would wait a
-little for one."""
+"""Part of a later part's usual time that is counted for one that is due now, or every round would wait a little."""
 
 _MAX_VAIN_WAITS = 3
 """Waits in a row without an answer, after which commits pass without a wait."""
@@ -64,7 +63,7 @@ class Wait(NamedTuple):
     typical: float
     """Seconds until it should be here, from now; 0 when it is overdue."""
     late: float
-    """The same for 19 of 20 such waits."""
+    """Seconds until it is here in 19 of 20 such waits."""
     shares: NDArray[np.float64]
     """Part of the gain that the best 1, 2, ... nodes bring, shape [PROMISE_NODES]."""
     found: float = 0.0
@@ -100,9 +99,9 @@ class DraftWaitState:
     mirror: TreeMirror
     mode: DraftWaitMode
     backoff: DraftBackoff
-    """Of the draft's guesses for the request: one in doubt is not waited for."""
+    """Record of the draft's guesses for the request: a draft in doubt is not waited for."""
     health: ReplicaHealth | None = None
-    """Of the replica that grows the tree; None while there is none."""
+    """Health of the replica that grows the tree; None while there is none."""
     paused: bool = False
     """Whether the request is preempted."""
     opened_at: float = -math.inf
@@ -122,7 +121,7 @@ class DraftWaitState:
     num_messages: int = 0
     """Messages that followed the last commit."""
     num_late: int = 0
-    """Of these, those that came after the round was launched, on cores that the round had taken."""
+    """Messages of these that came after the round was launched, on cores that the round had taken."""
     num_vain_waits: int = 0
     """Waits in a row that brought no answer; counted where drafts take turns with rounds."""
     num_skipped: int = 0
@@ -132,17 +131,17 @@ class DraftWaitState:
     num_parts: int = 0
     """Parts that have come behind the answer."""
     miss_gain: float = 1.0
-    """What a tree grown after a miss promised lately."""
+    """Gain that a tree grown after a miss promised lately."""
     hit_gain: float = 0.0
-    """What the first answer after a hit promised lately, beyond what was left of the tree."""
+    """Gain that the first answer after a hit promised lately, beyond what was left of the tree."""
     promised: float = 0.0
-    """What answer and parts promise, with PROMISE_NODES nodes."""
+    """Gain that answer and parts promise, with PROMISE_NODES nodes."""
     deep_promised: float = 0.0
-    """The same with as many nodes as a round of one request may well take."""
+    """Gain that they promise with as many nodes as a round of one request may well take."""
     deep_end_chance: float = 0.0
     """The chance that what is committed next runs past one of those nodes which has no children yet."""
     end_chance: float = 0.0
-    """The same of the nodes that the next round would take, as far as it could take deeper ones."""
+    """The same chance for the nodes that the next round would take, as far as it could take deeper ones."""
 
     @property
     def expects(self) -> bool:
@@ -270,7 +269,7 @@ class DraftWaitState:
         self.answered_at = at if self.num_parts < MAX_PARTS and by_parts else None
 
     def _update_promise(self, health: ReplicaHealth, by_parts: bool) -> float:
-        """What the best nodes promise more than before the message; how they share it is learned."""
+        """Gain that the best nodes promise more than before the message; how they share it is learned."""
         chances, self.deep_end_chance = self._best_chances(_MAX_PART_NODES if by_parts else PROMISE_NODES)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
         self._stats(health).note_shares(promise)
@@ -327,7 +326,7 @@ class DraftWaitState:
         return max(first, 0.0) + max(self._more_gain(self.health), 0.0)
 
     def min_seconds(self, now: float) -> float:
-        """What is left of the shortest wait for the draft that is likely to bring anything."""
+        """Seconds left of the shortest wait for the draft that is likely to bring anything."""
         if self.health is None:
             return 0.0
         times, since = self._first_times(self.health), self.sent_at

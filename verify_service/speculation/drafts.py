@@ -72,7 +72,7 @@ class SpeculativeRequest:
     credit: int
     """Live nodes that the draft may hold."""
     number: int = 0
-    """By which the replica knows the request; another one each time it is opened."""
+    """Id by which the replica knows the request; another one each time it is opened."""
     replica: DraftReplica | None = None
     retry_at: float = 0.0
     refused_by: set[DraftConnection] = field(default_factory=set)
@@ -97,21 +97,21 @@ class DraftReplica:
     connection: DraftConnection
     health: ReplicaHealth
     calibrator: Calibrator
-    """Of this draft's sources; what another draft's scores are worth says nothing about it."""
+    """Calibration of this draft's sources; another draft's scores say nothing about it."""
     terms: Terms = field(default_factory=Terms)
     feature_parts: tuple[int, ...] = ()
     """Parts of a stored row that its features are; empty if it gets none."""
     line: FeatureLine | None = None
-    """Where its features go, if it takes any and its stream is asked for."""
+    """Its features stream, if it takes any and the stream was asked for."""
     requests: dict[int, SpeculativeRequest] = field(default_factory=dict)
-    """Those that it serves, by number."""
+    """Requests that it serves, by number."""
     outbox: list[VerifyMessage] = field(default_factory=list)
     draining: bool = False
-    """It goes away: what it has it keeps, and nothing new is opened with it."""
+    """Whether it goes away: it keeps the requests that it has, and nothing new is opened with it."""
     lost_since: float | None = None
     """When it was first found lost; None while it is not."""
     backoff: DraftBackoff = field(default_factory=DraftBackoff)
-    """Of its guesses for all of its requests; what new ones begin with."""
+    """Record of its guesses for all of its requests; new ones begin with it."""
 
 
 class Drafts:

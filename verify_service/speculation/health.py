@@ -21,16 +21,16 @@ _LEARN_RATE = 0.1
 _TIME_OPTIMISM = 0.02
 """Part by which times look shorter with each commit whose answer no round waited for long enough."""
 _GAIN_OPTIMISM = 0.003
-"""The same of gains: seldom tried again, because what was waited for to its end is known well."""
+"""Part by which gains look larger; less, because what was waited for to its end is known well."""
 _SLOW_FACTOR = 10.0
 _SLOW_MIN_SECONDS = 0.05
 """A replica is slow with an answer that takes both so long, and so many times as long as usual."""
 _LOST_SECONDS = 2.0
 _TIMEOUT_FACTOR = 1.5
-"""Of a wait that was in vain: as long is the time that it is counted as."""
+"""Times as long as a wait in vain that an answer is assumed to take."""
 
 _PRIOR_FOUND = 0.7
-"""Of answers that no round waited for, those that leave nodes for the round after, before any was seen."""
+"""Part of the answers without a wait that are assumed to leave nodes for the round after, before any was seen."""
 _FOUND_OPTIMISM = 0.01
 """Part of the way back to the prior with each answer that a round waited for: it says nothing of the others."""
 
@@ -43,7 +43,7 @@ class AnswerTimes:
         self.late = late
 
     def note(self, seconds: float) -> None:
-        """It took so long."""
+        """Take the time of one more answer."""
         self.typical += _LEARN_RATE * (seconds - self.typical)
         # A quantile by stochastic steps: up 19 times as far as down settles where 1 in 20 answers is later.
         step = _LEARN_RATE * max(self.typical, 1e-4)
@@ -55,7 +55,7 @@ class AnswerTimes:
         self.late = max(self.late * (1 - _TIME_OPTIMISM), self.typical)
 
     def note_timeout(self, seconds: float) -> None:
-        """It did not come within a wait. A short one says nothing of what usually takes longer."""
+        """Take a wait that nothing came in. A short one says nothing of what usually takes longer."""
         if _TIMEOUT_FACTOR * seconds > self.typical:
             self.note(_TIMEOUT_FACTOR * seconds)
 
@@ -142,7 +142,7 @@ class ReplicaHealth:
         self.hits = AnswerStats(self._prior_gain)
         """After those that left some, where an answer to them is waited for."""
         self.opens = AnswerTimes()
-        """Of the first answers to requests that were opened, prompt and all."""
+        """Times of the first answers to requests that were opened, prompts included."""
         self._unanswered: dict[int, tuple[int, float]] = {}
         self._newest: dict[int, tuple[int, float]] = {}
         self._silence = 0.0
