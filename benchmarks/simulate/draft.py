@@ -15,10 +15,10 @@ import numpy as np
 
 import draft_service.engine.engine as draft_engine
 import outrider.drafting.model.batch_manager as batch_manager
-import outrider.drafting.model.drafter as options
+import outrider.drafting.model.drafter as drafter
 import outrider.drafting.model.forest as reroot
 import outrider.drafting.model.growth as growth
-import outrider.drafting.model.publisher as announce
+import outrider.drafting.model.publisher as publisher
 import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, Memory, Pool
@@ -63,9 +63,9 @@ class ScriptedRunner(runner.BurstRunner):
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
         self.shape = BurstShape(
-            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=options.BRANCHING, max_seeds=512,
-            max_steps=options.MAX_BURST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16,
-            max_context=CONTEXT, feature_size=0, lone_branching=options.LONE_BRANCHING,
+            num_rows=DRAFT_ROWS, region=DRAFT_REGION, branching=drafter.BRANCHING, max_seeds=512,
+            max_steps=drafter.MAX_BURST_STEPS, max_width=max_width, page_size=16, num_pages=65536 // 16,
+            max_context=CONTEXT, feature_size=0, lone_branching=drafter.LONE_BRANCHING,
         )  # fmt: skip
         self.buckets = StepBuckets(self.shape)
         self.busy = 0.0
@@ -254,5 +254,5 @@ class DraftService:
             "follow", reroot.reroot, lambda _, steps: costs.follow + costs.follow_row * len(steps)
         )
         reaches = actor.charged("reaches", reroot.reaches, lambda *_: costs.reach)
-        clocks = [(one, "perf_counter", actor.clock) for one in (growth, announce, runner, draft_engine)]
+        clocks = [(one, "perf_counter", actor.clock) for one in (growth, publisher, runner, draft_engine)]
         return [*clocks, (batch_manager, "reroot", follow), (batch_manager, "reaches", reaches)]

@@ -1,13 +1,13 @@
 """The split in virtual time: the real engines of both services, two devices and two models that are scripted.
 
-What is run is the project's own code: growth, rosters and forests of the draft; engine, budget, calibration, holds and
+What is run is the project's own code: growth and forests of the draft; engine, budget, calibration, holds and
 mirrors of verify. Time alone is invented: devices take what they were measured to take, and so does host work, charged
 phase by phase (`simulate_world.Costs`, each of which `--cost` changes). So the effect of a rule or of a faster phase on
 tokens per second can be seen in a minute on a CPU, without noise. Agreement of the models is that of SmolLM2 and its
 0.10-noise copy (`simulate_language.Language`).
 
 python -m benchmarks.simulate.split --batch 1 16 --answers 32
-python -m benchmarks.simulate.split --batch 16 --cost host=0.5 --set launch._ROW_WIDTH=6
+python -m benchmarks.simulate.split --batch 16 --cost host=0.5 --set planner._STEP_NODES_PER_ROW=6
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 
 import outrider.drafting.model.batch_manager as batch_manager
-import outrider.drafting.model.drafter as options
+import outrider.drafting.model.drafter as drafter
 import outrider.drafting.model.growth as growth
-import outrider.drafting.model.planner as launch
-import outrider.drafting.model.publisher as announce
+import outrider.drafting.model.planner as planner
+import outrider.drafting.model.publisher as publisher
 import verify_service.engine.engine as verify_engine
 import verify_service.speculation.draft_wait as draft_wait
 import verify_service.speculation.drafts as drafts
@@ -50,7 +50,7 @@ from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import CostModel
 
-_MODULES = (announce, growth, launch, options, batch_manager, draft_wait, health, drafts)
+_MODULES = (publisher, growth, planner, drafter, batch_manager, draft_wait, health, drafts)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67

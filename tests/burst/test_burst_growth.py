@@ -47,7 +47,7 @@ def test_an_open_is_answered_by_one_burst_of_four_steps() -> None:
     assert [burst.num_steps for burst in rig.runner.bursts[1:]] == [2]
 
 
-def test_the_next_burst_is_under_way_before_nodes_are_announced() -> None:
+def test_the_next_burst_is_under_way_before_nodes_are_published() -> None:
     rig = Rig()
     rig.open(1, [1, 2, 3], credit=60)
     rig.turn()

@@ -23,7 +23,7 @@ def test_a_burst_goes_on_from_its_own_pool_while_nothing_waits_for_its_end() -> 
         rig.turn()
         held.append(len(request.held()))
     assert len(rig.runner.bursts) == 1 and rig.runner.parts == [1] * 6
-    assert 0 < held[0] < held[-1], "each part is announced when it has landed"
+    assert 0 < held[0] < held[-1], "each part is published when it has landed"
     request.check()
     rig.turn()
     assert len(rig.runner.bursts) == 2, "a burst has eight steps at most"

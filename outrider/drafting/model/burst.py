@@ -21,14 +21,12 @@ from outrider.buckets import row_buckets, width_buckets
 Int32s = NDArray[np.int32]
 
 FORCED = np.float32(1e30)
-"""Path score of a seed that the first step must take: committed tokens whose KV is missing, and the root.
+"""Path score of a forced seed, which the first step must take: an uncached token without final KV, or the root.
 
-Forced seeds of a request follow each other, parents first, and have their tree slots given. The last one is the root:
-its candidates count from 0, those of the others do not enter the pool. A slot that is not live yet is taken; one that
-is live is filled anew, and what hangs below it stays.
+Forced seeds of a request follow each other, parents first, and have their tree slots given. If the last one is the
+root, path scores of its candidates count from 0; candidates of the others do not enter the pool. A slot that is live
+already is filled anew, and nodes below it stay.
 """
-
-
 NUM_SEED_FIELDS = 8
 
 
@@ -36,15 +34,15 @@ class Seeds:
     """Nodes that a burst may run, parents before children; N of them, at most `BurstShape.max_seeds`.
 
     Attributes:
-        fields: int32 [8, N], one row after the other what follows here, as the device takes it.
+        fields: int32 [8, N], the rows of which are the following, as the device takes them.
         rows: int32 [N], index into `Burst.rows`.
         parents: int32 [N], tree slot of the parent; -1 where all before the node is context.
         tokens: int32 [N], token ids of the target's vocabulary.
         positions: int32 [N], absolute position of the token in the sequence.
         slots: int32 [N], tree slot of a forced seed; -1 lets the runner take one of the row's free ones.
-        features: int32 [N], row of `Burst.features` that the node takes; -1 takes what its parent's step brought.
+        features: int32 [N], row of `Burst.features` that the node takes; -1 for the feature that its parent gave.
         scores: float32 [N], path score from the current root, at most 0; FORCED for a forced seed.
-        bases: float32 [N], where the path scores of its candidates count from: its own; 0 for the root; -inf for other
+        bases: float32 [N], path score that those of its candidates add to: its own; 0 for the root; -inf for other
             forced seeds.
     """
 
@@ -97,30 +95,30 @@ class Burst:
     """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
     those, which joined in this order are [F, feature_size]."""
     min_chance: float = 0.0
-    """The burst may end before a step whose nodes' chances, exp of their path scores, add up to less."""
+    """The burst may end before a step whose nodes' chances, exp of their path scores, have a smaller sum."""
 
 
 @dataclass(slots=True)
 class Reroots:
-    """What a burst that goes on is told of commits to N of its requests. Not to be changed.
+    """Commits to N requests of a burst that goes on. Not to be changed.
 
-    What does not hang below the new roots is not run any more. Path scores count from them. Committed tokens that are
-    to be run, a root that nobody guessed among them, come as further forced seeds.
+    Nodes that are not below the new roots are not run any more, and path scores count from these. Uncached tokens that
+    are to be run, and roots that were not in the pool, are further forced seeds.
     """
 
     rows: Int32s
     """[N] indices into `Burst.rows`."""
     indices: Int32s
-    """[N] pool index of each new root; -1 if it was run for all that is known, and its tree slot is given, or if it is
-    not in the pool as it is to be run."""
+    """[N] pool index of each new root; -1 if it is known to have been run, so that its tree slot is given, or if it is
+    a further seed."""
     slots: Int32s
-    """[N] tree slot of each new root, or -1; where there is no pool index either, nothing is below it."""
+    """[N] tree slot of each new root, or -1; without a pool index, too, the tree has no nodes."""
     shifts: NDArray[np.float32]
     """[N] path score of each new root from the root before, at most 0."""
     free: Sequence[Int32s]
-    """N times tree slots that the burst may fill from now on, beside those that it was told of before."""
+    """N arrays of further tree slots that the burst may fill."""
     seeds: Seeds | None = None
-    """Forced seeds, at most as many as a step may run, with those that were forced before and were not run yet."""
+    """Further forced seeds; with those that were not run yet no more than a step has nodes."""
     first_seed: int = 0
     """Pool index of the first; they follow the seeds that the burst has."""
     features: Sequence[object] = ()
@@ -129,15 +127,15 @@ class Reroots:
 
 @dataclass(slots=True)
 class BurstResult:
-    """What a burst brought, or a part of one. S steps of M nodes, k candidates each. Not to be changed.
+    """The result of a burst or of a part: S steps of M nodes, k candidates each. Not to be changed.
 
     Candidate j of node m of step s has pool index first + (s * M + m) * k + j; seed i has index i.
     """
 
     first: int
-    """Pool index of the first candidate, at least the number of seeds; those of the parts before come in between."""
+    """Pool index of the first candidate; before it are the seeds and the candidates of the parts before."""
     picked: NDArray[np.int32]
-    """[S, M] pool index of each node that was run, the best first within no particular order of rows; -1 for none."""
+    """[S, M] pool index of each node that was run; -1 for none."""
     slots: NDArray[np.int32]
     """[S, M] tree slot that it took; -1 for none."""
     tokens: NDArray[np.int32]
@@ -145,7 +143,7 @@ class BurstResult:
     scores: NDArray[np.float32]
     """[S, M, k] their edge scores: natural-log chances, at most 0; -inf for none."""
     cut: bool = False
-    """Whether the burst was ended early because something else came; what was not run has no nodes."""
+    """Whether the burst ended early because of an interruption; steps that were not run have no nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +232,7 @@ class StepBucket(NamedTuple):
 
 
 class StepBuckets:
-    """The smallest shape that holds a burst is taken."""
+    """The shapes of captured steps; a burst takes the smallest that holds it."""
 
     def __init__(self, shape: BurstShape, short_context: int = 0) -> None:
         """`short_context`: tokens of a context that is short; with 0 none is."""
@@ -244,9 +242,9 @@ class StepBuckets:
         self._short_context = short_context
 
     def fit(self, width: int, num_rows: int, longest: int | None = None) -> StepBucket:
-        """At least a node for each row, as far as there are such widths; `longest` tokens of context, or any number.
+        """The bucket of a burst, with at least a node for each row if there is such a width.
 
-        Raises ValueError for a burst too large.
+        `longest`: tokens of the longest context, None for any number. Raises ValueError for a burst that is too large.
         """
         if not 1 <= width <= self.widths[-1] or not 0 <= num_rows <= self.rows[-1]:
             raise ValueError(
@@ -262,10 +260,10 @@ class StepBuckets:
         return (num_rows == 1 and self._shape.lone_branching) or self._shape.branching
 
     def sizes(self) -> list[StepBucket]:
-        """As `all`, but one for shapes that differ in contexts."""
+        """As `all`, without `short`."""
         return sorted({bucket.sizes for bucket in self.all()}, reverse=True)
 
     def all(self) -> list[StepBucket]:
-        """Largest first, so that a shared memory pool is sized by the first capture."""
+        """All buckets, largest first, so that the first capture sizes the shared memory pool."""
         lengths = (None, 0) if self._short_context else (None,)
         return sorted({self.fit(*each) for each in product(self.widths, self.rows, lengths)}, reverse=True)

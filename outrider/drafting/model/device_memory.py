@@ -22,10 +22,11 @@ Ints = NDArray[np.int32]
 
 
 class DeviceMemory:
-    """KV pages, page tables, slot masks and features of `shape.num_rows` rows, and of one that belongs to nobody.
+    """KV pages, page tables, slot masks and features of `shape.num_rows` rows, and of a spare one for padding.
 
-    A row's logical KV positions: context pages as the host hands them out, then, at the same place in every row, the
-    tree region, whose pages are the row's for good. Context pages are numbered from 0, regions' lie behind them.
+    Logical KV positions of a row: the context, in pages that the host hands out, then, from the same position on in
+    every row, the tree region, in pages that stay with the row. Context pages are numbered from 0, region pages behind
+    them.
     """
 
     def __init__(self, model: DraftModel, shape: BurstShape) -> None:
@@ -51,7 +52,7 @@ class DeviceMemory:
             lag=shape.lag,
         )
         self.features: Tensor | None = None
-        """Features of tree slots, a row of zeros, and those that a burst brings: see kernels.frontier_state."""
+        """Features of tree slots, a row of zeros, and the features of a burst: see kernels.frontier_state."""
         self._first_given = masks[0] * shape.region + 1
         if shape.feature_size:
             store = (self._first_given + shape.max_seeds, shape.feature_size)
@@ -65,7 +66,7 @@ class DeviceMemory:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
-        """All context pages of a row; the device learns of new ones by `flush`. Raises ValueError for too many."""
+        """All context pages of a row; `flush` copies new ones to the device. Raises ValueError for too many."""
         known = self._num_known[row]
         if len(pages) > self._num_context:
             raise ValueError(f"{len(pages)} context pages in a row; it has room for {self._num_context}")
@@ -74,18 +75,18 @@ class DeviceMemory:
         self._num_known[row] = max(known, len(pages))
 
     def forget(self, row: int) -> None:
-        """The row's pages are no longer its own; what was to be done with them is not worth doing."""
+        """A row loses its pages, and queued updates and moves of it are dropped."""
         self._num_known[row] = 0
         self._updates = [update for update in self._updates if update[0] != row]
         self._moves = [move for move in self._moves if move[0] != row]
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """KV of tree slots goes to context positions `position`, ... by the next `flush`."""
+        """KV of tree slots moves to context positions `position`, ... with the next `flush`."""
         self._check_pages(row, position, position + len(slots))
         self._moves.append((row, slots, position))
 
     def flush(self) -> None:
-        """Queue what the device does not know: new pages, and moves, which all of them together are one launch."""
+        """Queue new pages, and all moves in one launch."""
         device = self.plan.page_tables.device
         if self._updates:
             update_page_tables(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
@@ -158,10 +159,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def working_on(device: torch.device) -> AbstractContextManager[None]:
-    """Work on a device meanwhile, whichever thread this is, and without gradients.
-
-    Where that is so already, to find it out takes a tenth of the time that entering takes.
-    """
+    """Device and inference mode for a thread. Finding them set takes a tenth of the time of setting them."""
     if torch.is_inference_mode_enabled() and (device.type != "cuda" or torch.cuda.current_device() == device.index):
         return nullcontext()
     return _assign_row(device)
@@ -174,7 +172,7 @@ def _assign_row(device: torch.device) -> Iterator[None]:
 
 
 class Projector:
-    """Brings features to a model's device and projects them; what came together at once."""
+    """Brings features to a model's device and projects them, those of a message at once."""
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
@@ -189,7 +187,7 @@ class Projector:
             return self._project(features, features.data if part is None else part, features.count)
         joined = part.joined
         made: Tensor = joined.made(self, lambda: self._project(features, joined.rows, joined.count))
-        # There is one of these for each request: nothing but a view may be made for it.
+        # Called for each request: a view is all that is made.
         return made[part.start : part.start + features.count]
 
     def join(self, parts: Sequence[object]) -> Tensor:
@@ -234,12 +232,12 @@ def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
 
 
 def _moved(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The same there. Nearly always it is there, and asking costs a tenth of a call of `to`."""
+    """A part on a device and in a dtype. It mostly is, and comparing takes a tenth of a call of `to`."""
     return part if part.device == device and part.dtype == dtype else part.to(device, dtype)
 
 
 def as_tensor(value: object) -> Tensor:
-    """What plans call an object, because they know nothing of torch. Raises ValueError for anything else."""
+    """A tensor that torch-free code passes as an object. Raises ValueError for anything else."""
     if not isinstance(value, Tensor):
         raise ValueError(f"features must be a tensor, not {type(value).__name__}")
     return value

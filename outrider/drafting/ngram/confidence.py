@@ -13,9 +13,10 @@ _NUM_DISTINCT = 3
 _NUM_COUNTS = 3
 
 _PRIOR_WEIGHT = 8.0
-_MEMORY = 512.0
+_MAX_TRIES = 512.0
+"""Tries of a cell at which its counts are halved."""
 _LOCAL_WEIGHT = 8.0
-_LOCAL_MEMORY = 48.0
+_MAX_LOCAL_TRIES = 48.0
 
 NUM_SOURCES = 2
 
@@ -59,11 +60,11 @@ class Confidence:
 
     def learn(self, cell: int, local: LocalConfidence, hit: bool) -> None:
         """Note whether the committed token was among the followers."""
-        if self._tries[cell] >= _MEMORY:
+        if self._tries[cell] >= _MAX_TRIES:
             self._tries[cell] /= 2
             self._hits[cell] /= 2
         bucket = _bucket_of(cell)
-        if local.tries[bucket] >= _LOCAL_MEMORY:
+        if local.tries[bucket] >= _MAX_LOCAL_TRIES:
             local.tries[bucket] /= 2
             local.hits[bucket] /= 2
         self._tries[cell] += 1
@@ -82,8 +83,8 @@ _EVIDENCE_DECAY = 0.97
 _MAX_EVIDENCE = 5.0
 _WORD_MASK = 0xFFFFFFFF
 _SHARPNESS = 0.5
-"""Power of the noise's say: 1 if a trie's chances were the target's own; measured best where they are rough."""
-_MEAN_SAY = math.gamma(1.0 - _SHARPNESS)
+"""Power of exp(noise): 1 would be exact if a trie's chances were the target's own; 0.5 measured best."""
+_MEAN_NOISE_FACTOR = math.gamma(1.0 - _SHARPNESS)
 
 
 class NoiseTrust:
@@ -127,6 +128,8 @@ def chances_given_noise(chances: Sequence[float], noise: Sequence[float]) -> lis
     A softmax of ranks is the rule for a drafter that knows the target's distribution up to a small error
     (docs/sampling.md). Counts of n-grams do not: under that rule they were trusted too much in both directions.
     """
-    weights = [chance * math.exp(_SHARPNESS * lot) / _MEAN_SAY for chance, lot in zip(chances, noise, strict=True)]
+    weights = [
+        chance * math.exp(_SHARPNESS * one) / _MEAN_NOISE_FACTOR for chance, one in zip(chances, noise, strict=True)
+    ]
     total = sum(weights) + max(1.0 - sum(chances), 1e-6)
     return [weight / total for weight in weights]
