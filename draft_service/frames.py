@@ -37,7 +37,7 @@ class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
     projection_columns: int = 0
     projection_hash: str = ""
     """Of the matrix that it offers, if it does."""
-    modest: frozenset[int] = frozenset()
+    any_target_drafters: frozenset[int] = frozenset()
     """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
     maps_memory: bool = False
     """Whether features may lie in memory of verify's."""

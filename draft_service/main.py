@@ -41,9 +41,9 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     """Serve until `stop` is set, then drain. Returns the exit code; raises ConfigError."""
     options.check()
     switch_threads_often()
-    ways = door_options(options, options.read_auth_tokens())
+    server_options = door_options(options, options.read_auth_tokens())
     check_free(options.address)
-    was_open = options.speculative_algorithm == AUTO
+    chosen_here = options.speculative_algorithm == AUTO
     options = _choose(options)
     process, engine, features = await start_engine(options)
     try:
@@ -52,9 +52,9 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
             return EXIT_OK
         metrics = DraftMetrics(profile.sources)
         engine.on_state = metrics.take
-        servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=was_open)
+        servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=chosen_here)
         watch(metrics, engine, servicer, profile.gauges)
-        return await _serve_engine(options, ways, stop, process, engine, servicer, metrics)
+        return await _serve_engine(options, server_options, stop, process, engine, servicer, metrics)
     finally:
         await process.close()
 
@@ -72,7 +72,7 @@ async def start_engine(
 
 async def _serve_engine(
     options: DraftOptions,
-    ways: DoorOptions,
+    server_options: DoorOptions,
     stop: asyncio.Event,
     process: EngineProcess[DrafterProfile],
     engine: RemoteDraftEngine,
@@ -81,7 +81,7 @@ async def _serve_engine(
 ) -> int:
     """Open the door, and drain at the end."""
     server = GrpcServer(
-        **ways,
+        **server_options,
         service_names=["outrider.v1.DraftService"],
         for_peers=True,
         max_message_bytes=options.max_message_bytes,

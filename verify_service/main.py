@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from outrider import __version__
 from outrider.config.base import parse_options
@@ -36,13 +35,6 @@ LAST_WORDS_SECONDS = 2.0
 """How long answers of an engine that failed may take to reach their clients with its status. They end by themselves."""
 
 
-class _Ways(NamedTuple):
-    """In and out of the service."""
-
-    door: DoorOptions
-    out: Dial
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the service until SIGTERM; returns the exit code."""
     return run_service(serve, parse_options(VerifyOptions, argv, prog="python -m verify_service"))
@@ -52,7 +44,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
     switch_threads_often()
     # Before the model is loaded, which may take minutes.
-    ways = _Ways(door_options(options, options.read_auth_tokens()), _draft_dial(options))
+    server_options, dial = door_options(options, options.read_auth_tokens()), _draft_dial(options)
     check_free(options.address)
     metrics = VerifyMetrics()
     with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
@@ -61,7 +53,9 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             served = await process.ready(stop)
             if served is None:
                 return EXIT_OK
-            return await _serve_engine(options, ways, stop, process, engine, served, metrics, metrics_address)
+            return await _serve_engine(
+                options, server_options, dial, stop, process, engine, served, metrics, metrics_address
+            )
         finally:
             await process.close()
 
@@ -78,7 +72,8 @@ async def start_engine(
 
 async def _serve_engine(
     options: VerifyOptions,
-    ways: _Ways,
+    server_options: DoorOptions,
+    dial: Dial,
     stop: asyncio.Event,
     process: EngineProcess[TargetProfile],
     engine: RemoteVerifyEngine,
@@ -89,7 +84,7 @@ async def _serve_engine(
     """Open the door, and drain at the end."""
     info = _info(options, served)
     addresses = () if options.no_speculation else options.draft
-    dialers = [DraftDialer(address, _hello(info, served), engine, dial=ways.out) for address in addresses]
+    dialers = [DraftDialer(address, _hello(info, served), engine, dial=dial) for address in addresses]
     metrics.watch(engine, dialers)
     drafts_inside = bool(options.speculative_algorithm) and not options.no_speculation
     admission = Admission(
@@ -105,7 +100,7 @@ async def _serve_engine(
         stall_seconds=options.unread_seconds,
         grammars=grammars,
     )
-    server = GrpcServer(**ways.door, service_names=[SERVICE], for_peers=True)
+    server = GrpcServer(**server_options, service_names=[SERVICE], for_peers=True)
     verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
     address = await server.start()
     sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]

@@ -40,7 +40,7 @@ def own_hello(profile: DrafterProfile, options: DraftOptions) -> Hello:
     """The hello of a new session; one whose drafter takes features gets a token for them."""
     hello = _hello(profile, "+".join(named_drafters(options)))
     # In lockstep nothing is said before a tree is complete, features and all.
-    optional = bool(profile.feature_layers and profile.modest) and not options.lockstep
+    optional = bool(profile.feature_layers and profile.any_target_drafters) and not options.lockstep
     return replace(hello, features_optional=optional)
 
 
@@ -54,11 +54,13 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, 
     try:
         terms = agree(theirs, ours)
     except HandshakeError as error:
-        if not profile.modest or not may_leave_out:
+        if not profile.any_target_drafters or not may_leave_out:
             raise
-        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in profile.modest)
+        names = "+".join(
+            name for number, name in enumerate(named_drafters(options)) if number in profile.any_target_drafters
+        )
         alone = DrafterProfile(profile.sources, max_positions=options.max_positions, line=profile.line)
-        refused, ours, parts = ours, _hello(alone, names), profile.modest
+        refused, ours, parts = ours, _hello(alone, names), profile.any_target_drafters
         terms = agree(theirs, ours)
         _logger.warning(
             "%s alone drafts for %s, which %s does not fit: %s",

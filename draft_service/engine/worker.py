@@ -76,7 +76,7 @@ def describe(
         max_positions=longest_sequence(needs.max_positions, options),
         projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
         projection_hash=needs.projection.name if needs.projection is not None else "",
-        modest=frozenset(number for number, part in enumerate(parts) if part.needs == Needs()),
+        any_target_drafters=frozenset(number for number, part in enumerate(parts) if part.needs == Needs()),
         maps_memory=maps_memory,
         gauges=tuple(drafter.gauges()),
         line=line,

@@ -121,7 +121,7 @@ def test_nodes_that_the_grammar_forbids_are_not_verified(start: Start, truth: li
 
     def watching(entries):  # type: ignore[no-untyped-def]
         for entry in entries:
-            if (grammar := entry.request.sampling.grammar) is not None and entry.samples:
+            if (grammar := entry.request.params.sampling.grammar) is not None and entry.samples:
                 assert len(entry.masks) == 1 + len(entry.nodes)
                 for index, token in enumerate(entry.nodes.token_ids):
                     path, parent = [token], entry.nodes.parents[index]

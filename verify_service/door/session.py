@@ -45,12 +45,16 @@ from verify_service.door.remote import RemoteVerifyEngine
 log = get_logger(__name__)
 
 HELLO_SECONDS = 3.0
+"""How long a draft may take to answer a hello."""
 RETRY_SECONDS = 0.5
+"""The pause before the next dial after a session that ended without a failure, and the first one after a failure."""
 MAX_RETRY_SECONDS = 2.0
 """The longest pause, whatever failed and however often. A draft that is well again is in use within 5 seconds: nothing
 tells that it was replaced, or mended, but the next dial."""
 MALFORMED_LOG_SECONDS = 10.0
+"""Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
+"""Messages that may wait to be written to a draft; with more its session is reset."""
 MAX_BATCH_BYTES = 1 << 20
 """After a reconnect all requests are opened at once, each with all its tokens: too much for one message."""
 
