@@ -4,8 +4,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 export PYTHON TORCH_INDEX
 bin := .venv/bin
-# Processes that tests run in, a file at a time.
-WORKERS ?= 2
+# Processes that tests run in, a file at a time; on two cores three, since tests of services wait for them.
+WORKERS ?= 3
 
 .PHONY: help demo test test-fast up chat setup setup-dev check format stubs options clean
 

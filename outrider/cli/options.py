@@ -22,7 +22,7 @@ from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
-from outrider.config.base import ENV_PREFIX, option_rows, parse_options
+from outrider.config.base import ENV_PREFIX, describe_options, parse_options
 from outrider.config.compat import translate
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -109,14 +109,15 @@ def service_flags() -> list[ServiceFlag]:
     flags = []
     for service in SERVICES:
         kind = OPTION_TYPES[service]
-        for field, row in zip(fields(kind), option_rows(kind), strict=True):
-            if (service, field.name) in HIDDEN:
+        for option in describe_options(kind):
+            name = option.name
+            if (service, name) in HIDDEN:
                 continue
-            own = field.name in (TARGETS if service == "verify" else DRAFTING)
-            plain = (names[field.name] == 1 and field.name not in taken) or field.name in SHARED or own
-            flag = row.flag if plain else f"--{service}-{row.flag.removeprefix('--')}"
-            default = "a unix socket" if field.name == "address" and service != "gateway" else row.default
-            flags.append(ServiceFlag(flag, service, field.name, field.type == "bool", row.help, default))
+            own = name in (TARGETS if service == "verify" else DRAFTING)
+            plain = (names[name] == 1 and name not in taken) or name in SHARED or own
+            flag = option.flag if plain else f"--{service}-{option.flag.removeprefix('--')}"
+            default = "a unix socket" if name == "address" and service != "gateway" else option.default_text
+            flags.append(ServiceFlag(flag, service, name, option.kind is bool, option.help_text, default))
     return flags
 
 

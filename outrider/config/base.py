@@ -56,18 +56,8 @@ def option(
 
 
 @dataclass(frozen=True)
-class OptionRow:
-    """One line of a reference table of options."""
-
-    flag: str
-    default: str
-    env: str
-    help: str
-
-
-@dataclass(frozen=True)
-class _Option:
-    """What is known about one field."""
+class Option:
+    """What a field of an options dataclass declares."""
 
     name: str
     kind: type
@@ -81,11 +71,30 @@ class _Option:
 
     @property
     def flag(self) -> str:
+        """As it stands on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
+        """Its environment variable."""
         return ENV_PREFIX + self.name.upper()
+
+    @property
+    def help_text(self) -> str:
+        """What it means, and its limits."""
+        limits = []
+        if self.choices is not None:
+            limits.append(f"One of {', '.join(self.choices)}.")
+        if self.minimum is not None:
+            limits.append(f"At least {self.minimum}.")
+        if self.maximum is not None:
+            limits.append(f"At most {self.maximum}.")
+        return " ".join([self.help, *limits])
+
+    @property
+    def default_text(self) -> str:
+        """The default as it would be given; empty for none and for secrets."""
+        return "" if self.secret or self.default is None else _to_text(self, self.default)
 
 
 def parse_options(
@@ -112,13 +121,14 @@ def parse_options(
 
 def check_options(options: object) -> None:
     """Raise ConfigError if a value of `options`, however they were made, is out of its limits or of another type."""
-    for item in _describe(type(options)):
+    for item in describe_options(type(options)):
         _check(item, getattr(options, item.name), item.flag)
 
 
-def option_rows(options_type: type) -> list[OptionRow]:
-    """Return the reference table of an options dataclass, a row per option, in order."""
-    return [OptionRow(item.flag, _default_text(item), item.env, _help_text(item)) for item in _describe(options_type)]
+def describe_options(options_type: type) -> list[Option]:
+    """Return the options of a dataclass, in order."""
+    hints = typing.get_type_hints(options_type)
+    return [_describe_field(entry, hints[entry.name]) for entry in fields(options_type)]
 
 
 def options_to_argv(options: object) -> list[str]:
@@ -128,14 +138,14 @@ def options_to_argv(options: object) -> list[str]:
     """
     return [
         f"{item.flag}={_to_text(item, getattr(options, item.name))}"
-        for item in _describe(type(options))
+        for item in describe_options(type(options))
         if not item.secret
     ]
 
 
 def options_to_env(options: object) -> dict[str, str]:
     """Return the environment variables that give a child process the secrets among these options."""
-    items = [item for item in _describe(type(options)) if item.secret]
+    items = [item for item in describe_options(type(options)) if item.secret]
     return {item.env: _to_text(item, getattr(options, item.name)) for item in items}
 
 
@@ -145,18 +155,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, env: Mapping[str, str]) -> OptionsT:
-    items = _describe(options_type)
+    items = describe_options(options_type)
     summary = (options_type.__doc__ or "").strip().splitlines()
     parser = _Parser(prog=prog, description=summary[0] if summary else None, allow_abbrev=False)
     for item in items:
-        default = "a secret" if item.secret and item.default else (_default_text(item) or "empty")
+        default = "a secret" if item.secret and item.default else (item.default_text or "empty")
         arguments: dict[str, Any] = {"nargs": "?", "const": "true"} if item.kind is bool else {}
         parser.add_argument(
             item.flag,
             dest=item.name,
             default=argparse.SUPPRESS,
             metavar=item.kind.__name__.upper(),
-            help=f"{_help_text(item)} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
+            help=f"{item.help_text} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
             **arguments,
         )
     if getattr(options_type, "knows_foreign_flags", False):
@@ -178,12 +188,7 @@ def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, 
     return options_type(**values)
 
 
-def _describe(options_type: type) -> list[_Option]:
-    hints = typing.get_type_hints(options_type)
-    return [_describe_field(entry, hints[entry.name]) for entry in fields(options_type)]
-
-
-def _describe_field(entry: Field[Any], hint: Any) -> _Option:
+def _describe_field(entry: Field[Any], hint: Any) -> Option:
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         arguments = [part for part in typing.get_args(hint) if part is not types.NoneType]
@@ -195,10 +200,10 @@ def _describe_field(entry: Field[Any], hint: Any) -> _Option:
         raise TypeError(f"option {entry.name}: type {hint} is not supported")
     if entry.default is MISSING or "help" not in entry.metadata:
         raise TypeError(f"option {entry.name}: declare it with option(default, help)")
-    return _Option(entry.name, hint, optional, entry.default, **entry.metadata)
+    return Option(entry.name, hint, optional, entry.default, **entry.metadata)
 
 
-def _from_text(item: _Option, text: str, source: str) -> Any:
+def _from_text(item: Option, text: str, source: str) -> Any:
     value: Any
     if item.optional and not text:
         return None
@@ -225,7 +230,7 @@ def _from_text(item: _Option, text: str, source: str) -> Any:
     return value
 
 
-def _check(item: _Option, value: Any, source: str, text: str | None = None) -> None:
+def _check(item: Option, value: Any, source: str, text: str | None = None) -> None:
     """Raise ConfigError unless `value` is legal; `text` is how the user wrote it."""
     if value is None and item.optional:
         return
@@ -244,11 +249,11 @@ def _check(item: _Option, value: Any, source: str, text: str | None = None) -> N
             raise _wrong(item, source, part, f"is not one of {', '.join(item.choices)}", _near(str(part), item.choices))
 
 
-def _wrong(item: _Option, source: str, shown: str, problem: str, fix: str = "") -> ConfigError:
+def _wrong(item: Option, source: str, shown: str, problem: str, fix: str = "") -> ConfigError:
     return ConfigError(f"{source}: {'the value' if item.secret else repr(shown)} {problem}; {fix or _limits(item)}")
 
 
-def _limits(item: _Option) -> str:
+def _limits(item: Option) -> str:
     if item.kind is bool:
         return f"use {item.flag} or {item.flag}=false"
     if item.choices is not None:
@@ -257,7 +262,7 @@ def _limits(item: _Option) -> str:
         return f"use {_KIND_WORDS.get(item.kind, 'a value')} from {item.minimum} to {item.maximum}"
     if item.minimum is not None:
         return f"use {_KIND_WORDS.get(item.kind, 'a value')} of {item.minimum} or more"
-    return f"use {_KIND_WORDS.get(item.kind, 'a ' + item.kind.__name__)}, for instance {_default_text(item) or '1'}"
+    return f"use {_KIND_WORDS.get(item.kind, 'a ' + item.kind.__name__)}, for instance {item.default_text or '1'}"
 
 
 def _unknown_text(argument: str, flags: Sequence[str]) -> str:
@@ -273,22 +278,7 @@ def _near(text: str, candidates: Sequence[str]) -> str:
     return f"did you mean {' or '.join(by_lowered[match] for match in close)}?" if close else "see --help"
 
 
-def _help_text(item: _Option) -> str:
-    limits = []
-    if item.choices is not None:
-        limits.append(f"One of {', '.join(item.choices)}.")
-    if item.minimum is not None:
-        limits.append(f"At least {item.minimum}.")
-    if item.maximum is not None:
-        limits.append(f"At most {item.maximum}.")
-    return " ".join([item.help, *limits])
-
-
-def _default_text(item: _Option) -> str:
-    return "" if item.secret or item.default is None else _to_text(item, item.default)
-
-
-def _to_text(item: _Option, value: Any) -> str:
+def _to_text(item: Option, value: Any) -> str:
     if value is None:
         return ""
     if item.kind is bool:

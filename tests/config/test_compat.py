@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config.base import option_rows, parse_options
+from outrider.config.base import describe_options, parse_options
 from outrider.config.compat import FOREIGN
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
@@ -83,7 +83,7 @@ def test_a_switch_does_not_swallow_the_next_word(capsys: pytest.CaptureFixture[s
 
 
 def test_every_renamed_option_has_ours() -> None:
-    ours = {row.flag for kind in (DraftOptions, VerifyOptions) for row in option_rows(kind)}
+    ours = {row.flag for kind in (DraftOptions, VerifyOptions) for row in describe_options(kind)}
     for entry in FOREIGN:
         assert bool(entry.renamed) + bool(entry.moot or entry.refused) == 1, entry.flag
         assert not entry.renamed or ours & set(entry.renamed), entry.flag
@@ -96,5 +96,5 @@ def test_the_table_of_the_docs_is_this_one() -> None:
     for entry in FOREIGN:
         verdict = "supported" if entry.renamed else "accepted" if entry.moot else "refused"
         assert rows.get(entry.flag) == verdict, entry.flag
-    ours = [row.flag for row in option_rows(DraftOptions) if row.flag.startswith("--speculative-")]
+    ours = [row.flag for row in describe_options(DraftOptions) if row.flag.startswith("--speculative-")]
     assert all(rows.get(flag) == "supported" for flag in ours)

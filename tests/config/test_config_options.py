@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from outrider.config.base import (
     check_options,
+    describe_options,
     option,
-    option_rows,
     options_to_argv,
     options_to_env,
     parse_options,
@@ -138,11 +138,11 @@ def test_help_tells_defaults_limits_and_environment(capsys: pytest.CaptureFixtur
 
 
 def test_the_reference_table_has_a_row_per_option() -> None:
-    rows = option_rows(Options)
+    rows = describe_options(Options)
     assert [row.env for row in rows] == ["OUTRIDER_" + field.name.upper() for field in fields(Options)]
     row = rows[1]
-    assert (row.flag, row.default) == ("--max-requests", "1024")
-    assert row.help == "Requests open at once. At least 1. At most 4096."
+    assert (row.flag, row.default_text) == ("--max-requests", "1024")
+    assert row.help_text == "Requests open at once. At least 1. At most 4096."
 
 
 def test_a_secret_stays_off_command_lines_tables_and_reprs() -> None:
@@ -172,7 +172,7 @@ list_items = plain_text.map(lambda text: text.replace(",", "").strip()).filter(b
     )
 )
 def test_a_child_process_gets_the_same_options_whatever_its_environment(options: Options) -> None:
-    hostile = {row.env: "1" for row in option_rows(Options) if row.env != "OUTRIDER_AUTH_TOKEN"}
+    hostile = {row.env: "1" for row in describe_options(Options) if row.env != "OUTRIDER_AUTH_TOKEN"}
     assert parse_options(Options, options_to_argv(options), env=hostile) == options
 
 
