@@ -175,9 +175,9 @@ def test_texts_are_the_targets_whatever_is_drafted_and_drafts_make_them_faster()
         requests: set[Any] = set()
         launch = simulation._device.launch
 
-        def noting(entries: Any, launch: Any = launch, requests: set[Any] = requests) -> Any:
+        def noting(entries: Any, *rest: Any, launch: Any = launch, requests: set[Any] = requests) -> Any:
             requests.update(entry.request for entry in entries)
-            return launch(entries)
+            return launch(entries, *rest)
 
         simulation._device.launch = noting  # type: ignore[method-assign]
         speeds[speculate] = simulation.run()["tokens_per_second"]
