@@ -28,7 +28,7 @@ from outrider.protocol.speculation import (
 )
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection
-from verify_service.door.remote import MAX_UNREAD_WEIGHT, RemoteVerifyEngine
+from verify_service.door.remote import MAX_UNREAD_DRAFT_WEIGHT, RemoteVerifyEngine
 from verify_service.frames import FeaturesDone, FeaturesToDraft, FromDoor
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -210,7 +210,7 @@ async def test_a_draft_that_floods_loses_its_session_and_nothing_gathers(model: 
             thread.remote.draft_connected(port)
         for _ in range(100):
             thread.remote.draft_received(draft, flood(4096))
-        assert draft.num_resets == 100 - MAX_UNREAD_WEIGHT // (4096 + 16)
+        assert draft.num_resets == 100 - MAX_UNREAD_DRAFT_WEIGHT // (4096 + 16)
         thread.remote.draft_received(honest, flood(4096))
         assert honest.num_resets == 0
         may_run.set()
@@ -225,7 +225,7 @@ async def test_long_words_of_a_draft_count_for_what_they_take(model: CausalLM) -
     async with engine_thread(make_engine(model)) as thread:
         draft = Silent()
         thread.remote.draft_connected(draft)
-        decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD_WEIGHT)
+        decline = Decline(1, DeclineReason.INVALID, False, "no " * MAX_UNREAD_DRAFT_WEIGHT)
         thread.remote.draft_received(draft, [decline])
         assert draft.num_resets == 1
 
@@ -234,7 +234,7 @@ async def test_an_array_too_long_for_its_message_counts_for_what_it_takes(model:
     async with engine_thread(make_engine(model)) as thread:
         draft = Silent()
         thread.remote.draft_connected(draft)
-        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=[0.0] * MAX_UNREAD_WEIGHT)])
+        thread.remote.draft_received(draft, [Grow(1, 1, 1, 1, 1, scores=[0.0] * MAX_UNREAD_DRAFT_WEIGHT)])
         assert draft.num_resets == 1
 
 

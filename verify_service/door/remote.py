@@ -48,7 +48,7 @@ from verify_service.frames import (
 log = get_logger(__name__)
 
 DEFAULT_MAX_TOKENS = 262144
-MAX_UNREAD_WEIGHT = 65536
+MAX_UNREAD_DRAFT_WEIGHT = 65536
 """Weight of one draft's messages that the engine may leave unread: about 0.1 s of work."""
 _END_INTERVAL_LEARN = 0.2
 """Weight of the newest time between the ends of two requests."""
@@ -221,7 +221,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
         session = self._sessions_by_stream[stream]
         weight = unread_weight(messages)
-        if session.unread_weight + weight > MAX_UNREAD_WEIGHT:
+        if session.unread_weight + weight > MAX_UNREAD_DRAFT_WEIGHT:
             log.warning("draft %s floods the engine; its session is reset", stream.address)
             stream.reset()
             return

@@ -20,6 +20,12 @@ from verify_service.door.remote import RemoteVerifyEngine
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_UNREAD_WEIGHT = 2 << 20
+"""Weight of what may lie unread of one answer; some tens of megabytes."""
+_MAX_MESSAGE_WEIGHT = 1 << 18
+"""Weight of what is sent in one message, which is far below the limit of a message then."""
+_TOKEN_WEIGHT = 8
+
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Answers gateways; the engine does the work."""
@@ -82,14 +88,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     ) -> verify_pb2.VerifyServiceGetLoadResponse:
         """The present load."""
         return LOAD.encode(self._load())
-
-
-MAX_UNREAD_WEIGHT = 2 << 20
-"""Weight of what may lie unread of one answer; some tens of megabytes."""
-
-_MAX_MESSAGE_WEIGHT = 1 << 18
-"""Weight of what is sent in one message, which is far below the limit of a message then."""
-_TOKEN_WEIGHT = 8
 
 
 class Outbox:
