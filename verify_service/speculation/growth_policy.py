@@ -14,9 +14,15 @@ PROBE_ROUNDS = 48
 """Of so many rounds one grows all that it may, to see what more would bring."""
 MAX_PROBE_ROUNDS = 1024
 """The same where drafting has not paid for long."""
+PROBE_LENGTH = 4
+"""Rounds that such a trial takes where nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
 """Rounds of so many requests that grow all they may at first."""
+_LOOK_EVERY = 8
+"""Rounds after which is looked for what pays best: it takes as long as the choice of a round's nodes."""
 _LEARN = 0.02
+_LEARN_FROM_PROBES = 0.15
+"""Weight of the newest round in what growth brings, where rounds are drafted for all the time, and where seldom."""
 _HYSTERESIS = 1.02
 
 
@@ -44,13 +50,16 @@ class _Table:
         self.num_rounds = 0
         self.since_probe = 0
         self.probe_every = PROBE_ROUNDS
-        self.last: tuple[int, int] = (num_steps, len(sizes) - 1)
+        self.choice: tuple[int, int] = (num_steps, len(sizes) - 1)
+        """What pays best, as known when it was looked for last: levels, and index of a number of nodes."""
+        self.num_new = 0
+        """Rounds that were learned from since then."""
 
     def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64]) -> None:
         """A round that took the `size`-th number of nodes of `num_steps` levels; `accepted` [levels, sizes] so far."""
         seen = self.num_seen[: num_steps + 1, : size + 1]
         seen += 1
-        rate = np.maximum(_LEARN, 1.0 / seen)
+        rate = np.maximum(_LEARN if self.choice[0] else _LEARN_FROM_PROBES, 1.0 / seen)
         known = self.accepted[: num_steps + 1, : size + 1]
         known += rate * (accepted[: num_steps + 1, : size + 1] - known)
 
@@ -91,16 +100,17 @@ class GrowthPolicy:
         table = self._table(num_rows)
         table.num_rounds += 1
         table.since_probe += 1
-        most = (self._max_steps, len(sizes) - 1)
-        if table.num_rounds <= TRIAL_ROUNDS or table.since_probe >= table.probe_every:
-            table.since_probe = 0
-            choice = most
-        else:
-            choice = self._best(table, num_rows)
-            pays = choice[0] > 0
-            table.probe_every = PROBE_ROUNDS if pays else min(2 * table.probe_every, MAX_PROBE_ROUNDS)
-        table.last = choice
-        return Growth(choice[0], sizes[choice[1]]) if choice[0] else None
+        is_trial = table.num_rounds <= TRIAL_ROUNDS
+        if is_trial or table.since_probe >= table.probe_every:
+            if table.choice[0] or table.since_probe >= table.probe_every + PROBE_LENGTH - 1:
+                table.since_probe = 0
+            return Growth(self._max_steps, sizes[-1])
+        if table.num_new >= _LOOK_EVERY or table.num_rounds == TRIAL_ROUNDS + 2:
+            table.choice = self._best(table, num_rows)
+            table.num_new = 0
+            table.probe_every = PROBE_ROUNDS if table.choice[0] else min(2 * table.probe_every, MAX_PROBE_ROUNDS)
+        steps, size = table.choice
+        return Growth(steps, sizes[size]) if steps else None
 
     def note(self, growth: Growth, num_rows: int, ranks: Sequence[Sequence[int]]) -> None:
         """A round verified what was grown: of each request, how many of all nodes were better than each accepted one.
@@ -118,6 +128,7 @@ class GrowthPolicy:
                 within = np.searchsorted(np.asarray(path), table.sizes)
                 accepted += np.minimum(levels, within[None, :])
         table.learn(growth.num_steps, size, accepted)
+        table.num_new += 1 if table.choice[0] else _LOOK_EVERY
 
     def _table(self, num_rows: int) -> _Table:
         sizes = self._sizes(num_rows)
@@ -134,7 +145,6 @@ class GrowthPolicy:
         rates[table.num_seen == 0] = 0.0
         rates[0] = num_rows / self._round_seconds(num_rows)
         steps, size = np.unravel_index(int(rates.argmax()), rates.shape)
-        last = table.last
-        if rates[last] * _HYSTERESIS >= rates[steps, size]:
-            return last
+        if rates[table.choice] * _HYSTERESIS >= rates[steps, size]:
+            return table.choice
         return int(steps), int(size)

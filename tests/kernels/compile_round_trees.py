@@ -1,0 +1,52 @@
+"""Compiles the kernels of drafting inside the round. Run by test_round_trees.py, as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from compile_only import compile_only
+
+from kernels.frontier_state import NUM_FIELDS, BurstRows, CandidatePool
+from kernels.round_trees import CommittedTokens, GrownTrees, NodePicker, TreeLimits
+from kernels.sampling_state import RoundTokens
+
+_REGION, _BRANCHING, _MOST_NODES = 256, 8, 256
+
+
+def _ints(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int32)
+
+
+def _round(num_tokens: int, num_rows: int) -> RoundTokens:
+    tokens = [_ints(num_tokens) for _ in range(4)]
+    return RoundTokens(*tokens, _ints(num_rows + 1), *(_ints(num_rows) for _ in range(3)))
+
+
+def main() -> None:
+    """Call every launcher for a lone request and for many; each launch is a compilation."""
+    compiled = compile_only()
+    from kernels.jit import round_trees
+
+    for num_tokens, num_rows in ((32, 1), (128, 64)):
+        base, out = _round(num_tokens, num_rows), _round(num_tokens, num_rows)
+        at = CommittedTokens.new(num_tokens, num_rows, torch.device("cpu"))
+        committed, pages = _ints(num_rows, 66), _ints(num_rows + 1, 64)
+        drafts = _ints(num_rows)
+        round_trees.lay_out_committed(base, committed[:, 0], committed[:, 2:34], drafts, pages, at, 16, 1, 1024)
+        seeds = num_rows * _BRANCHING
+        pool = CandidatePool(_ints(NUM_FIELDS, seeds + 8 * num_tokens * _BRANCHING), seeds)
+        rows = BurstRows(*(_ints(num_rows) for _ in range(4)), _ints(num_rows, 8), _ints(num_rows, _REGION))
+        tokens, scores = _ints(num_rows, _BRANCHING), torch.zeros(num_rows, _BRANCHING)
+        round_trees.plant_roots(_ints(4), pool, rows, at, tokens, scores, -12.0, 1)
+        picker = NodePicker.new(num_tokens // 2, _MOST_NODES, 16, num_rows, -12.0, torch.device("cpu"))
+        round_trees.reopen_pool(_ints(4), pool, num_tokens * _BRANCHING)
+        round_trees.export_nodes(pool, drafts, picker.choice.order, picker.trees)
+        limits = TreeLimits(_ints(num_rows + 1), drafts, drafts)
+        trees = GrownTrees(picker.trees.order[:num_tokens], picker.trees.pool, picker.trees.table_rows)
+        round_trees.merge_trees(base, trees, limits, out, torch.zeros(num_tokens))
+    sys.stdout.write(" ".join(sorted(set(compiled))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""How much grows inside rounds follows from what rounds accepted and from measured times alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from verify_service.engine.round import Growth
+from verify_service.speculation.growth_policy import MAX_PROBE_ROUNDS, PROBE_LENGTH, GrowthCost, GrowthPolicy
+
+SIZES = (3, 7, 15, 31, 63)
+
+
+def seconds(tokens: int) -> float:
+    return 4.3e-3 + 12e-6 * tokens
+
+
+def make(step: float = 0.27e-3, fixed: Growth | None = None, max_steps: int = 8) -> GrowthPolicy:
+    return GrowthPolicy(seconds, lambda _: GrowthCost(0.35e-3, step), lambda _: SIZES, max_steps, fixed)
+
+
+def play(policy: GrowthPolicy, chance: float, num_rounds: int, spread: int = 2) -> list[Growth | None]:
+    """Rounds in which the best child of a node is committed with this chance; each level has `spread` better nodes."""
+    source, grown, pending = random.Random(1), [], None
+    for _ in range(num_rounds):
+        if pending is not None:
+            depth = 0
+            while depth < pending.num_steps and depth * spread < pending.num_nodes and source.random() < chance:
+                depth += 1
+            policy.note(pending, 1, [[level * spread for level in range(depth)]])
+        pending = policy.plan(1)
+        grown.append(pending)
+    return grown
+
+
+def usual(grown: list[Growth | None]) -> Growth | None:
+    late = grown[len(grown) // 2 :]
+    return max(set(late), key=late.count)
+
+
+def test_a_useless_drafter_is_left_alone_and_tried_seldom() -> None:
+    grown = play(make(), 0.0, 6000)
+    assert usual(grown) is None
+    tried = [index for index, growth in enumerate(grown) if growth is not None]
+    late = [index for index in tried if index > 3000]
+    assert late and len(late) <= PROBE_LENGTH * (3000 / MAX_PROBE_ROUNDS + 1)
+
+
+def test_the_better_a_drafter_the_deeper_its_trees() -> None:
+    depths = [growth.num_steps for chance in (0.5, 0.7, 0.9) if (growth := usual(play(make(), chance, 1500)))]
+    assert len(depths) == 3 and depths == sorted(depths) and depths[0] < depths[-1]
+
+
+def test_dear_steps_make_shallow_trees() -> None:
+    cheap, dear = (usual(play(make(step), 0.8, 1500)) for step in (0.1e-3, 1.5e-3))
+    assert cheap is not None and dear is not None and cheap.num_steps > dear.num_steps
+
+
+def test_what_is_chosen_is_about_the_best_there_is() -> None:
+    chance, spread = 0.75, 2
+    growth = usual(play(make(), chance, 4000, spread))
+
+    def rate(steps: int, nodes: int) -> float:
+        depth = min(steps, -(-nodes // spread))
+        tokens = 1 + sum(chance**level for level in range(1, depth + 1))
+        cost = GrowthCost(0.35e-3, 0.27e-3).seconds(steps)
+        return tokens / (seconds(1 + nodes) + cost)
+
+    assert growth is not None
+    best = max(rate(steps, nodes) for steps in range(9) for nodes in SIZES)
+    assert rate(*growth) > 0.96 * best
+
+
+def test_a_drafter_that_gets_better_is_used_again() -> None:
+    policy = make()
+    assert usual(play(policy, 0.0, 800)) is None
+    assert usual(play(policy, 0.85, 6000)) is not None
+
+
+def test_what_is_fixed_is_grown_always_within_the_sizes() -> None:
+    assert set(play(make(fixed=Growth(3, 100)), 0.0, 50)) == {Growth(3, 63)}
+
+
+@pytest.mark.parametrize("max_steps", [1, 4])
+def test_nothing_is_grown_that_the_options_exclude(max_steps: int) -> None:
+    assert all(growth is None or growth.num_steps <= max_steps for growth in play(make(max_steps=max_steps), 0.9, 300))
+    empty = GrowthPolicy(seconds, lambda _: GrowthCost(0.0, 0.0), lambda _: (), max_steps)
+    assert empty.plan(1) is None
