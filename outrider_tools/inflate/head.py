@@ -22,7 +22,7 @@ from outrider.models.drafters.loader import StoredTensor, head_name, shared_tens
 from outrider.models.progress import Progress
 from outrider.models.weights import SINGLE_FILE, save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
-from outrider_tools.inflate.shapes import Embedding
+from outrider_tools.inflate.shapes import Embedding, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater
 
 OFFSETS = "d2t"
@@ -162,12 +162,8 @@ def _fields(
     return {
         **{name: value for name, value in flat.items() if name not in moved},
         "architectures": fields["architectures"],
-        "hidden_size": shape.hidden,
+        **replace(shape, layers=config.decoder.num_layers).config_fields(),
         "target_hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "rms_norm_eps": rms_norm_eps,
         "vocab_size": vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -233,12 +229,7 @@ def _random_fields(target: ModelConfig, draft_vocab_size: int, dtype: torch.dtyp
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        **replace(shape_of(target), layers=1).config_fields(),
         "max_position_embeddings": target.max_positions,
         "rms_norm_eps": target.rms_norm_eps,
         "rope_theta": target.rope.theta,

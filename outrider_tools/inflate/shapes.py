@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
@@ -23,6 +24,17 @@ class Shape:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    def config_fields(self) -> dict[str, Any]:
+        """The sizes as config.json has them."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
 
 
 # Those of Llama 3.1 and 3.2, Qwen2.5 and Llama 3.1 70B.

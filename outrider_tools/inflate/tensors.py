@@ -218,12 +218,7 @@ def inflated_fields(
     """The target's config.json from the source's."""
     target = embedding.target
     changes: dict[str, Any] = {
-        "hidden_size": target.hidden,
-        "intermediate_size": target.intermediate,
-        "num_hidden_layers": target.layers,
-        "num_attention_heads": target.heads,
-        "num_key_value_heads": target.kv_heads,
-        "head_dim": target.head_dim,
+        **target.config_fields(),
         "rms_norm_eps": rms_norm_eps,
         "vocab_size": vocab_size,
         "tie_word_embeddings": False,

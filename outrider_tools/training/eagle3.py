@@ -130,10 +130,10 @@ class TrainableEagle3Head(TrainableHead):
         projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
         return projected
 
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[None, Tensor]:
         """See TrainableHead."""
         layer = self.midlayer
-        return feature, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], -1)
+        return None, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], -1)
 
     def output_rows(self, feature: Tensor) -> Tensor:
         """See TrainableDrafter."""

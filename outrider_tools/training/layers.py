@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from outrider.layers.rotary import rotate
 from outrider.models.config import ModelConfig
+from outrider_tools.inflate.shapes import shape_of
 
 # What a head takes over from its target's config.json as it stands there.
 SHARED_FIELDS = (
@@ -37,12 +38,7 @@ def llama_fields(
     fields = {
         "architectures": [architecture],
         "model_type": "llama",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        **shape_of(replace(target, num_layers=1)).config_fields(),
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": target.rms_norm_eps,

@@ -125,9 +125,9 @@ class TrainableHead(TrainableDrafter):
         """Its layer."""
 
     @abstractmethod
-    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """From a step's tokens and features [M, hidden] to the residual stream [M, hidden] that the layer takes, and
-        the rows [M, width] that its attention projects."""
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor | None, Tensor]:
+        """From a step's tokens and features [M, hidden] to the residual stream [M, hidden] that the layer takes, None
+        where that is the feature itself, and the rows [M, width] that its attention projects."""
 
     def project(self, features: Tensor) -> Tensor:
         """The target's features as a step takes them, [M, hidden]."""
@@ -139,8 +139,8 @@ class TrainableHead(TrainableDrafter):
 
     def before_attention(
         self, embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The residual stream, and q [M, H, D], k and v [M, KVH, D]."""
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """The residual stream as `enter` gives it, and q [M, H, D], k and v [M, KVH, D]."""
         stream, rows = self.enter(embedded, feature)
         return stream, *self.decoder_layer.self_attn.project(rows, cos, sin)
 
@@ -167,7 +167,8 @@ class TrainableHead(TrainableDrafter):
                 else:
                     own_k.append(k)
                     own_v.append(v)
-                feature = after(stream, own_attention(q, true_k, true_v, own_k, own_v, spans, columns))
+                attended = own_attention(q, true_k, true_v, own_k, own_v, spans, columns)
+                feature = after(feature if stream is None else stream, attended)
                 yield feature
 
         return run

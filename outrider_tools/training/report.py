@@ -9,12 +9,16 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from outrider_tools.training.trainer import CurvePoint
 
 # Lines of one kind come no more often, where no bar can be drawn.
 EVERY_SECONDS = 5.0
+# Columns of a table, which is as wide in a file.
+TABLE_WIDTH = 160
 # From so many tokens on they are told in millions.
 MANY = 100_000
 
@@ -87,14 +91,13 @@ class Report:
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Rows of as many columns each, on standard output; the first column is names."""
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for column in range(len(rows[0])):
+            table.add_column(no_wrap=True, justify="right" if column and len(rows[0]) > 2 else "left")
         for row in rows:
-            cells = [row[0].ljust(widths[0])]
-            if len(row) == 2:
-                cells.append(row[1])
-            else:
-                cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            print("  ".join(cells).rstrip(), flush=True)
+            table.add_row(*map(escape, row))
+        console = Console(file=sys.stdout, highlight=False)
+        console.print(table, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
 
     def _due(self, what: str) -> bool:
         now = time.monotonic()

@@ -13,6 +13,7 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.weights import TensorReader
+from outrider_tools.inflate.shapes import shape_of
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
 from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
 from outrider_tools.training.learner import DraftInput, Runner, TrainableDrafter, Wrap
@@ -99,16 +100,7 @@ class TrainableLM(TrainableDrafter):
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
         """See TrainableDrafter: the target's, with the small model's sizes."""
-        config = self.config
-        fields = {
-            **target_fields,
-            "num_hidden_layers": config.num_layers,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-        }
+        fields = {**target_fields, **shape_of(self.config).config_fields()}
         # Lists with an entry a layer are the target's and fit no longer, and the small model has no MTP modules.
         lacking = ("layer_types", "num_nextn_predict_layers")
         return {name: value for name, value in fields.items() if name not in lacking}
