@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH_FREE = [
     "gateway",
     "outrider.drafting.ngram",
+    "outrider.drafting.registry",
+    "outrider.drafting.model.growth",
     "draft_service.main",
     "draft_service.engine.worker",
     "outrider.cli",

@@ -15,5 +15,6 @@ batch_manager       requests come and go, rows of the runner, what is to be done
 planner, growth     what a burst runs; the loop
 publisher           entries of the forest become nodes of the trees that verify is sent
 burst               what runners are told and answer
-runner              torch_runner on a CPU, cuda_runner on a GPU; device_memory, buffers
+runner              torch_runner on a CPU, cuda_runner on a GPU; cuda_forward, device_memory, buffers
+round_drafter       the same steps behind a round of verify's, on its device; round_trees: what they grow
 """
