@@ -14,7 +14,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
-from outrider_tools.capacity import count_graphs, head_elements, kv_elements, model_elements, parse_size, plan_target
+from outrider_tools.cli.plan import count_graphs, head_elements, kv_elements, model_elements, parse_size, plan_target
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
