@@ -21,7 +21,7 @@ from outrider.models.config import ModelConfig, read_json
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import Progress
 from outrider.models.weights import TensorReader, split_shards, write_shards
-from outrider_tools.inflate.shapes import Embedding, Shape
+from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
 COPIED_FILES = (
@@ -99,11 +99,11 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     """
     fields = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
-    embedding = Embedding.of(config, options.shape)
+    shape_map = ShapeMap.of(config, options.shape)
     vocab_size = options.vocab_size or config.vocab_size
     with TensorReader(source) as reader:
-        inflater = Inflater(reader, config, embedding, vocab_size, options.dtype, options.device, options.seed)
-        fields = inflated_fields(fields, embedding, vocab_size, inflater.rms_norm_eps, options.dtype)
+        inflater = Inflater(reader, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
+        fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
         shapes = _tensor_shapes(fields)
         total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
         with work_folder(out, total) as work:
@@ -111,7 +111,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
             for name in COPIED_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, work / name)
-            _write_notice(work, out.name, source, embedding, vocab_size, options.seed)
+            _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
             shards = split_shards(shapes, options.dtype, options.max_shard_bytes)
             stage = f"writing {out.name}"
             write_shards(work, shards, options.dtype, inflater.tensor, lambda done: progress(stage, done, total))
@@ -150,15 +150,15 @@ def work_folder(out: Path, num_bytes: int, option: str = "--out") -> Iterator[Pa
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_notice(work: Path, name: str, source: Path, embedding: Embedding, vocab_size: int, seed: int) -> None:
+def _write_notice(work: Path, name: str, source: Path, shape_map: ShapeMap, vocab_size: int, seed: int) -> None:
     """Say to people what the folder is, and to programs where the source lies in it."""
-    text = NOTICE.format(name=name, source=source.name, shape=embedding.target, vocab_size=vocab_size, seed=seed)
+    text = NOTICE.format(name=name, source=source.name, shape=shape_map.target, vocab_size=vocab_size, seed=seed)
     (work / "README.md").write_text(text, encoding="utf-8")
     record = {
         "source": source.name,
-        "source_shape": asdict(embedding.source),
-        "shape": asdict(embedding.target),
-        "layers": embedding.layers,
+        "source_shape": asdict(shape_map.source),
+        "shape": asdict(shape_map.target),
+        "layers": shape_map.layers,
         "seed": seed,
     }
     (work / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

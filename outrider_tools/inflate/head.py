@@ -22,7 +22,7 @@ from outrider.models.drafters.loader import StoredTensor, head_name, shared_tens
 from outrider.models.progress import Progress
 from outrider.models.weights import SINGLE_FILE, save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
-from outrider_tools.inflate.shapes import Embedding, shape_of
+from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater
 
 OFFSETS = "d2t"
@@ -46,14 +46,14 @@ class HeadInflater(Inflater):
         self,
         stored: Mapping[str, StoredTensor],
         config: HeadConfig,
-        embedding: Embedding,
+        shape_map: ShapeMap,
         target_hidden: int,
         vocab_size: int,
         options: InflateOptions,
     ) -> None:
         decoder = config.decoder
         reader = _StoredReader(stored)
-        super().__init__(reader, decoder, embedding, decoder.vocab_size, options.dtype, options.device, options.seed)
+        super().__init__(reader, decoder, shape_map, decoder.vocab_size, options.dtype, options.device, options.seed)
         self._wide = "layers.0.hidden_norm.weight" in stored
         self._ids = Axis.front(vocab_size, decoder.vocab_size)
         self._rows = Axis.front(config.draft_vocab_size, config.draft_vocab_size)
@@ -111,9 +111,9 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     vocab_size = options.vocab_size or of_target.vocab_size
     if vocab_size != config.decoder.vocab_size:
         stored = _for_padding(stored, head, target)
-    embedding = Embedding.of(config.decoder, replace(options.shape, layers=config.decoder.num_layers))
-    inflater = HeadInflater(stored, config, embedding, options.shape.hidden, vocab_size, options)
-    places = [*Embedding.of(of_target, options.shape).layers, options.shape.layers]
+    shape_map = ShapeMap.of(config.decoder, replace(options.shape, layers=config.decoder.num_layers))
+    inflater = HeadInflater(stored, config, shape_map, options.shape.hidden, vocab_size, options)
+    places = [*ShapeMap.of(of_target, options.shape).layers, options.shape.layers]
     changed = _fields(fields, config, options, vocab_size, inflater.rms_norm_eps)
     if config.feature_layers[-1] <= of_target.num_layers:
         ids = [places[layer] - 1 for layer in config.feature_layers]

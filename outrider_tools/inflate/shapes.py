@@ -106,7 +106,7 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class ShapeMap:
     """Places of a source decoder's channels, heads and layers in a target shape.
 
     Residual and MLP channels keep their numbers: the first `source.hidden` and `source.intermediate` of the target's.
@@ -116,21 +116,21 @@ class Embedding:
     target: Shape
 
     @classmethod
-    def of(cls, config: ModelConfig, target: Shape) -> Embedding:
-        """The embedding of the decoder that `config` describes.
+    def of(cls, config: ModelConfig, target: Shape) -> ShapeMap:
+        """The map of the decoder that `config` describes.
 
         Raises:
             ConfigError: the target cannot hold the source exactly; says what stands against it.
         """
-        embedding = cls(shape_of(config), target)
-        problem = embedding._problem()
+        shape_map = cls(shape_of(config), target)
+        problem = shape_map._problem()
         if config.qk_norm:
             problem = "the source norms its heads (Qwen3), which does not survive a change of their number of channels"
-        if config.rope.kind == "yarn" and embedding.rotary_stride > 1:
+        if config.rope.kind == "yarn" and shape_map.rotary_stride > 1:
             problem = "the source has yarn rotary positions, which depend on head_dim"
         if problem:
-            raise ConfigError(f"cannot inflate {embedding.source} into {target}: {problem}")
-        return embedding
+            raise ConfigError(f"cannot inflate {shape_map.source} into {target}: {problem}")
+        return shape_map
 
     @cached_property
     def rotary_stride(self) -> int:

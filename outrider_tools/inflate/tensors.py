@@ -1,6 +1,6 @@
 """Embeds a small checkpoint in a large shape: the same function at the large model's full cost.
 
-The source's channels, heads and layers lie where `Embedding` says. Everything else is filled with random weights whose
+The source's channels, heads and layers lie where `ShapeMap` says. Everything else is filled with random weights whose
 results are multiplied by zero: columns of o_proj and down_proj, and all rows that would leave the source's part of the
 residual stream, are zero. So that stream is the source's, followed by zeros, and:
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
-from outrider_tools.inflate.shapes import Embedding
+from outrider_tools.inflate.shapes import ShapeMap
 
 # The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
 RANDOM_STD = 0.02
@@ -72,23 +72,23 @@ class Inflater:
         self,
         reader: Reader,
         config: ModelConfig,
-        embedding: Embedding,
+        shape_map: ShapeMap,
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
     ) -> None:
-        self._reader, self._embedding = reader, embedding
+        self._reader, self._shape_map = reader, shape_map
         self._dtype, self._device, self._seed = dtype, device, seed
-        source, target = embedding.source, embedding.target
+        source, target = shape_map.source, shape_map.target
         self._shrink = source.hidden / target.hidden
-        self._query_scale = math.sqrt(embedding.rotary_stride)
-        self._source_layers = {place: layer for layer, place in enumerate(embedding.layers)}
+        self._query_scale = math.sqrt(shape_map.rotary_stride)
+        self._source_layers = {place: layer for layer, place in enumerate(shape_map.layers)}
         self._tied = config.tie_embeddings
         self._vocab = Axis.front(vocab_size, config.vocab_size)
         self._residual = Axis.front(target.hidden, source.hidden)
         self._mlp = Axis.front(target.intermediate, source.intermediate)
-        self._heads, self._kv_heads = _head_axes(embedding)
+        self._heads, self._kv_heads = _head_axes(shape_map)
         self._constant: float | None = None
         self.rms_norm_eps = config.rms_norm_eps * self._shrink
         if vocab_size != config.vocab_size:
@@ -130,21 +130,21 @@ class Inflater:
 
     def _clear_queries(self, target: Tensor) -> None:
         """Channels that no rotary pair of the source has: the keys' are random, so the queries' must be zero."""
-        target.unflatten(0, (-1, self._embedding.target.head_dim))[self._embedding.heads] = 0.0
+        target.unflatten(0, (-1, self._shape_map.target.head_dim))[self._shape_map.heads] = 0.0
 
     def _norm(self, source: str | None, constant_weight: float) -> Tensor:
         axes = (self._residual,)
         scale = math.sqrt(self._shrink)
         target = self._zeros(axes).fill_(scale)
         if self._constant is not None:
-            target[self._embedding.source.hidden] = constant_weight
+            target[self._shape_map.source.hidden] = constant_weight
         return target if source is None else self._place(target, source, axes, scale)
 
     def _embedding_matrix(self) -> Tensor:
         axes = (self._vocab, self._residual)
         target = self._place(self._zeros(axes), EMBEDDING, axes)
         if self._constant is not None:
-            target[:, self._embedding.source.hidden] = self._constant
+            target[:, self._shape_map.source.hidden] = self._constant
         return target
 
     def _head_matrix(self) -> Tensor:
@@ -152,13 +152,13 @@ class Inflater:
         target = self._place(self._random(HEAD, axes), EMBEDDING if self._tied else HEAD, axes)
         if self._constant is not None:
             target[len(self._vocab.places) :] = 0.0
-            target[:, self._embedding.source.hidden] = 0.0
-            target[len(self._vocab.places) :, self._embedding.source.hidden] = PADDING_HEAD_WEIGHT
+            target[:, self._shape_map.source.hidden] = 0.0
+            target[len(self._vocab.places) :, self._shape_map.source.hidden] = PADDING_HEAD_WEIGHT
         return target
 
     def _make_constant(self, config: ModelConfig, vocab_size: int) -> None:
         """Half of epsilon moves to the square of a constant channel: the norms' sums stay what they were."""
-        source, target = self._embedding.source, self._embedding.target
+        source, target = self._shape_map.source, self._shape_map.target
         if vocab_size < config.vocab_size:
             raise ConfigError(f"--vocab-size {vocab_size}: below the source's {config.vocab_size}")
         if target.hidden == source.hidden:
@@ -195,28 +195,28 @@ class Inflater:
         return self._zeros(axes).normal_(0.0, RANDOM_STD, generator=generator)
 
 
-def _head_axes(embedding: Embedding) -> tuple[Axis, Axis]:
+def _head_axes(shape_map: ShapeMap) -> tuple[Axis, Axis]:
     """Rows of q_proj, and of k_proj and v_proj."""
-    source, target = embedding.source, embedding.target
+    source, target = shape_map.source, shape_map.target
     heads = Axis(
         target.heads * target.head_dim,
-        embedding.head_channels(embedding.heads),
+        shape_map.head_channels(shape_map.heads),
         range(source.heads * source.head_dim),
     )
-    held = [(place, head) for place, head in enumerate(embedding.kv_heads) if head >= 0]
+    held = [(place, head) for place, head in enumerate(shape_map.kv_heads) if head >= 0]
     kv_heads = Axis(
         target.kv_heads * target.head_dim,
-        embedding.head_channels([place for place, _ in held]),
+        shape_map.head_channels([place for place, _ in held]),
         [head * source.head_dim + dim for _, head in held for dim in range(source.head_dim)],
     )
     return heads, kv_heads
 
 
 def inflated_fields(
-    fields: dict[str, Any], embedding: Embedding, vocab_size: int, rms_norm_eps: float, dtype: torch.dtype
+    fields: dict[str, Any], shape_map: ShapeMap, vocab_size: int, rms_norm_eps: float, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The target's config.json from the source's."""
-    target = embedding.target
+    target = shape_map.target
     changes: dict[str, Any] = {
         **target.config_fields(),
         "rms_norm_eps": rms_norm_eps,

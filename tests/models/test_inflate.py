@@ -22,7 +22,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
 from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, compare, inflate, streamed_logits
-from outrider_tools.inflate.shapes import SHAPES, Embedding, Shape, parse_shape, shape_of
+from outrider_tools.inflate.shapes import SHAPES, Shape, ShapeMap, parse_shape, shape_of
 
 # The tiny sources have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.
 WIDER = Shape(hidden=48, layers=5, heads=12, kv_heads=4, head_dim=16, intermediate=56)
@@ -78,7 +78,7 @@ def test_the_logits_are_the_sources(tmp_path: Path, family: str, changes: dict[s
 def test_groups_larger_than_the_targets_are_split_over_copies_of_their_kv_head(tmp_path: Path) -> None:
     save_tiny(tmp_path / "tiny", hidden_size=36, num_attention_heads=6, num_key_value_heads=2, head_dim=8)
     shape = Shape(hidden=40, layers=3, heads=10, kv_heads=5, head_dim=8, intermediate=48)
-    assert Embedding.of(ModelConfig.from_folder(tmp_path / "tiny"), shape).kv_heads == [0, 0, 1, 1, -1]
+    assert ShapeMap.of(ModelConfig.from_folder(tmp_path / "tiny"), shape).kv_heads == [0, 0, 1, 1, -1]
     out, ids = inflated(tmp_path / "tiny", shape), token_ids(30)
     assert relative_error(logits_of(out, ids), logits_of(tmp_path / "tiny", ids)) <= 2e-5
 
@@ -159,15 +159,15 @@ def test_heads_stay_with_their_kv_head_and_layers_in_their_order(
     target = Shape(1000, layers + more, kv_heads * group, kv_heads, 8, 8)
     if kv_heads < source_kv * math.ceil(source_group / group):
         with pytest.raises(ConfigError, match="kv_heads must be at least"):
-            Embedding.of(config_of(source), target)
+            ShapeMap.of(config_of(source), target)
         return
-    embedding = Embedding.of(config_of(source), target)
-    assert len(set(embedding.heads)) == source.heads
-    assert [embedding.kv_heads[head // group] for head in embedding.heads] == [
+    shape_map = ShapeMap.of(config_of(source), target)
+    assert len(set(shape_map.heads)) == source.heads
+    assert [shape_map.kv_heads[head // group] for head in shape_map.heads] == [
         head // source_group for head in range(source.heads)
     ]
-    assert embedding.layers == sorted(set(embedding.layers))
-    assert 0 <= embedding.layers[0] <= embedding.layers[-1] < target.layers
+    assert shape_map.layers == sorted(set(shape_map.layers))
+    assert 0 <= shape_map.layers[0] <= shape_map.layers[-1] < target.layers
 
 
 def config_of(shape: Shape, **changes: Any) -> ModelConfig:
@@ -205,10 +205,10 @@ def test_a_shape_that_cannot_hold_the_source_is_refused(tiny: Path, changes: dic
 def test_sources_that_depend_on_their_head_size_are_refused() -> None:
     shape = Shape(32, 3, 4, 2, 8, 48)
     with pytest.raises(ConfigError, match="Qwen3"):
-        Embedding.of(config_of(shape, architectures=["Qwen3ForCausalLM"]), WIDER)
+        ShapeMap.of(config_of(shape, architectures=["Qwen3ForCausalLM"]), WIDER)
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ConfigError, match="yarn"):
-        Embedding.of(config_of(shape, rope_parameters=yarn), WIDER)
+        ShapeMap.of(config_of(shape, rope_parameters=yarn), WIDER)
 
 
 def test_a_folder_that_exists_is_left_alone(tiny: Path) -> None:
