@@ -18,7 +18,7 @@ from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import FinishReason
-from verify_service.engine.round import Entry
+from verify_service.engine.round import Entry, Growth
 from verify_service.executors.cuda import CudaExecutor, CudaRound
 
 Start = Callable[[str, Guess | None], ThreadedEngine]
@@ -43,8 +43,8 @@ def last_for_looks(executor: CudaExecutor) -> None:
     """
     launch = executor.launch
 
-    def launch_lasting(entries: Sequence[Entry]) -> CudaRound:
-        pending, looks = launch(entries), count()
+    def launch_lasting(entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
+        pending, looks = launch(entries, growth), count()
         pending.done = lambda: next(looks) >= LOOKS  # type: ignore[method-assign]
         return pending
 
@@ -119,7 +119,7 @@ def test_nodes_that_the_grammar_forbids_are_not_verified(start: Start, truth: li
     engine = start("cpu", guesser("random", truth))
     launch = engine._executor.launch
 
-    def watching(entries):  # type: ignore[no-untyped-def]
+    def watching(entries, *rest):  # type: ignore[no-untyped-def]
         for entry in entries:
             if (grammar := entry.request.params.sampling.grammar) is not None and entry.samples:
                 assert len(entry.masks) == 1 + len(entry.nodes)
@@ -129,7 +129,7 @@ def test_nodes_that_the_grammar_forbids_are_not_verified(start: Start, truth: li
                         path.append(entry.nodes.token_ids[parent])
                         parent = entry.nodes.parents[parent]
                     verified.append((grammar, entry.request.tokens[entry.request.prompt_len :] + path[::-1]))
-        return launch(entries)
+        return launch(entries, *rest)
 
     engine._executor.launch = watching  # type: ignore[method-assign]
     run(engine)

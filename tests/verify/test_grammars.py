@@ -217,8 +217,8 @@ def test_masks_are_computed_ahead_of_the_round_that_needs_them(
     counted: list[int] = []
     launch = engine._executor.launch
 
-    def launching(entries):  # type: ignore[no-untyped-def]
-        pending = launch(entries)
+    def launching(entries, *rest):  # type: ignore[no-untyped-def]
+        pending = launch(entries, *rest)
         while engine.grammars.work(entries):
             counted.append(1)
         return pending
@@ -248,8 +248,8 @@ def test_a_look_ahead_takes_one_request_s_tree_and_all_have_their_turn(
     together: list[int] = []
     launch = engine._executor.launch
 
-    def launching(entries):  # type: ignore[no-untyped-def]
-        pending = launch(entries)
+    def launching(entries, *rest):  # type: ignore[no-untyped-def]
+        pending = launch(entries, *rest)
         idle = 0
         while idle < len(entries):
             before = len(forests)
@@ -280,7 +280,9 @@ def test_nodes_whose_masks_are_not_there_in_time_wait_for_a_later_round(
     sizes: list[int] = []
     launch = engine._executor.launch
     monkeypatch.setattr(
-        engine._executor, "launch", lambda entries: (sizes.extend(len(e.nodes) for e in entries), launch(entries))[1]
+        engine._executor,
+        "launch",
+        lambda entries, *rest: (sizes.extend(len(e.nodes) for e in entries), launch(entries, *rest))[1],
     )
     engine.start()
     try:
