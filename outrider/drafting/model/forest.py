@@ -24,6 +24,9 @@ _MAX_DEAD = 512
 
 Int32s = NDArray[np.int32]
 
+_NO_ENTRY = -2
+"""An index that is no entry's parent; that of roots is -1."""
+
 
 def places_within(groups: NDArray[np.integer[Any]], counts: Ints) -> Ints:
     """[N] how many of the same group lie before each; `counts` are the sizes of all groups."""
@@ -279,10 +282,6 @@ class DraftForest:
         loose = np.flatnonzero(idle & ~entries.may_have_children[:end] & (entries.scores[:end] > DEAD))
         order = loose[entries.scores[loose].argsort(kind="stable")]
         entries.kill(order[:count])
-
-
-_NO_ENTRY = -2
-"""An index that is no entry's parent; that of roots is -1."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Int32s = NDArray[np.int32]
 Ints = NDArray[np.intp]
 
+_MIN_FORCED_TOKENS = 7
+"""Uncached tokens of a request that a burst always computes: a forward apart delays the burst."""
+_MAX_STALE_TOKENS = 6
+"""Uncached tokens without final KV that a burst under way is given, which is after about two commits."""
+_MIN_MOVE_ALONG = 8
+"""Uncached tokens that are moved when others are, so that no burst ends for them a few rounds later."""
+
 
 class SlotLease(NamedTuple):
     """Free slots that a burst may fill; it fills some of them."""
@@ -157,14 +164,6 @@ class TreeSlots:
         start = int(self.num_free[row])
         self.num_free[row] = end = start + len(slots)
         self.stacks[row, start:end] = slots
-
-
-_MIN_FORCED_TOKENS = 7
-"""Uncached tokens of a request that a burst always computes: a forward apart delays the burst."""
-_MAX_STALE_TOKENS = 6
-"""Uncached tokens without final KV that a burst under way is given, which is after about two commits."""
-_MIN_MOVE_ALONG = 8
-"""Uncached tokens that are moved when others are, so that no burst ends for them a few rounds later."""
 
 
 class DeclinedError(Exception):

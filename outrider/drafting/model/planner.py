@@ -26,6 +26,21 @@ from outrider.drafting.model.entries import BurstCollector, Ints
 from outrider.drafting.model.forest import DraftForest
 from outrider.drafting.model.kv import ContextKVManager, Int32s, SlotLease
 
+_WIDTH_FACTOR, _FRESH_WIDTH_FACTOR = 2, 4
+"""Nodes of a step for each request, as a multiple of a node's candidates; the second after a miss."""
+_MAX_STEP_NODES = 32
+"""Nodes of a step at most for few requests: 64 take a quarter longer than 32, and depth is worth more."""
+_STEP_NODES_PER_ROW = 4
+"""Nodes of a step for each of many requests."""
+_SPREAD_STEPS = 4
+"""Steps in which what there is to run spreads from a root to the width of a step."""
+_FULL_STEP_PART = 4
+"""A burst goes on while a step finds a fourth of the nodes that it may run: narrower steps are hardly faster."""
+_MAX_EVEN_SHARES = 4
+"""Tree slots of a burst that a request may fill, as a multiple of its even share."""
+_RESERVED_SEED_PART = 3
+"""A burst that goes on keeps a third of its seeds for tokens that are not committed yet."""
+
 
 @dataclass(slots=True)
 class ForcedTokens:
@@ -171,23 +186,6 @@ def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
             first = index
         if place + 1 == len(taking) or taking[place + 1] != index + 1:
             yield start + first, start + index + 1
-
-
-_CHILDREN_PER_REQUEST = 2
-"""Width of a step for each request, in nodes whose candidates it has room for; the next one after a miss."""
-_CHILDREN_PER_FRESH_REQUEST = 4
-_MAX_STEP_NODES = 32
-"""Nodes of a step at most for few requests: 64 take a quarter longer than 32, and depth is worth more."""
-_STEP_NODES_PER_ROW = 4
-"""Nodes of a step for each of many requests."""
-_SPREAD_STEPS = 4
-"""Steps in which what there is to run spreads from a root to the width of a step."""
-_FULL_STEP_PART = 4
-"""A burst goes on while a step finds a fourth of the nodes that it may run: narrower steps are hardly faster."""
-_MAX_EVEN_SHARES = 4
-"""Tree slots of a burst that a request may fill, as a multiple of its even share."""
-_RESERVED_SEED_PART = 3
-"""A burst that goes on keeps a third of its seeds for tokens that are not committed yet."""
 
 
 @dataclass(slots=True)
@@ -500,7 +498,7 @@ class Planner:
             want = self._options.lockstep_width * num_rows
         else:
             roomy = self._buckets.branching(num_rows) * (
-                _CHILDREN_PER_FRESH_REQUEST * num_fresh + _CHILDREN_PER_REQUEST * (num_rows - num_fresh)
+                _FRESH_WIDTH_FACTOR * num_fresh + _WIDTH_FACTOR * (num_rows - num_fresh)
             )
             want = min(max(num_chosen, roomy), left, max(_MAX_STEP_NODES, _STEP_NODES_PER_ROW * num_rows))
         width = max(num_forced, min(want, self._shape.max_width), 1)

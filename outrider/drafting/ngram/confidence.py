@@ -20,6 +20,14 @@ _MAX_LOCAL_TRIES = 48.0
 
 NUM_SOURCES = 2
 
+_EVIDENCE_DECAY = 0.97
+"""Share of the evidence that each committed token leaves."""
+_MAX_EVIDENCE = 5.0
+_WORD_MASK = 0xFFFFFFFF
+_SHARPNESS = 0.5
+"""Power of exp(noise): 1 would be exact if a trie's chances were the target's own; 0.5 measured best."""
+_MEAN_NOISE_FACTOR = math.gamma(1.0 - _SHARPNESS)
+
 
 class LocalConfidence:
     """What one request has shown, by bucket of match length: some texts copy, some never do."""
@@ -76,15 +84,6 @@ class Confidence:
 
 def _bucket_of(cell: int) -> int:
     return cell // (_NUM_DISTINCT * _NUM_COUNTS) % _NUM_LENGTHS
-
-
-_EVIDENCE_DECAY = 0.97
-"""Share of the evidence that each committed token leaves."""
-_MAX_EVIDENCE = 5.0
-_WORD_MASK = 0xFFFFFFFF
-_SHARPNESS = 0.5
-"""Power of exp(noise): 1 would be exact if a trie's chances were the target's own; 0.5 measured best."""
-_MEAN_NOISE_FACTOR = math.gamma(1.0 - _SHARPNESS)
 
 
 class NoiseTrust:
