@@ -15,7 +15,7 @@ from kernels.launch import power_of_two
 from kernels.sampling_state import RoundTokens
 
 if TYPE_CHECKING:
-    from kernels.round_trees import CommittedTokens, GrownTrees, TreeLimits
+    from kernels.round_trees_state import CommittedTokens, GrownTrees, TreeLimits
 
 _ROW: tl.constexpr = tl.constexpr(state.ROW)
 _PARENT: tl.constexpr = tl.constexpr(state.PARENT)

@@ -25,7 +25,7 @@ from kernels.frontier_state import (
 from kernels.sampling_state import RoundTokens
 
 if TYPE_CHECKING:
-    from kernels.round_trees import CommittedTokens, GrownTrees, TreeLimits
+    from kernels.round_trees_state import CommittedTokens, GrownTrees, TreeLimits
 
 
 def lay_out_committed(

@@ -8,7 +8,7 @@ import torch
 from compile_only import compile_only
 
 from kernels.frontier_state import NUM_FIELDS, BurstRows, CandidatePool
-from kernels.round_trees import CommittedTokens, GrownTrees, NodePicker, TreeLimits
+from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker, TreeLimits
 from kernels.sampling_state import RoundTokens
 
 _REGION, _BRANCHING, _MOST_NODES = 256, 8, 256

@@ -11,16 +11,8 @@ from torch import Tensor
 
 from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, POSITION, ROW, SCORE, SLOT, TOKEN, BurstRows, CandidatePool
 from kernels.reference import round_trees as reference
-from kernels.round_trees import (
-    CommittedTokens,
-    GrownTrees,
-    NodePicker,
-    TreeLimits,
-    lay_out_committed,
-    merge_trees,
-    pick_nodes,
-    plant_roots,
-)
+from kernels.round_trees import lay_out_committed, merge_trees, pick_nodes, plant_roots
+from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker, TreeLimits
 from kernels.sampling_state import RoundTokens
 
 PAGE = 4

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.frontier_state import BurstRows
-from kernels.round_trees import CommittedTokens, GrownTrees, NodePicker, lay_out_committed, pick_nodes, plant_roots
+from kernels.round_trees import lay_out_committed, pick_nodes, plant_roots
+from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker
 from kernels.sampling_state import RoundTokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, TreeBuffers, choose_splits

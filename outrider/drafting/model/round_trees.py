@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.round_trees import GrownTrees, TreeLimits, merge_trees
+from kernels.round_trees import merge_trees
+from kernels.round_trees_state import GrownTrees, TreeLimits
 from kernels.sampling_state import RoundTokens
 
 

@@ -1,0 +1,153 @@
+"""What drafting inside the round keeps on the device: committed tokens, grown trees, and what chooses of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.frontier_state import FLOOR, HEADER_WORDS, NUM_FIELDS, STEP, BurstRows, CandidatePool, StepTokens
+from kernels.sampling_state import RoundTokens
+
+MAX_TABLES = 4096
+"""Rows of the tables at most."""
+_ALL_STEPS = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedTokens(RoundTokens):
+    """The tokens that a round committed, as a drafter's forward takes them: E slots over the round's B rows.
+
+    Fields of RoundTokens are int32; `positions` and `cached_len` are the drafter's KV positions, each token hangs below
+    the one before it in its row, and `root` is the slot of a row's last token, 0 where it has none.
+    """
+
+    sources: Tensor
+    """int64 [E], target KV slot whose feature goes with the token: that of the position before it; `spare` for padding.
+    """
+    last: Tensor
+    """int64 [B], as `root`."""
+    draft_rows: Tensor
+    """int32 [B], `table_rows` where the row has tokens, else -1."""
+    root_positions: Tensor
+    """int32 [B], position in the sequence of the row's last token; 0 where it has none."""
+
+    @classmethod
+    def new(cls, num_tokens: int, num_rows: int, device: torch.device) -> CommittedTokens:
+        """Memory for `num_tokens` tokens of `num_rows` rows."""
+
+        def ints(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=ints(num_tokens),
+            positions=ints(num_tokens),
+            parents=ints(num_tokens),
+            rows=ints(num_tokens),
+            first=ints(num_rows + 1),
+            root=ints(num_rows),
+            table_rows=ints(num_rows),
+            cached_len=ints(num_rows),
+            sources=ints(num_tokens, torch.int64),
+            last=ints(num_rows, torch.int64),
+            draft_rows=ints(num_rows),
+            root_positions=ints(num_rows),
+        )
+
+    def head(self, num_tokens: int, num_rows: int) -> CommittedTokens:
+        """Its first slots and rows."""
+        return CommittedTokens(
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            parents=self.parents[:num_tokens],
+            rows=self.rows[:num_tokens],
+            first=self.first[: num_rows + 1],
+            root=self.root[:num_rows],
+            table_rows=self.table_rows[:num_rows],
+            cached_len=self.cached_len[:num_rows],
+            sources=self.sources[:num_tokens],
+            last=self.last[:num_rows],
+            draft_rows=self.draft_rows[:num_rows],
+            root_positions=self.root_positions[:num_rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GrownTrees:
+    """Nodes that were chosen of the trees grown behind a round.
+
+    Attributes:
+        order: int32 [N], pool indices, the best node first, parents before children; -1 behind them.
+        pool: what the trees were grown in; BASE holds path scores, SLOT the tree slot of nodes that were run.
+        table_rows: int32 [B], of the pool's rows.
+    """
+
+    order: Tensor
+    pool: CandidatePool
+    table_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NodePicker:
+    """Memory for the choice of the best N nodes of a pool, and for the nodes that were chosen, L at most.
+
+    Attributes:
+        trees: the chosen nodes in a pool of their own, where ROW is a row of the tables.
+        choice: the choice's scratch: `order` int32 [N], `keys` and `tally`.
+        header: int32 [4], as the choice reads it.
+        rows: under which all nodes may be chosen.
+    """
+
+    trees: GrownTrees
+    choice: StepTokens
+    header: Tensor
+    rows: BurstRows
+
+    @classmethod
+    def new(
+        cls, num_nodes: int, most_nodes: int, capacity: int, num_rows: int, floor: float, device: torch.device
+    ) -> NodePicker:
+        """Memory for `num_nodes` of at most `most_nodes` nodes, of pools of `capacity` entries and `num_rows` rows.
+
+        Nodes with path scores below `floor` are not chosen.
+        """
+
+        def ints(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+
+        pool = CandidatePool(ints(NUM_FIELDS, most_nodes), 0)
+        trees = GrownTrees(ints(most_nodes, value=-1), pool, torch.arange(MAX_TABLES, dtype=torch.int32, device=device))
+        return cls.of(trees, num_nodes, capacity, num_rows, floor)
+
+    @classmethod
+    def of(cls, trees: GrownTrees, num_nodes: int, capacity: int, num_rows: int, floor: float) -> NodePicker:
+        """The same where the chosen nodes go to `trees`."""
+        device = trees.order.device
+        ones = torch.ones(num_rows, dtype=torch.int32, device=device)
+        zeros = torch.zeros_like(ones)
+        empty = zeros[:, None]
+        header = torch.zeros(HEADER_WORDS, dtype=torch.int32)
+        header[STEP] = _ALL_STEPS
+        header[FLOOR : FLOOR + 1] = torch.tensor([floor], dtype=torch.float32).view(torch.int32)
+        return cls(
+            trees=trees,
+            choice=StepTokens.new(num_nodes, 1, 1, device, capacity),
+            header=header.to(device),
+            rows=BurstRows(zeros, zeros, ones, zeros, empty, empty),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """Which trees a round takes, and how much of them. All int32.
+
+    Attributes:
+        row_of: [T], the round's row of each row of the tables; -1 where its tree is not wanted.
+        max_nodes: [B], nodes that a row of the round takes at most.
+        max_depth: [B], how far below the root they may lie.
+    """
+
+    row_of: Tensor
+    max_nodes: Tensor
+    max_depth: Tensor
