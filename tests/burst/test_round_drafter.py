@@ -220,3 +220,16 @@ def test_rows_that_are_not_drafted_get_no_nodes(model: DraftModel) -> None:
     target.commit({1: 2, 2: 1}, vocab, RoundShape(16, 4), set())
     drafter.grow(RoundShape(16, 4), 3, 6)
     assert chosen(drafter) == []
+
+
+def test_a_cleared_pool_is_not_run_by_steps_of_any_shape(model: DraftModel) -> None:
+    """As captures do: steps of all shapes run on what the others left in the pool."""
+    _, drafter = make(model, seed=5)
+    steps = drafter._steps
+    steps.clear()
+    for _ in range(2):
+        for rows in (4, 1, 2):
+            steps.run(drafter.step_shape(rows))
+    for rows in (4, 1, 2):
+        entries = steps.pool(drafter.step_shape(rows)).entries
+        assert not (entries[SLOT] >= 0).logical_and(entries[BASE].view(torch.float32) > -torch.inf).any()

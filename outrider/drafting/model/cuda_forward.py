@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.frontier import append_candidates, choose_entries, place_entries
-from kernels.frontier_state import NUM_FIELDS, BurstRows, CandidatePool, StepTokens
+from kernels.frontier_state import FLOOR, NUM_FIELDS, STEP, BurstRows, CandidatePool, StepTokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
@@ -87,8 +87,13 @@ class DraftSteps:
         return CandidatePool(self._entries[: NUM_FIELDS * size].view(NUM_FIELDS, size), num_seeds)
 
     def clear(self) -> None:
-        """No entry may be run, whatever bucket the pool is read by."""
+        """No entry may be run, whatever bucket the pool is read by, until the header is written anew.
+
+        Steps of different buckets lay the pool out differently: what is a token to one may be a score to another.
+        """
         self._entries.view(torch.float32).fill_(-math.inf)
+        self.header[STEP] = 0
+        self.header[FLOOR : FLOOR + 1].view(torch.float32).fill_(math.inf)
 
     def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
         """Run the nodes of a step, and write their candidates."""
