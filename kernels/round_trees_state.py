@@ -12,7 +12,6 @@ from kernels.sampling_state import RoundTokens
 
 MAX_TABLES = 4096
 """Rows of the tables at most."""
-_ALL_STEPS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class NodePicker:
         zeros = torch.zeros_like(ones)
         empty = zeros[:, None]
         header = torch.zeros(HEADER_WORDS, dtype=torch.int32)
-        header[STEP] = _ALL_STEPS
+        header[STEP] = 1
         header[FLOOR : FLOOR + 1] = torch.tensor([floor], dtype=torch.float32).view(torch.int32)
         return cls(
             trees=trees,
