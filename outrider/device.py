@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,30 +51,38 @@ def put(values: Numbers, device: torch.device, into: Tensor | None = None) -> Te
 
 log = get_logger(__name__)
 
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Instructions for products in bfloat16, as /proc/cpuinfo names them; the last one is ARM's."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str = "") -> torch.dtype:
-    """The torch dtype for "float32", "bfloat16", "float16" or "auto".
+    """The torch dtype for "float32", "bfloat16", "float16" or "auto", which is logged with its reason.
 
-    "auto" takes the half format of the `checkpoint` on a GPU, bfloat16 if it has none. On a CPU it takes bfloat16 where
-    there are instructions for it and a matrix-vector product proves faster with it; bfloat16 without such
-    instructions is emulated, and slower than float32.
+    "auto" follows from hardware and `checkpoint` (its dtype) alone, so that every start of a machine answers alike. On
+    a GPU it takes the checkpoint's half format, bfloat16 if it has none. On a CPU it takes bfloat16 where there are
+    instructions for it and oneDNN uses them; without, bfloat16 is emulated, and slower than float32.
     """
     if name != "auto":
         return _DTYPES[name]
     if device is not None and device.type != "cpu":
-        return torch.float16 if checkpoint == "float16" else torch.bfloat16
-    if not _BF16_FLAGS & _cpu_flags():
-        log.info("dtype float32: this CPU has no bfloat16 instructions")
-        return torch.float32
-    full, half = (_product_seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
-    chosen = torch.bfloat16 if half < full else torch.float32
-    log.info("dtype %s: a product takes %.2f ms in float32, %.2f ms in bfloat16", chosen, full * 1e3, half * 1e3)
+        chosen = torch.float16 if checkpoint == "float16" else torch.bfloat16
+        why = f"the checkpoint is {checkpoint}" if checkpoint else "the checkpoint names no format"
+    else:
+        chosen, why = _cpu_dtype(_cpu_flags())
+    log.info("dtype auto: %s (%s); --dtype chooses another", str(chosen).removeprefix("torch."), why)
     return chosen
+
+
+def _cpu_dtype(flags: set[str]) -> tuple[torch.dtype, str]:
+    """The faster dtype on a CPU with these `flags`, and why."""
+    found = next((flag for flag in _BF16_FLAGS if flag in flags), "")
+    if not found:
+        return torch.float32, "this CPU has no bfloat16 instructions"
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32, f"this CPU has {found}, and this build of torch does not use it"
+    return torch.bfloat16, f"this CPU has {found}"
 
 
 def _cpu_flags() -> set[str]:
@@ -83,16 +90,3 @@ def _cpu_flags() -> set[str]:
     lines = info.read_text().splitlines() if info.exists() else []
     words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return set(words.split())
-
-
-@torch.inference_mode()
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Fastest of some products [1, 2048] x [2048, 8192], whose weights do not fit the caches near a core."""
-    weight = torch.randn(8192, 2048).to(dtype)
-    row = torch.randn(1, 2048).to(dtype)
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        torch.nn.functional.linear(row, weight)
-        times.append(time.perf_counter() - start)
-    return min(times)

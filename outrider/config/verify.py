@@ -26,7 +26,8 @@ class VerifyOptions(PeerServiceOptions):
     )
     dtype: str = option(
         "auto",
-        "Number format of weights and KV; auto takes what is fastest on a CPU, the checkpoint's half format on a GPU.",
+        "Number format of weights and KV; auto: on a CPU bfloat16 if it has instructions "
+        "for it, on a GPU the checkpoint's half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
