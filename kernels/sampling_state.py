@@ -9,12 +9,14 @@ from torch import Tensor
 
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, ACCEPT_SINGLE, ACCEPT_ACC = range(8)
 """Columns of `SamplingTables.float_params`."""
-SEED_LOW, SEED_HIGH, CHOICE_INDEX, TOP_K, NUM_LOGPROBS, FLAGS = range(6)
-"""Columns of `SamplingTables.int_params`; two more are free."""
-PENALIZED, BIASED, MASKED = 1, 2, 4
+SEED_LOW, SEED_HIGH, CHOICE_INDEX, TOP_K, NUM_LOGPROBS, FLAGS, MIN_LENGTH = range(7)
+"""Columns of `SamplingTables.int_params`; one more is free."""
+PENALIZED, BIASED, MASKED, GOES_ON = 1, 2, 4, 8
 """Bits of the column FLAGS."""
 IN_PROMPT = 1 << 30
-"""Bit of `SamplingTables.counts`: the token occurs in the prompt. The bits below count the output."""
+"""Bit of `SamplingTables.counts`: the token occurs in the prompt."""
+ENDS_ANSWER = 1 << 29
+"""Bit of `SamplingTables.counts`: the token ends an answer. The bits below count the output."""
 MIN_TEMPERATURE = 1e-6
 """Temperatures between 0 and this count as this."""
 MAX_TOP_LOGPROBS = 20
@@ -66,9 +68,11 @@ class SamplingTables:
     float_params: Tensor
     """float32 [R, 8]: temperature, top_p, min_p, presence, frequency and repetition penalty, accept thresholds."""
     int_params: Tensor
-    """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags."""
+    """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags,
+    and the first position at which a token may end the answer, read where the flag GOES_ON is set."""
     counts: Tensor
-    """int32 [R, V]: how often the token is in the output, plus IN_PROMPT. Read where the flag PENALIZED is set."""
+    """int32 [R, V]: how often the token is in the output, plus IN_PROMPT and ENDS_ANSWER. Read where the flag
+    PENALIZED or GOES_ON is set."""
     bias: Tensor
     """float32 [R, V], added to the logits where the flag BIASED is set."""
 

@@ -62,6 +62,8 @@ class Answer:
         self._choice_index = choice_index
         self._detokenizer = tokenizer.detokenizer()
         self._stop = StopMatcher(job.stop)
+        self._min_tokens = job.request.min_tokens
+        self._num_tokens = 0
         self._prompt_only = job.prompt_only
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
@@ -109,7 +111,8 @@ class Answer:
         piece = "" if ends else self._detokenizer.push(token_id)
         logprobs = chunk.logprobs[index] if chunk.logprobs else None
         token = Token(token_id, chunk.origins[index], piece, logprobs, ends)
-        return token, self._stop.push(piece)
+        self._num_tokens += 1
+        return token, piece if self._num_tokens <= self._min_tokens else self._stop.push(piece)
 
     def _finish(self, tokens: list[Token]) -> str:
         """The text that was held back; what half a character left counts for the last token here."""

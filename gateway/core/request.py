@@ -131,6 +131,9 @@ class StopFields(StrictModel):
         None, description="Tokens that end an answer; they are not part of its text."
     )
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Least tokens per answer: no token or string ends it before. Default 0."
+    )
 
 
 class ServingFields(StrictModel):
@@ -204,6 +207,18 @@ class ClientRequest(OutputFields):
                 "ignore_eos",
                 "does not go with a form of the answer, which ends where it is complete; leave it out",
                 {"field": "ignore_eos"},
+            )
+        if self.min_tokens and self.grammar is not None:
+            raise PydanticCustomError(
+                "min_tokens",
+                "does not go with a form of the answer, which ends where it is complete; leave it out",
+                {"field": "min_tokens"},
+            )
+        if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise PydanticCustomError(
+                "min_tokens",
+                "{given} is more than the limit of {limit} tokens; send at most {limit}",
+                {"field": "min_tokens", "given": self.min_tokens, "limit": self.max_tokens},
             )
         return self
 

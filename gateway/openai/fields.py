@@ -63,7 +63,6 @@ class HarmlessFields(StrictModel):
     metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
-    min_tokens: Annotated[Any, Only(0, why="a least number of tokens is not supported")] = None
     skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
 
 

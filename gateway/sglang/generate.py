@@ -69,7 +69,7 @@ class GenerateSampling(SamplingFields, StopFields):
         None, description=f"Most tokens to generate. Default {_DEFAULT_NEW_TOKENS}; 0 tells of the prompt alone."
     )
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="The same as seed.")
-    min_new_tokens: Annotated[Any, Only(0, why="a least number of tokens is not supported")] = None
+    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
     skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
     no_stop_trim: Annotated[Any, Only(False, why="a stop string is never part of the text")] = None
@@ -149,6 +149,8 @@ class GenerateBody(ServingFields, GenerationBody):
         limit = _DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
         common: dict[str, Any] = {name: getattr(params, name) for name in StopFields.model_fields}
         common |= {name: getattr(self, name) for name in ServingFields.model_fields}
+        if params.min_new_tokens is not None:
+            common["min_tokens"] = params.min_new_tokens
         common |= {
             "model": self.model,
             "sampling": sampling,
@@ -312,7 +314,7 @@ class GenerateBuilder(ResponseBuilder):
             return GenerateFinish(type="length", length=len(answer.tokens))
         if answer.tokens and answer.tokens[-1].ends_answer:
             return GenerateFinish(type="stop", matched=answer.tokens[-1].id)
-        text = "".join(token.text for token in answer.tokens)
+        text = "".join(token.text for token in answer.tokens[job.request.min_tokens :])
         found = [(at + len(stop), -len(stop), stop) for stop in job.stop if (at := text.find(stop)) >= 0]
         return GenerateFinish(type="stop", matched=min(found)[2] if found else None)
 

@@ -21,7 +21,9 @@ from kernels.sampling_state import (
     WalkOutputs,
 )
 
-_COUNT_BITS: tl.constexpr = tl.constexpr(state.IN_PROMPT - 1)
+_COUNT_BITS: tl.constexpr = tl.constexpr(state.ENDS_ANSWER - 1)
+_IN_PROMPT: tl.constexpr = tl.constexpr(state.IN_PROMPT)
+_ENDS_ANSWER: tl.constexpr = tl.constexpr(state.ENDS_ANSWER)
 _NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -58,7 +60,7 @@ def _penalize(logits, columns, inside, index, first, floats, counts, token_ids, 
         node = tl.minimum(tl.load(parents + node), node - 1)
     presence, frequency, repetition = tl.load(floats + 3), tl.load(floats + 4), tl.load(floats + 5)
     repeated = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, tl.zeros_like(logits) + repetition))
-    logits = tl.where((times > 0) | (counted != times), repeated, logits)
+    logits = tl.where((times > 0) | ((counted & _IN_PROMPT) != 0), repeated, logits)
     return tl.where(times > 0, (logits - frequency * times.to(tl.float32)) - presence, logits)
 
 
@@ -95,6 +97,10 @@ def _prepare(
         if (flags & 4) != 0:
             words = tl.load(vocab_mask + wide * mask_stride + columns // 32, mask=inside, other=0)
             values = tl.where(((words >> (columns % 32)) & 1) != 0, values, float("-inf"))
+    if (flags & 8) != 0:  # noqa: SIM102  # most requests are spared the other
+        if tl.load(positions + index) + 1 < tl.load(ints + 6):
+            counted = tl.load(counts + table + columns, mask=inside, other=0)
+            values = tl.where((counted & _ENDS_ANSWER) != 0, float("-inf"), values)
     if temperature > 0:
         values = tl.div_rn(values, tl.zeros_like(values) + tl.maximum(temperature, 1e-6))
     unusable = inside & (unusable | (values != values) | (values == float("inf")))

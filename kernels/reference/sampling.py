@@ -98,10 +98,10 @@ def adjust(
     table_row: int,
     vocab_mask: Tensor | None,
 ) -> Tensor:
-    """Penalties, bias, mask and temperature on one row of logits: float32 [V], a new tensor or `row` itself."""
+    """Penalties, bias, masks and temperature on one row of logits: float32 [V], a new tensor or `row` itself."""
     floats, flags = tables.float_params[table_row], int(tables.int_params[table_row, state.FLAGS])
     if flags & state.PENALIZED:
-        counts = tables.counts[table_row] & (state.IN_PROMPT - 1)
+        counts = tables.counts[table_row] & (state.ENDS_ANSWER - 1)
         present = (tables.counts[table_row] & state.IN_PROMPT) != 0
         node = index
         while node > root:
@@ -116,6 +116,8 @@ def adjust(
     if flags & state.MASKED and vocab_mask is not None:
         ids = torch.arange(len(row), device=row.device)
         row = row.masked_fill((vocab_mask[index][ids // 32] >> (ids % 32)) & 1 == 0, -torch.inf)
+    if flags & state.GOES_ON and int(tokens.positions[index]) + 1 < int(tables.int_params[table_row, state.MIN_LENGTH]):
+        row = row.masked_fill((tables.counts[table_row] & state.ENDS_ANSWER) != 0, -torch.inf)
     if float(floats[state.TEMPERATURE]) > 0:
         row = row / floats[state.TEMPERATURE].clamp(min=state.MIN_TEMPERATURE)
     return row

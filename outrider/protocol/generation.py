@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import AnswerEnd, SamplingParams
 
 
 class TokenOrigin(IntEnum):
@@ -89,8 +89,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """Whose text this is (outrider.rpc.call.salted_tenant): nothing learned from it serves another tenant."""
     skip_prefix_cache: bool = False
     """Whether the whole prompt is computed, whatever the radix cache has of it."""
+    min_tokens: int = 0
+    """Tokens that end an answer are masked until it has so many."""
     client: str = ""
     """On whose behalf; requests of equal priority take turns by client. Verify's door says so, not the message."""
+
+    @property
+    def answer_end(self) -> AnswerEnd:
+        """When the answer may end."""
+        return AnswerEnd(self.stop_token_ids, self.min_tokens)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.sampling import logprobs, sample_rows
 from kernels.sampling_state import (
     BIASED,
+    ENDS_ANSWER,
+    GOES_ON,
     ILLEGAL_TOKEN,
     IN_PROMPT,
     MASKED,
@@ -27,7 +29,7 @@ from outrider.device import put
 from outrider.errors import InternalError
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import AcceptRule
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
 
 
 def failure(error: int) -> InternalError:
@@ -64,21 +66,24 @@ class DeviceSampler:
         self._pinned_mask = torch.full(self._mask.shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._logprobs = LogprobOutputs.new(num_rows, max_depth, device)
 
-    def admit(self, row: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
+    def admit(
+        self, row: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, end: AnswerEnd = ANY_END
+    ) -> None:
         """Give a row to a request whose committed tokens are `tokens`."""
         flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
-        flags += MASKED * (params.grammar is not None)
+        flags += MASKED * (params.grammar is not None) + GOES_ON * (end.min_tokens > 0)
         wanted = -1 if params.num_logprobs is None else params.num_logprobs
         words = [params.seed & 0xFFFFFFFF, params.seed >> 32, params.choice_index]
-        ints = np.array([*words, min(params.top_k, self._vocab_size), wanted & 0xFFFFFFFF, flags, 0, 0], np.uint32)
+        more = [min(params.top_k, self._vocab_size), wanted & 0xFFFFFFFF, flags, prompt_len + end.min_tokens, 0]
+        ints = np.array([*words, *more], np.uint32)
         penalties = [params.presence_penalty, params.frequency_penalty, params.repetition_penalty]
         thresholds = [self._rule.single, self._rule.acc]
         floats = np.array([params.temperature, params.top_p, params.min_p, *penalties, *thresholds], np.float32)
         tables, device = self._tables, self._tables.bias.device
         put(ints.view(np.int32), device, into=tables.int_params[row])
         put(floats, device, into=tables.float_params[row])
-        if params.penalized:
-            put(self._history(tokens, prompt_len), device, into=tables.counts[row])
+        if params.penalized or end.min_tokens:
+            put(self._history(tokens, prompt_len, end), device, into=tables.counts[row])
         if params.logit_bias:
             dense = np.zeros(self._vocab_size, np.float32)
             dense[list(params.logit_bias)] = list(params.logit_bias.values())
@@ -136,8 +141,9 @@ class DeviceSampler:
             for i in range(count)
         ]
 
-    def _history(self, tokens: Sequence[int], prompt_len: int) -> NDArray[np.int32]:
+    def _history(self, tokens: Sequence[int], prompt_len: int, end: AnswerEnd) -> NDArray[np.int32]:
         ids = np.asarray(tokens, np.int64)
         counts: NDArray[np.int32] = np.bincount(ids[prompt_len:], minlength=self._vocab_size).astype(np.int32)
         counts[ids[:prompt_len]] |= IN_PROMPT
+        counts[[token for token in end.token_ids if token < self._vocab_size]] |= ENDS_ANSWER
         return counts

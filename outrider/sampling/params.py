@@ -11,7 +11,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling fields of one request, already validated; torch-free.
 
     Processors run in the order of design section 4: repetition, frequency and presence penalty, logit bias,
-    grammar mask, temperature, top-k, top-p, min-p. A field at its default costs nothing.
+    grammar mask, the mask of tokens that end an answer (`AnswerEnd`), temperature, top-k, top-p, min-p. A field at its
+    default costs nothing.
     """
 
     temperature: float = 1.0
@@ -48,3 +49,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     def penalized(self) -> bool:
         """Whether the logits depend on the history."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class AnswerEnd(msgspec.Struct, frozen=True, array_like=True):
+    """When an answer may end: tokens that end it are masked until it has `min_tokens` of others."""
+
+    token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+
+ANY_END = AnswerEnd()
+"""An answer may end at once."""

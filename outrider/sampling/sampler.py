@@ -13,7 +13,7 @@ from torch import Tensor, float32
 from outrider.errors import InternalError
 from outrider.sampling.lossy import EXACT, AcceptRule, choose
 from outrider.sampling.noise import gumbel
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
 from outrider.sampling.processors import Candidates, LogitsProcessor, TokenHistory, top_k_indices
 
 # Rows of noise kept. A row serves all nodes of one depth, and again in the next round if the root moves little.
@@ -27,7 +27,9 @@ class RequestSampler:
     reached, on what was sampled before, or on what is cached. An error in one call leaves the sampler as it was.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, end: AnswerEnd = ANY_END
+    ) -> None:
         """Start at the end of the prompt.
 
         Raises InvalidRequestError for biased tokens outside the vocabulary and ValueError for such prompt tokens of a
@@ -37,6 +39,8 @@ class RequestSampler:
         self.vocab_size = vocab_size
         self._length = len(prompt_ids)
         self._processor = LogitsProcessor(params, vocab_size)
+        self._min_length = len(prompt_ids) + end.min_tokens
+        self._goes_on = None if not end.min_tokens else ~np.isin(np.arange(vocab_size), list(end.token_ids))
         self._history = TokenHistory(prompt_ids, vocab_size) if params.penalized else None
         self._noise: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
@@ -66,6 +70,8 @@ class RequestSampler:
         that lets some of them pass; with the exact one they do not matter.
         Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
         """
+        if self._goes_on is not None and position < self._min_length:
+            mask = self._goes_on if mask is None else self._goes_on & mask
         candidates = self._processor.process(self._row(logits_row), self._history, path, mask)
         if children and rule.applies_to(self.params):
             return choose(candidates, children, self.params, position, rule)

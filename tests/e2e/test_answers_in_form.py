@@ -70,6 +70,13 @@ def test_other_forms_are_held_to_as_well(client: openai.OpenAI) -> None:
     assert re.fullmatch("[0-9]{3}-[0-9]{4}", text) and reason == "stop"
 
 
+def test_an_answer_has_its_least_number_of_tokens(client: openai.OpenAI) -> None:
+    text, reason = answers(client, 0.0, {"min_tokens": 80, "stop": [".", " "]})
+    assert " " in text or reason == "length"
+    short, _ = answers(client, 0.0, {"stop": [".", " "]})
+    assert len(text) > len(short)
+
+
 def test_a_hostile_grammar_is_refused_by_name_and_harms_no_other_request(client: openai.OpenAI) -> None:
     others = client.chat.completions.create(model="smollm2", messages=ASK, max_tokens=24, temperature=0, stream=True)
     for extra, field in (

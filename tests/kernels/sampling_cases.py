@@ -8,8 +8,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.sampling_state import BIASED, IN_PROMPT, MASKED, PENALIZED, RoundTokens, SampleBuffers, SamplingTables
-from outrider.sampling.params import SamplingParams
+from kernels.sampling_state import (
+    BIASED,
+    ENDS_ANSWER,
+    GOES_ON,
+    IN_PROMPT,
+    MASKED,
+    PENALIZED,
+    RoundTokens,
+    SampleBuffers,
+    SamplingTables,
+)
+from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
 from outrider.sampling.sampler import RequestSampler
 
 
@@ -27,6 +37,7 @@ class Case:
     samples: bool = True
     masked: bool = False
     thresholds: tuple[float, float] = (1.0, 1.0)
+    end: AnswerEnd = ANY_END
 
     def path(self, node: int) -> list[int]:
         """Token ids from below the root to a node; -1 is the root."""
@@ -59,7 +70,7 @@ class Round:
     def expected(self, logits: torch.Tensor, row: int, node: int) -> int:
         """What the reference samples at a node of a row."""
         case = self.cases[row]
-        sampler = RequestSampler(case.params, case.prompt, self.vocab_size)
+        sampler = RequestSampler(case.params, case.prompt, self.vocab_size, case.end)
         sampler.commit(case.output)
         index = self.index(row, node)
         mask = self.allowed(index) if case.masked else None
@@ -128,14 +139,18 @@ def make_tables(cases: Sequence[Case], places: Sequence[int], vocab_size: int, d
              params.repetition_penalty, *case.thresholds]
         )  # fmt: skip
         flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias) + MASKED * case.masked
+        flags += GOES_ON * bool(case.end.min_tokens)
+        min_length = len(case.prompt) + case.end.min_tokens
         wanted = -1 if params.num_logprobs is None else params.num_logprobs
         ints[place] = int32(
-            [signed(params.seed), signed(params.seed >> 32), params.choice_index, params.top_k, wanted, flags, 0, 0],
+            [signed(params.seed), signed(params.seed >> 32), params.choice_index, params.top_k, wanted, flags,
+             min_length, 0],
             "cpu",
-        )
-        if params.penalized:
+        )  # fmt: skip
+        if params.penalized or case.end.min_tokens:
             row = np.bincount(case.output, minlength=vocab_size)
             row[case.prompt] |= IN_PROMPT
+            row[list(case.end.token_ids)] |= ENDS_ANSWER
             counts[place] = torch.from_numpy(row.astype(np.int32))
         if params.logit_bias:
             bias[place] = 0.0

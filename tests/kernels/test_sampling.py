@@ -17,7 +17,7 @@ from kernels.sampling import gumbel, logprobs, sample_rows
 from kernels.sampling_state import MAX_TOP_LOGPROBS, LogprobOutputs, WalkOutputs
 from outrider.errors import InternalError
 from outrider.sampling import noise
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import AnswerEnd, SamplingParams
 from outrider.sampling.processors import LogitsProcessor, TokenHistory
 from outrider.sampling.sampler import RequestSampler
 
@@ -120,6 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
         extend=draw(st.integers(1, 2)),
         samples=draw(st.integers(0, 4)) > 0,
         masked=draw(st.booleans()),
+        end=AnswerEnd(frozenset(draw(st.sets(TOKENS, max_size=20))), draw(st.integers(0, 6))),
     )
 
 

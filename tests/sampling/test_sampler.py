@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from outrider.errors import InternalError
 from outrider.sampling.noise import gumbel
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import AnswerEnd, SamplingParams
 from outrider.sampling.processors import LogitsProcessor
 from outrider.sampling.sampler import RequestSampler
 
@@ -187,3 +187,17 @@ def test_logprobs_of_a_greedy_token_equal_the_likeliest_exactly_and_ties_stand_b
     assert [i for i, _ in likeliest] == [1, 3, 0]
     assert sampler.logprobs(row, 2, 0)[1] == []
     assert len(sampler.logprobs(row, 2, 99)[1]) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_that_end_an_answer_are_masked_until_it_has_its_least(temperature: float) -> None:
+    row = torch.zeros(5)
+    row[[2, 4]] = 50.0
+    end = AnswerEnd(frozenset({2, 4}), min_tokens=3)
+    sampler = RequestSampler(SamplingParams(temperature=temperature, seed=1), [0, 1], 5, end)
+    drawn = [sampler.sample(row, [1] * depth, 2 + depth) in end.token_ids for depth in range(5)]
+    assert drawn == [False, False, False, True, True]
+    sampler.commit([1, 1])
+    assert [sampler.sample(row, [1] * depth, 4 + depth) in end.token_ids for depth in range(2)] == [False, True]
+    mask = np.array([False, True, True, True, True])
+    assert sampler.sample(row, [], 4, mask) in (1, 3)

@@ -60,6 +60,16 @@ class Admission:
         check_sampling(sampling, self.vocab_size)
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar, request.ignore_eos)
+        if request.min_tokens and sampling.grammar is not None:
+            raise InvalidRequestError(
+                "min_tokens", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
+            )
+        if request.min_tokens > request.max_tokens:
+            raise InvalidRequestError(
+                "min_tokens",
+                f"is {request.min_tokens}, more than max_tokens",
+                f"send at most {request.max_tokens}",
+            )
         if (request.num_prompt_logprobs or 0) > MAX_LOGPROBS:
             raise InvalidRequestError(
                 "num_prompt_logprobs", f"is {request.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"

@@ -312,7 +312,8 @@ class RequestRows:
         if self._listener is not None:
             self._listener.admitted(request, row)
         self._copy_pages(request)
-        self._sampler.admit(row, request.params.sampling, request.tokens, request.prompt_len)
+        params = request.params
+        self._sampler.admit(row, params.sampling, request.tokens, request.prompt_len, params.answer_end)
         return row
 
     def update(self, updates: Tensor) -> None:

@@ -1,0 +1,38 @@
+"""A least number of tokens, by each door's name for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gateway_world import World
+
+
+async def test_stop_strings_are_looked_for_behind_the_least_tokens(world: World) -> None:
+    world.verify.say("one two three. one two three.")
+    body = {"prompt": "x", "stop": ["two"], "max_tokens": 40}
+    early = (await world.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert early["text"] == "one "
+    least = len(world.verify.tokenizer.encode("one two three.", add_special_tokens=False))
+    late = (await world.http.post("/v1/completions", json=body | {"min_tokens": least})).json()["choices"][0]
+    assert late["text"] == "one two three. one " and late["finish_reason"] == "stop"
+    assert world.verify.requests[-1].min_tokens == least
+    params = {"stop": ["two"], "min_new_tokens": least}
+    answer = (await world.http.post("/generate", json={"text": "x", "sampling_params": params})).json()
+    assert answer["text"] == late["text"] and answer["meta_info"]["finish_reason"]["matched"] == "two"
+    assert world.verify.requests[-1].min_tokens == least
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "send at most 8"),
+        ({"min_tokens": 1, "guided_regex": "a"}, "leave it out"),
+        ({"min_tokens": -1}, "send at least 0"),
+    ],
+)
+async def test_what_cannot_be_is_refused(world: World, fields: dict[str, Any], problem: str) -> None:
+    response = await world.http.post("/v1/completions", json={"prompt": "x"} | fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "min_tokens" and problem in error["message"]
