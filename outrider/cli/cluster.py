@@ -257,6 +257,12 @@ class Cluster:
         return f"{scheme}://{self.address('gateway', 'rest_address')}"
 
     @property
+    def page_url(self) -> str:
+        """Where people can try the model; empty where the page is left out."""
+        options = self._given["gateway"]
+        return "" if isinstance(options, GatewayOptions) and options.no_page else f"{self.rest_url}/"
+
+    @property
     def api_key(self) -> str:
         """Bearer token that the gateway asks of clients; empty when it asks none."""
         options = self._given["gateway"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles, read_secret
-from outrider.errors import ConfigError
 from outrider.rpc.call import AUTHORIZATION_KEY
 from outrider.rpc.tls import channel_credentials, load_material
 from outrider.rpc.transport import check_address, check_token, split_host_port, unix_path
@@ -32,9 +32,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "address",
         nargs="?",
-        default=os.environ.get("OUTRIDER_ADDRESS", ""),
+        default=os.environ.get("OUTRIDER_ADDRESS") or GatewayOptions.address,
         help="The service's gRPC door: host:port or unix:/path. Default: $OUTRIDER_ADDRESS, what a service in this "
-        "environment binds.",
+        f"environment binds, or else the gateway's {GatewayOptions.address}.",
     )
     parser.add_argument(
         "--service", default="", help="Full name, like outrider.v1.VerifyService. Default: the process as a whole."
@@ -48,8 +48,6 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
-    if not arguments.address:
-        raise ConfigError("outrider health: no address; give host:port or unix:/path, or set OUTRIDER_ADDRESS")
     address = reachable(arguments.address)
     files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
     answer, detail = ask(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from rich.table import Table
-
-from outrider.cli.terminal import make_console
-from outrider.models.store import DEFAULT_MODEL, default_cache_dir, resolve_model
+from outrider.cli.terminal import aligned
+from outrider.models.installed import installed_models
+from outrider.models.store import DEFAULT_MODEL, resolve_model
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +19,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         help=f"{DEFAULT_MODEL} (the default), a local folder, or a Hugging Face id as owner/name.",
     )
-    commands.add_parser("list", help="List the models in Outrider's cache.")
+    commands.add_parser("list", help="List the models on this machine, as --model takes them.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,20 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.models_command == "pull":
         print(resolve_model(arguments.name))
         return 0
-    folder = default_cache_dir() / "models"
-    found = sorted(path for path in folder.glob("*") if (path / "config.json").is_file())
-    table = Table("model", "MB", "folder", box=None)
-    table.columns[1].justify = "right"
-    for path in found:
-        table.add_row(path.name, f"{size_of(path) / 1e6:.0f}", str(path))
-    console = make_console(color=not arguments.no_color)
+    found = installed_models()
+    rows = [("model", "MB", "folder")]
+    rows += [(model.name, f"{model.num_bytes / 1e6:.0f}", str(model.folder)) for model in found]
     if found:
-        console.print(table)
-    if folder / DEFAULT_MODEL not in found:
-        console.print(f"{DEFAULT_MODEL} (the default) is not here yet: outrider models pull")
+        print(aligned(rows, right=(1,)))
+    if DEFAULT_MODEL not in {model.name for model in found}:
+        print(f"{DEFAULT_MODEL} (the default) is not here yet: outrider models pull")
     return 0
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

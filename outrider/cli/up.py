@@ -48,6 +48,7 @@ def _port_hint(message: str) -> str:
 
 def _print_addresses(console: Console, cluster: Cluster) -> None:
     rows = [
+        ("page", cluster.page_url),
         ("REST", f"{cluster.rest_url}/v1"),
         ("gRPC", cluster.gateway_address),
         ("verify", cluster.verify_address),

