@@ -36,10 +36,10 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
     prompt_field, prompt = await _prompt(request, model, names)
     # First: of a prompt that is much too long nothing more is looked at.
-    max_tokens = _fit(len(prompt), request.max_tokens, model.context_length, prompt_field, names)
+    max_tokens = _fit(len(prompt), request, model, prompt_field, names)
     check_ids(prompt, model.vocab_size, prompt_field)
     known = _given(GenerationRequest, request) | {
-        "sampling": _sampling(request),
+        "sampling": _sampling(request, model),
         "max_tokens": max_tokens,
         "disable_speculation": request.speculation == "off",
         "tenant": salted_tenant(request.cache_salt or ""),
@@ -62,11 +62,11 @@ def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(model, name)) is not None}
 
 
-def _sampling(request: ClientRequest) -> SamplingParams:
-    fields = _given(SamplingParams, request.sampling) | {"grammar": request.grammar}
+def _sampling(request: ClientRequest, model: GatewayModel) -> SamplingParams:
+    fields = {**model.defaults.sampling, **_given(SamplingParams, request.sampling), "grammar": request.grammar}
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
-    fields["top_k"] = max(0, request.sampling.top_k or 0)
+    fields["top_k"] = max(0, fields.get("top_k", 0))
     return SamplingParams(**fields)
 
 
@@ -135,7 +135,9 @@ def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, f
     )
 
 
-def _fit(num_prompt: int, max_tokens: int | None, context_length: int, prompt_field: str, names: FieldNames) -> int:
+def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str, names: FieldNames) -> int:
+    """Most tokens of an answer."""
+    max_tokens, context_length = request.max_tokens, model.context_length
     room = context_length - num_prompt
     if room < 1:
         raise ContextLengthError(
@@ -149,4 +151,5 @@ def _fit(num_prompt: int, max_tokens: int | None, context_length: int, prompt_fi
             f"{num_prompt} prompt tokens and {max_tokens} to generate exceed the context of {context_length} tokens",
             f"send at most {room} here, or a shorter prompt",
         )
-    return max_tokens or room
+    limits = (room, max_tokens or request.default_max_tokens, model.defaults.max_tokens)
+    return min(limit for limit in limits if limit is not None)

@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from gateway.core.generation_config import GenerationDefaults
 from gateway.core.tokenizer import Tokenizer
 from outrider.errors import ConfigError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
@@ -31,6 +32,8 @@ class GatewayModel:
     """Changes with the model, its tokenizer or the release."""
     dtype: str = ""
     """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """Of requests that leave fields of sampling out."""
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is empty or this model's."""
@@ -41,9 +44,14 @@ class GatewayModel:
 class Catalogue:
     """Holds the served model; all replicas must serve the same one, and one that comes back may bring another."""
 
-    def __init__(self, tokenizer_folder: Path | None = None) -> None:
-        """Without a folder, the tokenizer is read from the one that verify names. Raises ConfigError."""
-        self._own_tokenizer = Tokenizer.load(tokenizer_folder) if tokenizer_folder is not None else None
+    def __init__(self, folder: Path | None = None, *, generation_config: bool = True) -> None:
+        """Without a folder, tokenizer and defaults are read from the one that verify names. Raises ConfigError.
+
+        `generation_config`: whether generation_config.json gives defaults of sampling.
+        """
+        self._folder = folder
+        self._reads_defaults = generation_config
+        self._own_tokenizer = Tokenizer.load(folder) if folder is not None else None
         self._identity: dict[str, object] = {}
         """What all replicas must agree on; empty before the first one has reported."""
         self._model: GatewayModel | None = None
@@ -80,6 +88,9 @@ class Catalogue:
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, Path(info.model_path))
             _check_tokenizer(tokenizer, info)
+            defaults = GenerationDefaults()
+            if self._reads_defaults:
+                defaults = await asyncio.to_thread(GenerationDefaults.load, self._folder or Path(info.model_path))
             digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
             self._model = GatewayModel(
                 name=info.model,
@@ -89,9 +100,12 @@ class Catalogue:
                 created=int(time.time()),
                 fingerprint=f"outrider-{digest[:12]}",
                 dtype=info.dtype,
+                defaults=defaults,
             )
             self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)
+            if told := defaults.told():
+                _logger.info("defaults of sampling, from generation_config.json: %s", told)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:

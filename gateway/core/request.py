@@ -193,6 +193,8 @@ class ClientRequest(OutputFields):
     grammar: Grammar | None = None
     """What each answer must be; `check_grammar` has passed it."""
     num_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    default_max_tokens: int | None = None
+    """Most tokens per answer without `max_tokens`, as far as the context has room; None for all of it."""
     prompt_only: bool = False
     """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
 

@@ -46,6 +46,9 @@ class ModelBody(Body):
     parent: None
     max_model_len: int
     """Most tokens of prompt and output together."""
+    default_sampling_params: dict[str, float | int]
+    """What fields of sampling are where a request leaves them out and generation_config.json names them; `max_tokens`
+    is the most that any answer gets."""
 
 
 class ModelList(Body):
@@ -64,7 +67,8 @@ class ModelInfo(Body):
     """The served name: clients do not learn of folders."""
     tokenizer_path: str
     is_generation: Literal[True]
-    preferred_sampling_params: None
+    preferred_sampling_params: dict[str, float | int] | None
+    """As default_sampling_params of /v1/models; null where there are none."""
     weight_version: str
     max_model_len: int
     vocab_size: int
@@ -130,7 +134,7 @@ class InfoRoutes:
             model_path=model.name,
             tokenizer_path=model.name,
             is_generation=True,
-            preferred_sampling_params=None,
+            preferred_sampling_params=model.defaults.told() or None,
             weight_version=model.fingerprint,
             max_model_len=model.context_length,
             vocab_size=model.vocab_size,
@@ -188,6 +192,7 @@ def _model_body(model: GatewayModel) -> ModelBody:
         root=model.name,
         parent=None,
         max_model_len=model.context_length,
+        default_sampling_params=model.defaults.told(),
     )
 
 

@@ -36,6 +36,7 @@ from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import PromptLogprobs
 
+_DEFAULT_TOKENS = 16
 _INLINE_ECHO_TOKENS = 4096
 """Prompt tokens that the event loop spells out itself, in some milliseconds."""
 
@@ -70,7 +71,7 @@ class CompletionRequest(OpenAIRequest):
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None,
-        description="Most tokens per answer. Default: what the context leaves. 0 only with echo or prompt_logprobs.",
+        description=f"Most tokens per answer. Default {_DEFAULT_TOKENS}. 0 only with echo or prompt_logprobs.",
     )
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="Another name of max_tokens."
@@ -95,6 +96,7 @@ class CompletionRequest(OpenAIRequest):
             "num_prompt_logprobs": max((number for number in prompt_values if number is not None), default=None),
             # Verify commits a token in any case; of an answer without room it is dropped.
             "max_tokens": 1 if self.limit == 0 else self.limit,
+            "default_max_tokens": _DEFAULT_TOKENS,
             "prompt_only": self.limit == 0,
         }
         return prompt_requests(self.prompt, "prompt", common, self.field_names, max_prompts)

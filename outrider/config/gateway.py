@@ -42,6 +42,12 @@ class GatewayOptions(ServiceOptions):
     tokenizer: Path | None = option(
         None, "Folder with tokenizer.json and tokenizer_config.json. Unset: the folder that verify names."
     )
+    generation_config: str = option(
+        "auto",
+        "Whether generation_config.json beside the tokenizer gives defaults of sampling, and its max_new_tokens the "
+        "most tokens of an answer: auto takes what is there.",
+        choices=("auto", "none"),
+    )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
     api_key_file: Path | None = option(
         None,

@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 LONG = {"text": "x", "sampling_params": {"max_new_tokens": 200}}
 ROUTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT, {"logprobs": True, "top_logprobs": 20}, "top_logprobs"),
-    ("/v1/completions", {"prompt": "x"}, {"logprobs": 20}, "logprobs"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 200}, {"logprobs": 20}, "logprobs"),
     ("/generate", LONG, {"return_logprob": True, "top_logprobs_num": 20}, "top_logprobs_num"),
     ("/v1/chat/completions", CHAT, {"trace": True}, "trace"),
     ("/generate", LONG, {"trace": True}, "trace"),
@@ -68,7 +68,7 @@ async def test_when_all_is_taken_others_are_told_to_come_later(verify: ScriptedV
     verify.round_size = 20
     verify.gate = asyncio.Event()
     async with open_world(verify, tmp_path, max_logprobs=2048) as world:
-        body = {"prompt": "x", "logprobs": 20}
+        body = {"prompt": "x", "logprobs": 20, "max_tokens": 24}
         waiting = [asyncio.create_task(post(world, "/v1/completions", body)) for _ in range(5)]
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         await until(lambda: verify.num_open == 4)
