@@ -47,6 +47,8 @@ class RoundFigures(NamedTuple):
     """Nodes that it would have taken without any hold; None if no draft serves its requests."""
     answers: Sequence[float] = ()
     """How long each of the drafts' answers took since the round before."""
+    drafting: float | None = None
+    """How long the device drafted behind the round before; None where it did not."""
 
 
 class RoundReport(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +63,9 @@ class RoundReport(msgspec.Struct, frozen=True, array_like=True):
     """Draft tokens of each request that had some accepted."""
     num_failed: int
     figures: RoundFigures
+    num_grown: int = 0
+    """Nodes of these that grew inside rounds."""
+    num_grown_accepted: int = 0
 
 
 class DraftStatus(msgspec.Struct, frozen=True, array_like=True):

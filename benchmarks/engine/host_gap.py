@@ -45,6 +45,8 @@ CHANCES = (0.9, 0.06, 0.04)
 class FakeRound:
     """A round that ends at a given time."""
 
+    drafting_seconds = None
+
     def __init__(self, device: FakeDevice, entries: Sequence[Entry], gpu_seconds: float) -> None:
         self.gpu_seconds = gpu_seconds
         self._device = device

@@ -72,6 +72,8 @@ class Scene:
 class Round:
     """A round that ends at a given time."""
 
+    drafting_seconds = None
+
     def __init__(self, actor: Actor, ends: float, gap: float | None, gpu: float, results: list[Result]) -> None:
         self.gap_seconds, self.gpu_seconds = gap, gpu
         self._actor, self.ends, self._results = actor, ends, results

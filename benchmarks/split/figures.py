@@ -79,6 +79,7 @@ def _rounds(measured: Measured) -> None:
     measured.add("round_wall_ms", 1e3 * measured.answers.seconds / rounds, "ms")
     measured.add("round_ms", 1e3 * verify.histogram(f"{_VERIFY}round_seconds").mean, "ms")
     _times(measured, "round_gpu_ms", verify.histogram(f"{_VERIFY}gpu_seconds"), (50, 90))
+    _times(measured, "drafting_gpu_ms", verify.histogram(f"{_VERIFY}drafting_seconds"), (50, 90))
     _times(measured, "host_gap_ms", verify.histogram(f"{_VERIFY}host_gap_seconds"), (50, 90, 99))
     measured.add("hold_ms", 1e3 * verify.counter(f"{_VERIFY}hold_seconds") / rounds, "ms")
     measured.add("held_rounds", verify.counter(f"{_VERIFY}held_rounds") / rounds, "ratio")

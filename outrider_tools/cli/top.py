@@ -116,6 +116,8 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     yield _ms("gap p50", gained.histogram(f"{_VERIFY}host_gap_seconds"), 0.5)
     if gained.histogram(f"{_VERIFY}gpu_seconds").count:
         yield _ms("gpu p50", gained.histogram(f"{_VERIFY}gpu_seconds"), 0.5)
+    if gained.histogram(f"{_VERIFY}drafting_seconds").count:
+        yield _ms("drafting p50", gained.histogram(f"{_VERIFY}drafting_seconds"), 0.5)
     hold = gained.total(f"{_VERIFY}hold_seconds") / rounds * 1e3 if rounds else 0.0
     yield TopFigure("hold", f"{hold:.2f} ms a round")
     used, pages = now.total(f"{_VERIFY}kv_pages_used"), now.total(f"{_VERIFY}kv_pages")

@@ -32,6 +32,7 @@ class FakeRound:
 
     gap_seconds = 0.25
     gpu_seconds = 0.5
+    drafting_seconds = None
 
     def __init__(self, device: FakeDevice, entries: Sequence[Entry]) -> None:
         self._device = device

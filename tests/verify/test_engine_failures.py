@@ -29,6 +29,7 @@ class Finished:
 
     gap_seconds = None
     gpu_seconds = None
+    drafting_seconds = None
 
     def __init__(self, results: list[Result]) -> None:
         self._results = results

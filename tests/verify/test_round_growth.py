@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine
+from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from feature_draft import FeatureDraft
 from harness import Answer, make_request, run_all
+from local_draft import Guess, LocalDraft, chain, oracle
 from test_cuda_executor_cpu import check_same
 from threaded_engine import ThreadedEngine
 from torch import Tensor
@@ -20,6 +22,8 @@ from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
+from outrider.tree.author import TreeAuthor
+from outrider.tree.handshake import Terms
 from verify_service.engine.round import Growth
 from verify_service.executors.cuda import CudaExecutor
 
@@ -138,3 +142,110 @@ def test_traces_tell_the_trees_and_requests_without_speculation_get_none(model: 
     assert trees and all(tree.drafter_names == ["test"] for tree in trees)
     assert all(score <= 1e-6 for tree in trees for score in tree.scores)
     assert sum(len(tree.accepted) for tree in trees) >= traced.num_accepted
+
+
+def sources(answers: list[Answer]) -> dict[str, int]:
+    """Accepted draft tokens by the drafter that traces name."""
+    counts: dict[str, int] = {}
+    for tree in [tree for answer in answers for update in answer.updates for tree in update.round_trees]:
+        for node in tree.accepted:
+            name = tree.drafter_names[tree.drafters[node]]
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def run_traced(engine: ThreadedEngine, width: int = 4) -> list[Answer]:
+    """The jobs' answers, `width` at a time, with traces."""
+    answers: list[Answer] = []
+    for start_at in range(0, len(jobs()), width):
+        batch = [Answer() for _ in jobs()[start_at : start_at + width]]
+        for answer, (prompt, sampling) in zip(batch, jobs()[start_at:], strict=False):
+            engine.submit(make_request(answer, prompt, sampling, VOCAB, trace=True))
+        for answer in batch:
+            assert answer.done.wait(60)
+        answers += batch
+    return answers
+
+
+def half_right(answers: dict[tuple[int, ...], list[int]]) -> Guess:
+    """Knows the long way to the end of a text in its second half, and nothing in its first."""
+
+    def guess(author: TreeAuthor) -> None:
+        text = answers[tuple(author.tokens[: author.prompt_len])]
+        middle = author.prompt_len + (len(text) - author.prompt_len) // 2
+        if author.committed_len >= middle:
+            chain(author, text[author.committed_len : author.committed_len + 12], -0.01)
+
+    return guess
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_draft_service_and_the_round_itself_feed_the_same_rounds(
+    model: CausalLM, truth: list[Answer], made: Made, deterministic: bool
+) -> None:
+    growth = Growth(2, 16)
+    engine = start(made, model, StandaloneDraft(model, ""), growth=growth, deterministic=deterministic)
+    remote = LocalDraft(engine, VOCAB, half_right(texts(truth)))
+    engine.draft_connected(remote, Terms(sources=("ngram",)))
+    answers = run_traced(engine)
+    check_same(answers, truth)
+    accepted = sources(answers)
+    assert accepted["test"] > 20 and accepted["ngram"] > 20, accepted
+    assert sum(accepted.values()) == sum(answer.num_accepted for answer in answers)
+    assert remote.num_resets == 0
+
+
+def test_a_useless_drafter_gives_way_to_a_draft_service(model: CausalLM, truth: list[Answer], made: Made) -> None:
+    engine = start(made, model, Clueless(model))
+    engine.draft_connected(LocalDraft(engine, VOCAB, oracle(texts(truth), VOCAB)), Terms(sources=("ngram",)))
+    answers = run_traced(engine, 1)
+    check_same(answers, truth)
+    accepted = sources(answers)
+    assert accepted["ngram"] > 0.5 * sum(len(answer.token_ids) for answer in answers)
+
+
+def test_a_drafter_that_fails_is_switched_off_and_answers_go_on(
+    model: CausalLM, truth: list[Answer], made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(StandaloneDraft):
+        left = 12
+
+        def forward(self, *parts: Any) -> tuple[Tensor, Tensor | None]:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("no more")
+            return super().forward(*parts)
+
+    engine = start(made, model, Failing(model, ""), growth=Growth(2, 8))
+    with caplog.at_level("ERROR"):
+        answers = run_all(engine, jobs(), 4)
+    check_same(answers, truth)
+    assert sum(answer.num_accepted for answer in answers) > 0
+    (line,) = [record.getMessage() for record in caplog.records if "drafting inside rounds" in record.getMessage()]
+    assert "switched off: test failed with ValueError: no more" in line
+
+
+def test_a_device_that_fails_while_it_drafts_ends_the_engine(model: CausalLM, made: Made) -> None:
+    class Broken(StandaloneDraft):
+        def forward(self, *parts: Any) -> tuple[Tensor, Tensor | None]:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine = start(made, model, Broken(model, ""), growth=Growth(2, 8))
+    answer = Answer()
+    engine.submit(make_request(answer, [3, 1, 4], GREEDY, VOCAB))
+    assert answer.done.wait(60) and answer.updates[-1].error is not None and engine.stopping
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_draft_service_gets_no_features_of_rounds_that_draft(
+    model: CausalLM, truth: list[Answer], made: Made, caplog: pytest.LogCaptureFixture, optional: bool
+) -> None:
+    engine = start(made, model, WithFeatures(model), growth=Growth(2, 16))
+    remote = FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), (1,))
+    remote.terms = Terms(feature_layers=(1,), features_optional=optional)
+    with caplog.at_level("WARNING"):
+        remote.connect()
+        check_same(run_all(engine, jobs(), 4), truth)
+    assert bool(remote.authors or remote.texts) == optional and not remote.messages and not remote.num_begun
+    (line,) = [record.getMessage() for record in caplog.records if "features" in record.getMessage()]
+    assert "rounds that draft by themselves keep" in line

@@ -31,6 +31,19 @@ def test_a_round_is_counted_in_every_figure() -> None:
     assert metrics.tokens_per_second == 1.0
 
 
+def test_what_grew_inside_rounds_is_counted_apart() -> None:
+    metrics = VerifyMetrics()
+    figures = RoundFigures(0.02, 0.0, drafting=0.0015)
+    metrics.observe(RoundReport(6, 0, [3, 2], [2, 1], 0, figures, num_grown=4, num_grown_accepted=2))
+    metrics.observe(RoundReport(0, 0, [1], [], 0, RoundFigures(0.02, 0.0)))
+
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"outrider_verify_{name}")
+
+    assert value("colocated_draft_tokens_total") == 4 and value("colocated_accepted_tokens_total") == 2
+    assert value("drafting_seconds_count") == 1 and value("drafting_seconds_sum") == 0.0015
+
+
 def test_a_hit_is_a_round_that_finds_half_of_the_usual_nodes_without_waiting() -> None:
     metrics = VerifyMetrics()
 

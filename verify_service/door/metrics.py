@@ -22,6 +22,7 @@ _GPU_BUCKETS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.00425, 0.0045, 0.00475, 0.005, 0.0055, 0.006, 0.007, 0.008),
     *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5),
 )
+_DRAFTING_BUCKETS = (0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05)
 _ANSWER_BUCKETS = (0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5)
 _NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)
 _USUAL_NODES_LEARN = 0.05
@@ -52,6 +53,9 @@ class VerifyMetrics:
             "host_gap_seconds", "Time on the host from the end of a round to the launch of the next.", _GAP_BUCKETS
         )
         self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
+        self._drafting_seconds = histogram(
+            "drafting_seconds", "Time on the GPU that trees grew behind a round.", _DRAFTING_BUCKETS
+        )
         self._round_nodes = histogram("round_draft_tokens", "Tree nodes in a round.", _NODES_BUCKETS)
         self._hold_seconds = counter("hold_seconds", "Time that rounds waited for drafts.")
         self._held_rounds = counter("held_rounds", "Rounds that waited for drafts.")
@@ -80,6 +84,8 @@ class VerifyMetrics:
         self._prefilled = counter("prefilled_tokens", "Tokens computed by prefill.")
         self._draft_tokens = counter("draft_tokens", "Tree nodes verified.")
         self._accepted = counter("accepted_tokens", "Draft tokens committed.")
+        self._grown_tokens = counter("colocated_draft_tokens", "Tree nodes verified that grew inside rounds.")
+        self._grown_accepted = counter("colocated_accepted_tokens", "Draft tokens committed that grew inside rounds.")
         self._accepted_at = counter("accepted_tokens_per_position", "Draft tokens committed, by depth.", "position")
         self._failed = counter("failed_requests", "Requests that a round failed.")
         self.num_rejected = 0
@@ -96,7 +102,11 @@ class VerifyMetrics:
             self._gap_seconds.observe(figures.gap)
         if figures.gpu is not None:
             self._gpu_seconds.observe(figures.gpu)
+        if figures.drafting is not None:
+            self._drafting_seconds.observe(figures.drafting)
         self._round_nodes.observe(report.num_nodes)
+        self._grown_tokens.inc(report.num_grown)
+        self._grown_accepted.inc(report.num_grown_accepted)
         self._draft_tokens.inc(report.num_nodes)
         self._accepted.inc(accepted)
         self._committed.inc(committed)

@@ -207,7 +207,8 @@ class VerifyEngine:
         plan = self.scheduler.choose(entries)
         wait_seconds, num_ready = 0.0, plan.choice.num_nodes
         self._gaps.mark("choose")
-        if plan.awaited:
+        # Where trees have grown for the round, there is no need to wait for others.
+        if plan.awaited and (self._growth is None or not self._growth.has_trees):
             entries, plan, wait_seconds = self._wait_for_drafts(entries, plan)
             self._gaps.mark("draft wait")
         self.scheduler.take(plan)
@@ -215,7 +216,7 @@ class VerifyEngine:
         entries = self.grammars.mask(entries)
         if self._growth is None:
             return Batch(entries, wait_seconds, num_ready)
-        taken = self._growth.take(entries)
+        taken = self._growth.take(entries, self.scheduler.expected)
         return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken)
 
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:

@@ -83,6 +83,7 @@ class RoundPostprocessor:
             gpu=done.pending.gpu_seconds,
             ready=done.batch.num_ready_nodes if drafted else None,
             answers=self._drafts.take_answer_seconds(),
+            drafting=done.pending.drafting_seconds,
         )
         self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()

@@ -93,6 +93,10 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
         accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
         num_failed=sum(update.error is not None for update in updates),
         figures=figures,
+        num_grown=sum(len(entry.nodes) for entry in entries if entry.max_grown),
+        num_grown_accepted=sum(
+            update.num_accepted_tokens for entry, update in zip(entries, updates, strict=True) if entry.max_grown
+        ),
     )
 
 

@@ -155,6 +155,10 @@ class Pending(Protocol):
     def gpu_seconds(self) -> float | None:
         """Time that the device worked on the round, once `wait` has returned; None where nobody measures."""
 
+    @property
+    def drafting_seconds(self) -> float | None:
+        """Time that the device drafted behind the round before, once `wait` has returned; None where it did not."""
+
     def done(self) -> bool:
         """Whether `wait` has nothing left to wait for. Never blocks."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -9,13 +10,17 @@ import numpy as np
 
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result, TakenTrees, follow
+from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees, follow
 from verify_service.speculation.growth_policy import GrowthPolicy
 
 _LEAST_SHARE = 8
 """Nodes that one of many requests may take at least, as far as its tree has them."""
 _SHARE_FACTOR = 4
 """Nodes that one of many requests may take, as a multiple of its even share."""
+_LEARN = 0.05
+"""Weight of the newest round in what a request's own tree brings."""
+_HOPE = 0.002
+"""What such a tree is hoped to bring more each time that it is passed over: it may have become better."""
 
 
 class GrownTreesOf(Protocol):
@@ -24,6 +29,10 @@ class GrownTreesOf(Protocol):
     @property
     def num_grown(self) -> int:
         """Nodes of all trees together."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing grows any more."""
 
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root."""
@@ -41,6 +50,8 @@ class RoundGrowth:
         max_round_tokens: int,
     ) -> None:
         """`rows_of`: requests that a round of so many is padded to."""
+        self._usual = math.inf
+        """Draft tokens of a request's own tree that a round accepts, as a rule; tried before anything is known."""
         self._trees = trees
         self._policy = policy
         self._memory = memory
@@ -48,31 +59,56 @@ class RoundGrowth:
         self._max_round_tokens = max_round_tokens
         self._grown: tuple[Growth, int] | None = None
 
-    def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
-        """Let entries of a planned round have the trees that were grown for them, as far as there are pages."""
+    @property
+    def has_trees(self) -> bool:
+        """Whether trees have grown for the next round."""
+        return self._grown is not None and self._trees.num_grown > 0
+
+    def take(self, entries: Sequence[Entry], chances: Callable[[Entry], float]) -> TakenTrees | None:
+        """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
+
+        An entry with nodes of a draft service keeps them, and goes without its own tree, where they are expected to
+        bring more: both find the same tokens, and a tree has a token once below a node. `chances`: accepted draft
+        tokens that are expected of them.
+        """
         grown, num_nodes = self._grown, self._trees.num_grown
         if grown is None or not num_nodes:
             return None
         decoded = [entry for entry in entries if entry.samples]
-        if sum(entry.num_tokens for entry in entries if entry.samples) + num_nodes > self._max_round_tokens:
-            return None
+        takers, is_better = self._takers(decoded, chances)
         share = min(num_nodes, max(_SHARE_FACTOR * num_nodes // max(len(decoded), 1), _LEAST_SHARE))
-        taken = False
-        for entry in decoded:
-            request = entry.request
-            if not self._trees.has_tree(request) or request.draft_room <= 0:
-                continue
+        room = self._max_round_tokens - sum(entry.num_tokens for entry in decoded)
+        if num_nodes > room:
+            share = min(share, room // max(len(takers), 1))
+        num_taken = 0
+        for entry in takers:
             # Nodes are worth no preemption: without pages the round goes without them.
-            if self._memory.reserve(request, request.cached_len + entry.num_tokens + share):
+            if share > 0 and self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
                 entry.max_grown = share
-                taken = True
-        return TakenTrees(*grown, num_nodes) if taken else None
+                num_taken += share
+        # Trees that nobody takes because others are better have brought nothing: that is learned, too.
+        return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or is_better else None
+
+    def _takers(self, entries: Sequence[Entry], chances: Callable[[Entry], float]) -> tuple[Sequence[Entry], bool]:
+        """Entries that are to have their own trees, and whether others have better nodes."""
+        takers, is_better = [], False
+        for entry in entries:
+            if not self._trees.has_tree(entry.request) or entry.request.draft_room <= 0:
+                continue
+            if entry.nodes.token_ids:
+                if chances(entry) > self._usual:
+                    self._usual += _HOPE
+                    is_better = True
+                    continue
+                entry.nodes, entry.marks = Nodes(), None
+            takers.append(entry)
+        return takers, is_better
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
         """What is to be grown behind a round of these entries."""
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self._rows_of(num_roots) if num_roots else 0
-        growth = self._policy.plan(num_rows) if num_rows else None
+        growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
         self._grown = None if growth is None else (growth, num_rows)
         return growth
 
@@ -82,7 +118,11 @@ class RoundGrowth:
         ranks = []
         for entry, result in zip(entries, results, strict=True):
             nodes = entry.nodes
-            if entry.max_grown and result.num_accepted:
+            if not entry.max_grown:
+                continue
+            known = self._usual if self._usual < math.inf else result.num_accepted
+            self._usual = known + _LEARN * (result.num_accepted - known)
+            if result.num_accepted:
                 path = follow(nodes.parents, nodes.token_ids, result.token_ids[: result.num_accepted])
                 ranks.append(np.searchsorted(scores, [-nodes.scores[node] for node in path]).tolist())
         self._policy.note(taken.growth, taken.num_rows, ranks)

@@ -257,6 +257,11 @@ class Scheduler:
                 if entry.request.params.trace:
                     self._mark(entry)
 
+    def expected(self, entry: Entry) -> float:
+        """Draft tokens that a round is expected to accept of the nodes that it took of an entry's mirror."""
+        spec = self._drafts.spec(entry.request)
+        return 0.0 if spec is None else sum(spec.mirror.chance(slot) for slot in entry.nodes.slots)
+
     def _mark(self, entry: Entry) -> None:
         """Note where the nodes of a traced request come from, before its tree is re-rooted."""
         spec = self._drafts.spec(entry.request)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,14 @@ class CudaLimits:
     deterministic: bool = False
     """One shape for all rounds and one for all prefill, so that results depend on neither."""
     accept_rule: AcceptRule = EXACT
+
+
+class RoundTimes(NamedTuple):
+    """Seconds that the device took; see CudaRound."""
+
+    gpu: float
+    gap: float | None
+    drafting: float | None
 
 
 @dataclass(slots=True)
@@ -172,9 +181,8 @@ class CudaExecutor(FeatureExecutor):
             self._staging.join()
         if decode:
             drafts = self.drafts
-            bucket = self._bucket(
-                decode, drafts.num_grown if drafts and any(entry.max_grown for entry in decode) else 0
-            )
+            num_grown = min(drafts.num_grown, sum(entry.max_grown for entry in decode)) if drafts else 0
+            bucket = self._bucket(decode, num_grown)
             self._uses[bucket] += 1
             self._input.fill(decode, self.rows, bucket)
             if drafts:
@@ -206,6 +214,11 @@ class CudaExecutor(FeatureExecutor):
         self.rows.forget(request)
         if self.drafts is not None:
             self.drafts.forget(request)
+
+    @property
+    def lends_features(self) -> bool:
+        """See FeatureExecutor. What rounds store for a drafter of their own they store for no other."""
+        return self.drafts is None
 
     @torch.inference_mode()
     def begin_features(self, plan: FeaturePlan) -> None:
@@ -267,9 +280,11 @@ class CudaExecutor(FeatureExecutor):
     def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
         return round_.complete if isinstance(round_, CudaRound) else None
 
-    def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], float | None, float]:
-        """Results of finished decode entries, the device's idle seconds before their round, and its seconds."""
+    def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], RoundTimes]:
+        """Results of finished decode entries, and the device's times."""
         begin, end, drafted = self._output.clock
+        last = self._last_end
+        drafting = (drafted - last) * 1e-9 if last is not None and drafted > last else None
         gap = None if self._last_end is None else (begin - max(self._last_end, drafted)) * 1e-9
         self._last_end = end if clean else None
         if self.drafts is not None:
@@ -285,7 +300,7 @@ class CudaExecutor(FeatureExecutor):
             token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
             listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
             results.append(Result(token_ids, listed))
-        return results, gap, (end - begin) * 1e-9
+        return results, RoundTimes((end - begin) * 1e-9, gap, drafting)
 
     def _decodes(self, entry: Entry) -> bool:
         """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
@@ -398,6 +413,8 @@ class CudaRound:
         """Time that the device worked on the decode round; known after `wait`."""
         self.gap_seconds: float | None = None
         """Idle time of the device between the decode round before and this one; None where prefill lay between."""
+        self.drafting_seconds: float | None = None
+        """Time that the device drafted behind the decode round before; None where it did not, or likewise."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -409,7 +426,8 @@ class CudaRound:
             self._event.synchronize()
         found: dict[Entry, Result] = {}
         if self._decode:
-            results, self.gap_seconds, self.gpu_seconds = self._executor.read(self._decode, self._clean)
+            results, times = self._executor.read(self._decode, self._clean)
+            self.gpu_seconds, self.gap_seconds, self.drafting_seconds = times
             if len(results) == len(self._entries):
                 return results
             found = dict(zip(self._decode, results, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from outrider.cache.features import FeatureStore
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, Rounds, RoundShape
 from outrider.drafting.model.round_trees import RoundTrees, RowTree
+from outrider.errors import raise_device_failure
+from outrider.logs import get_logger
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
@@ -24,6 +27,8 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Marks, Nodes
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
+
+log = get_logger(__name__)
 
 _CATCH_UP_TOKENS = 2048
 """Committed tokens that the drafter computes behind one round for requests that it lacks some of."""
@@ -133,6 +138,8 @@ class RoundDrafts:
         self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
         """Nodes that were chosen behind the last round."""
+        self.failed = False
+        """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, context_length)
         self._drafted: dict[Request, int] = {}
         """Committed tokens of each request that the drafter has KV of."""
@@ -159,7 +166,7 @@ class RoundDrafts:
 
     def admitted(self, request: Request, row: int) -> None:
         """See RowListener. Of pages that the radix cache gave, the drafter may have KV; of others it has none yet."""
-        self.drafter.admit(row, request.params.sampling)
+        self._guarded(partial(self.drafter.admit, row, request.params.sampling))
         num_shared = request.cached_len // self._page_size
         self.paged(request.pages[num_shared:])
         known = self._has_kv[request.pages[:num_shared]]
@@ -191,12 +198,31 @@ class RoundDrafts:
         self.trees.tell(rows)
 
     def draft(self, bucket: Bucket, growth: Growth | None) -> None:
-        """Queue the drafting behind the round that `tell` was for."""
-        self._catch_up()
+        """Queue the drafting behind the round that `tell` was for. A drafter that fails is switched off."""
         self.num_grown = 0
+        self._guarded(partial(self._draft, bucket, growth))
+
+    def _draft(self, bucket: Bucket, growth: Growth | None) -> None:
+        self._catch_up()
         if growth is not None and self._growing:
             self.drafter.grow(self._shape(bucket), growth.num_steps, growth.num_nodes)
             self.num_grown = growth.num_nodes
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Do what the drafter may fail in. What broke the device is no failure of the drafter, and is raised."""
+        if self.failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            raise_device_failure(error)
+            self.failed = True
+            self._growing.clear()
+            self._behind = ()
+            log.error(
+                "drafting inside rounds is switched off: %s failed with %s: %s; answers go on without it",
+                *(self._options.name, type(error).__name__, error),
+            )
 
     def capture(self, buckets: Sequence[Bucket], sizes: Callable[[int], Sequence[int]]) -> None:
         """Capture the drafting behind rounds of these shapes, and measure it; `sizes`: see GrowthPolicy."""

@@ -45,6 +45,7 @@ class TorchRound:
 
     gap_seconds = None
     gpu_seconds = None
+    drafting_seconds = None
 
     def __init__(self, run: Callable[[], list[Result]]) -> None:
         self._run = run

@@ -103,6 +103,11 @@ class FeatureExecutor:
         """Values of a layer's hidden state, and their dtype."""
         return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
 
+    @property
+    def lends_features(self) -> bool:
+        """Whether features may be stored for drafts."""
+        return True
+
     def begin_features(self, plan: FeaturePlan) -> None:
         """Prepare for rounds that store what the plan says, and nothing else, for every KV slot.
 

@@ -117,6 +117,13 @@ class FeatureSender:
                 _without(replica),
             )
             return
+        if not self._executor.lends_features:
+            log.warning(
+                "draft %s takes features, which rounds that draft by themselves keep; %s",
+                connection.address,
+                _without(replica),
+            )
+            return
         projected = self._may_project(replica)
         takes = (PROJECTED,) if projected else layers
         is_wanted = self._wanted.holds(takes, replica.terms.projection_hash)
