@@ -14,7 +14,7 @@ from outrider.protocol.speculation import (
     DraftMessage,
     Features,
     FeaturesBegin,
-    LineOffer,
+    Hello,
     ProjectionPart,
     VerifyMessage,
 )
@@ -24,27 +24,16 @@ GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.2
 
 
 class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
-    """A drafter in words and numbers; zero or empty means "as the target has it" or "nothing"."""
+    """What the door is told of the drafter."""
 
-    sources: tuple[str, ...]
-    """Names of where its nodes come from."""
-    vocab_size: int = 0
-    tokenizer_hash: str = ""
-    hidden_size: int = 0
-    feature_layers: tuple[int, ...] = ()
-    max_positions: int = 0
-    """Tokens of the longest sequence that is served; 0 for any."""
-    projection_columns: int = 0
-    projection_hash: str = ""
-    """Of the matrix that it offers, if it does."""
+    hello: Hello
+    """Hello of every session, without the session's tokens."""
     any_target_drafters: frozenset[int] = frozenset()
     """Those of several drafters that take any target as it is, such as n-grams, by their numbers."""
     maps_memory: bool = False
     """Whether features may lie in memory of verify's."""
     gauges: tuple[str, ...] = ()
     """Names of the sizes that it tells."""
-    line: LineOffer | None = None
-    """Where verify engines of this host may call, without a token."""
 
 
 class ServeTarget(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -50,7 +50,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         profile = await process.ready(stop)
         if profile is None:
             return EXIT_OK
-        metrics = DraftMetrics(profile.sources)
+        metrics = DraftMetrics(profile.hello.sources)
         engine.on_state = metrics.take
         servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=chosen_here)
         watch(metrics, engine, servicer, profile.gauges)

@@ -227,7 +227,7 @@ class DraftService:
         self._said += messages
 
     def _flush(self, *, idle: bool) -> None:
-        self.growth.count_into(lambda name, value: self.totals.update({name: value}))
+        self.totals.update(self.growth.take_counts())
         if self._said:
             said, self._said = self._said, []
             self._deliver(self._actor.now + 1e-3 * self._costs.line, said)

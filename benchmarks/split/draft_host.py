@@ -334,7 +334,7 @@ class Service:
             ("launch", growth, "_launch"),
             ("prepare", growth._publisher, "prepare"),
             ("append", growth._publisher, "run"),
-            ("tell", self.requests, "tell"),
+            ("tell", self.requests, "send_nodes"),
         ):
             setattr(owner, name, self.clock.time(phase, getattr(owner, name)))
 

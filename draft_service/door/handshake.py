@@ -11,8 +11,7 @@ from draft_service.frames import DrafterProfile
 from outrider.config.draft import DraftOptions
 from outrider.drafting.registry import named_drafters
 from outrider.logs import get_logger
-from outrider.protocol.speculation import PROTOCOL_VERSION, Hello, LineOffer
-from outrider.sampling.noise import NOISE_VERSION
+from outrider.protocol.speculation import Hello
 from outrider.tree.handshake import HandshakeError, agree
 
 _logger = get_logger(__name__)
@@ -36,31 +35,29 @@ class HelloAnswer:
     """Numbers of the drafters that guess for it; None for all."""
 
 
-def own_hello(profile: DrafterProfile, options: DraftOptions) -> Hello:
-    """The hello of a new session; one whose drafter takes features gets a token for them."""
-    hello = _hello(profile, "+".join(named_drafters(options)))
-    # In lockstep nothing is said before a tree is complete, features and all.
-    optional = bool(profile.feature_layers and profile.any_target_drafters) and not options.lockstep
-    return replace(hello, features_optional=optional)
-
-
 def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool) -> HelloAnswer:
     """What to answer a verify service. Raises what `agree` raises.
 
     `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
     that take any target guess alone.
     """
-    ours, parts = own_hello(profile, options), None
+    ours, parts = with_tokens(profile.hello), None
     try:
         terms = agree(theirs, ours)
     except HandshakeError as error:
         if not profile.any_target_drafters or not may_leave_out:
             raise
-        names = "+".join(
-            name for number, name in enumerate(named_drafters(options)) if number in profile.any_target_drafters
+        refused, parts = ours, profile.any_target_drafters
+        names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)
+        # Sources are those of all: nodes name them by their numbers among these.
+        ours = Hello(
+            refused.protocol_version,
+            refused.noise_version,
+            names,
+            max_positions=options.max_positions,
+            sources=refused.sources,
+            line=refused.line,
         )
-        alone = DrafterProfile(profile.sources, max_positions=options.max_positions, line=profile.line)
-        refused, ours, parts = ours, _hello(alone, names), profile.any_target_drafters
         terms = agree(theirs, ours)
         _logger.warning(
             "%s alone drafts for %s, which %s does not fit: %s",
@@ -69,24 +66,10 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, 
     return HelloAnswer(ours, Target(terms.vocab_size, theirs.tokenizer_hash), parts)
 
 
-def _hello(profile: DrafterProfile, model: str) -> Hello:
-    line = profile.line
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        noise_version=NOISE_VERSION,
-        model=model,
-        tokenizer_hash=profile.tokenizer_hash,
-        vocab_size=profile.vocab_size,
-        hidden_size=profile.hidden_size,
-        feature_layers=profile.feature_layers,
-        max_positions=profile.max_positions,
-        # Those of all: nodes name them by their numbers among these.
-        sources=profile.sources,
-        features_token=secrets.token_hex(16) if profile.feature_layers else "",
-        projection_columns=profile.projection_columns,
-        projection_hash=profile.projection_hash,
-        line=None if line is None else LineOffer(line.host, line.path, secrets.token_hex(16)),
-    )
+def with_tokens(hello: Hello) -> Hello:
+    """The hello of a new session; one whose drafter takes features gets a token for them."""
+    line = None if hello.line is None else replace(hello.line, token=secrets.token_hex(16))
+    return replace(hello, features_token=secrets.token_hex(16) if hello.feature_layers else "", line=line)
 
 
 def check_same_target(target: Target, served: Target) -> None:

@@ -43,6 +43,8 @@ class VerifySession:
     def __init__(
         self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None, line_token: str = ""
     ) -> None:
+        self.number = 0
+        """Number under which the engine knows it; 0 before its begin and after its end."""
         self.vocab_size = vocab_size
         """Token ids at or past this are illegal."""
         self.parts = parts
@@ -126,31 +128,25 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self.on_state = on_state
         self._numbers = itertools.count(1)
         self._sessions: dict[int, VerifySession] = {}
-        self._session_numbers: dict[VerifySession, int] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}
 
     def attach(self, session: VerifySession) -> None:
         """A session began."""
-        number = next(self._numbers)
-        self._sessions[number] = session
-        self._session_numbers[session] = number
+        session.number = next(self._numbers)
+        self._sessions[session.number] = session
         parts = None if session.parts is None else sorted(session.parts)
-        self.send(SessionUp(number, session.vocab_size, parts, session.line_token))
-
-    def number_of(self, session: VerifySession) -> int:
-        """The number under which the engine knows a session; 0 for one that has ended."""
-        return self._session_numbers.get(session, 0)
+        self.send(SessionUp(session.number, session.vocab_size, parts, session.line_token))
 
     def submit(self, session: VerifySession, messages: Sequence[VerifyMessage]) -> None:
         """Have a batch of an admitted session's messages applied."""
-        if number := self.number_of(session):
-            self.send(FromVerify(number, list(messages)))
+        if session.number:
+            self.send(FromVerify(session.number, list(messages)))
 
     def detach(self, session: VerifySession) -> None:
         """Have everything of a session freed."""
-        number = self._session_numbers.pop(session)
-        del self._sessions[number]
-        self.send(SessionDown(number))
+        del self._sessions[session.number]
+        self.send(SessionDown(session.number))
+        session.number = 0
 
     def serve_target(self, tokenizer_hash: str, *, anew: bool) -> None:
         """The next sessions are of this target; `anew` if it is another one than before."""

@@ -106,7 +106,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidRequestError("begin.token", "names no session that waits for features")
         if not self._maps_memory:
             begin = replace(begin, ring=None)
-        stream = await self._features.open(self._engine.number_of(session), begin)
+        stream = await self._features.open(session.number, begin)
         if not stream.uses_ring:
             begin = replace(begin, ring=None)
         try:
@@ -126,7 +126,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Describe drafter and load."""
         state = await self._engine.ask()
         return draft_pb2.DraftServiceGetInfoResponse(
-            sources=self._profile.sources,
+            sources=self._profile.hello.sources,
             num_requests=state.num_requests,
             num_sessions=len(self._sessions),
             num_nodes=state.num_nodes,
@@ -150,13 +150,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return session
 
     def _check_features(self, begin: FeaturesBegin) -> None:
-        profile = self._profile
-        width = len(profile.feature_layers) * profile.hidden_size
+        ours = self._profile.hello
+        width = len(ours.feature_layers) * ours.hidden_size
         if begin.projected:
-            if not profile.projection_hash:
+            if not ours.projection_hash:
                 raise HandshakeError("begin.projected: verify sends products, the drafter offers no projection")
-            width = profile.projection_columns
-        for field, theirs, wanted in (("layers", begin.layers, profile.feature_layers), ("width", begin.width, width)):
+            width = ours.projection_columns
+        for field, theirs, wanted in (("layers", begin.layers, ours.feature_layers), ("width", begin.width, width)):
             if theirs != wanted:
                 raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
 

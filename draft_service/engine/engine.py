@@ -148,10 +148,8 @@ class DraftEngine:
                 parts = None if frame.parts is None else frozenset(frame.parts)
                 self._ports[frame.session] = SessionPort(frame.session, frame.vocab_size, parts, self._reporter)
             case SessionDown():
-                port = self._ports.pop(frame.session)
-                port.closed = True
                 self.inbox.ended.discard(frame.session)
-                self.requests.detach(port)
+                self.requests.detach(self._ports.pop(frame.session))
             case ServeTarget():
                 if frame.anew:
                     self.requests.growth.forget_target()

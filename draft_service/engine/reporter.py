@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TypeVar
@@ -98,12 +98,6 @@ class DraftReporter:
     def _take_state(self, answers: int) -> DraftEngineState:
         """The state now, with all that was counted since the last time."""
         requests = self._requests
-        bursts: defaultdict[str, float] = defaultdict(float)
-
-        def count(name: str, amount: float) -> None:
-            bursts[name] += amount
-
-        requests.growth.count_into(count)
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
         return DraftEngineState(
@@ -115,7 +109,7 @@ class DraftReporter:
             commits={outcome.value: count for outcome, count in _emptied(requests.commits).items()},
             declines={reason.value: count for reason, count in _emptied(requests.declines).items()},
             dropped=_emptied(requests.dropped),
-            bursts=dict(bursts),
+            bursts=requests.growth.take_counts(),
             slices=slices,
             slice_seconds=slice_seconds,
         )
@@ -128,14 +122,11 @@ class SessionPort:
         self.number = number
         self.vocab_size = vocab_size
         self.parts = parts
-        self.closed = False
-        """Whether the stream has ended; what it sent last is not worth handling."""
         self._reporter = reporter
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
         """Send answers at the end of the turn."""
-        if not self.closed:
-            self._reporter.answer(self.number, messages)
+        self._reporter.answer(self.number, messages)
 
 
 def _emptied(counts: Counter[_Key]) -> dict[_Key, int]:

@@ -190,10 +190,9 @@ class CombinedGrower(Grower):
         for grower in self._growers:
             grower.forget_target()
 
-    def count_into(self, count: Callable[[str, float], None]) -> None:
-        """Pass on what all of them counted."""
-        for grower in self._growers:
-            grower.count_into(count)
+    def take_counts(self) -> dict[str, float]:
+        """What all of them counted; one of them at most counts bursts."""
+        return {name: value for grower in self._growers for name, value in grower.take_counts().items()}
 
     def _tell_others(self, grower: Grower) -> None:
         for tree in self.table.unsent.values():

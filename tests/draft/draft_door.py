@@ -95,7 +95,7 @@ async def serve_door(
 ) -> AsyncIterator[Door]:
     async with engine_thread(drafter, options, mapper) as thread:
         profile = await thread.remote.ready()
-        metrics = DraftMetrics(profile.sources)
+        metrics = DraftMetrics(profile.hello.sources)
         thread.remote.on_state = metrics.take
         server = GrpcServer(
             address=f"unix:{path}",

@@ -40,7 +40,7 @@ async def test_an_engine_serves_until_it_is_stopped() -> None:
     process, engine, _ = await main.start_engine(NGRAM)
     try:
         profile = await process.ready(asyncio.Event())
-        assert profile is not None and profile.sources == ("ngram", "ngram_shared")
+        assert profile is not None and profile.hello.sources == ("ngram", "ngram_shared")
         assert not profile.maps_memory and "shared_trie_nodes" in profile.gauges
         environment = psutil.Process(process._process.pid).environ()
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"

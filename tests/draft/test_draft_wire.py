@@ -33,7 +33,7 @@ from draft_service.frames import (
 from outrider.config.draft import DraftOptions
 from outrider.host.frames import FrameReader, Ready, Start, Stop, pack
 from outrider.host.pipe import Pipe
-from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow
+from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
 
 
 def crossed(frame: FromDoor) -> FromDoor:
@@ -64,7 +64,8 @@ def wire() -> Iterator[Wire]:
 def test_options_and_profiles_arrive_as_they_left() -> None:
     options = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"), min_path_probability=0.1, threads=3)
     assert crossed(Start(options)) == Start(options)
-    profile = DrafterProfile(("a", "b"), 5, "hash", 64, (2, 7), 100, 4, "name", frozenset({1}), True, ("nodes",))
+    hello = Hello(1, 2, "a+b", "hash", 5, 64, (2, 7), 100, ("a", "b"))
+    profile = DrafterProfile(hello, frozenset({1}), True, ("nodes",))
     (body,) = FrameReader().feed(bytes(pack(Ready(profile))))
     assert from_engine.decode(body) == Ready(profile)
 
@@ -193,7 +194,7 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
     loop.set_exception_handler(lambda loop, context: told.append(context["message"]))
     with theirs:
         _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
-        theirs.sendall(pack(Ready(DrafterProfile(("ngram",)))))
+        theirs.sendall(pack(Ready(DrafterProfile(Hello(1, 2, "ngram")))))
         await remote.ready()
         drained = asyncio.create_task(remote.drain())
         await asyncio.sleep(0)

@@ -12,7 +12,6 @@ from draft_door import HELLO, Door, Stream
 from draft_fakes import SignallingDrafter, open_message
 from msgspec.structs import replace
 
-from draft_service.door.handshake import own_hello
 from draft_service.engine.worker import describe
 from draft_service.main import _choose
 from outrider.config.draft import DraftOptions
@@ -105,9 +104,9 @@ async def test_drafters_that_somebody_named_refuse_what_does_not_fit(serve: Serv
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
     several, head = drafters()
     named = DraftOptions(speculative_algorithm=NAMES)
-    assert own_hello(describe(several, named), named).features_optional
-    assert not own_hello(describe(head, named), named).features_optional
-    assert not own_hello(describe(several, named), dataclasses.replace(named, lockstep=True)).features_optional
+    assert describe(several, named).hello.features_optional
+    assert not describe(head, named).hello.features_optional
+    assert not describe(several, dataclasses.replace(named, lockstep=True)).hello.features_optional
 
 
 def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:

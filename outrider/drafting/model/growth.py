@@ -222,14 +222,13 @@ class BurstGrowth(Grower):
     def forget_target(self) -> None:
         """Nothing is kept of a target."""
 
-    def count_into(self, count: Callable[[str, float], None]) -> None:
-        """Count bursts, their steps and nodes, and prompt tokens."""
+    def take_counts(self) -> dict[str, float]:
+        """Bursts, their steps and nodes, and prompt tokens."""
+        counts, self.counts = self.counts, defaultdict(float)
         if self._kv_manager.num_extended:
-            self.counts["prompt_tokens"] += self._kv_manager.num_extended
+            counts["prompt_tokens"] = self._kv_manager.num_extended
             self._kv_manager.num_extended = 0
-        for name, value in self.counts.items():
-            count(name, value)
-        self.counts.clear()
+        return dict(counts)
 
     def _go_on(self, active: _ActiveBurst) -> PendingBurst | None:
         """Queue the next part of the burst under way; None where something waits for its end."""

@@ -26,7 +26,6 @@ from tiny_heads import (
 from tiny_models import relative_error, save_tiny, token_ids
 from torch import Tensor
 
-from draft_service.door.handshake import own_hello
 from draft_service.engine.worker import describe
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.drafter import find_mapper
@@ -266,7 +265,7 @@ def test_the_service_offers_it_in_its_hello(tmp_path: Path) -> None:
         speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(tmp_path), device="cpu", max_positions=64
     )
     drafter = build_drafter(options)
-    hello = own_hello(describe(drafter, options), options)
+    hello = describe(drafter, options).hello
     projection = drafter.needs.projection
     assert projection is not None
     assert (hello.projection_columns, hello.projection_hash) == (HIDDEN, projection.name)
