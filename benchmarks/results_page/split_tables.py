@@ -31,6 +31,23 @@ SIX = {
     EAGLE3_LOCKSTEP: "EAGLE-3 in lockstep, 8 steps, 31 nodes",
     RANDOM: "EAGLE-3 of random weights",
 }
+COLOCATED_EAGLE3 = "llama-8b eagle3 colocated b1 bf16 greedy"
+COLOCATED_STANDALONE = "llama-8b standalone colocated b1 bf16 greedy"
+COLOCATED = {
+    PLAIN: "plain",
+    EAGLE3: "EAGLE-3, draft service on the same GPU",
+    COLOCATED_EAGLE3: "EAGLE-3, inside the round",
+    COLOCATED_STANDALONE: "135M draft, inside the round",
+}
+COLOCATED_COLUMNS = {
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "over plain": ("speedup_over_plain", ".2f"),
+    "accept length": ("accept_length", ".2f"),
+    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "from round to round, ms": ("round_wall_ms", ".2f"),
+    "verify on the GPU, ms": ("round_gpu_ms", ".2f"),
+    "GPU idle, ms": ("host_gap_ms", ".3f"),
+}
 SPLIT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
     "over plain": ("speedup_over_plain", ".2f"),
@@ -45,14 +62,35 @@ SPLIT_COLUMNS = {
 }
 
 
-def split_table(name: str, cases: Mapping[str, str]) -> str:
+def split_table(name: str, cases: Mapping[str, str], columns: Mapping[str, tuple[str, str]] = SPLIT_COLUMNS) -> str:
     """Speed, accept length and a round's parts of each case."""
     one = report(name)
     lines = [
-        [title, *(one.cell(case, name, form) if (case, name) in one else "-" for name, form in SPLIT_COLUMNS.values())]
+        [title, *(one.cell(case, name, form) if (case, name) in one else "-" for name, form in columns.values())]
         for case, title in cases.items()
     ]
-    return f"{one.source()}\n\n{table(('case', *SPLIT_COLUMNS), lines)}"
+    return f"{one.source()}\n\n{table(('case', *columns), lines)}"
+
+
+def colocated_targets() -> str:
+    """Targets of drafting inside the round."""
+    one = report("split_colocated_h200")
+
+    def value(case: str, metric: str) -> list[tuple[str, float]]:
+        return [("six questions", one(case, metric))]
+
+    return targets(
+        [
+            (
+                "tokens/s, EAGLE-3 (1.4 times SGLang's 420)",
+                "at least",
+                590,
+                value(COLOCATED_EAGLE3, "tokens_per_second"),
+            ),
+            ("tokens/s, 135M draft", "at least", 620, value(COLOCATED_STANDALONE, "tokens_per_second")),
+            ("GPU idle between rounds, ms", "at most", 0.05, value(COLOCATED_EAGLE3, "host_gap_ms")),
+        ]
+    )
 
 
 def split_targets() -> str:

@@ -10,12 +10,17 @@ from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page.reports import ROOT, Cells, Report, report, table, targets
 from benchmarks.results_page.split_tables import (
     ALL_80,
+    COLOCATED,
+    COLOCATED_COLUMNS,
+    COLOCATED_EAGLE3,
+    COLOCATED_STANDALONE,
     LOCKSTEP,
     PLAIN,
     PLAIN_16,
     SIX,
     SPLIT,
     SPLIT_16,
+    colocated_targets,
     split_table,
     split_targets,
     step_table,
@@ -384,6 +389,7 @@ def load_table() -> str:
 def readme_table() -> str:
     """One line a configuration."""
     cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
+    inside = report("split_colocated_h200")
 
     def line(what: str, source: Report, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
@@ -397,6 +403,8 @@ def readme_table() -> str:
         line("8B shape, 135M draft, one request", two, PLAIN, SPLIT),
         line("the same in lockstep: draft and verify in turn", two, PLAIN, LOCKSTEP),
         line("8B shape, 135M draft, 16 requests", two, PLAIN_16, SPLIT_16),
+        line("8B shape, EAGLE-3 inside the round, one request", inside, PLAIN, COLOCATED_EAGLE3),
+        line("8B shape, 135M draft inside the round, one request", inside, PLAIN, COLOCATED_STANDALONE),
         line("8B shape, n-grams, one request", one, live.format("plain", 1), live.format("ngram", 1)),
         line("8B shape, n-grams, 32 requests", one, live.format("plain", 32), live.format("ngram", 32)),
     ]
@@ -412,6 +420,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
     "split_6": lambda: split_table("split_now_h200x2", SIX),
     "split_targets": split_targets,
+    "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
+    "colocated_targets": colocated_targets,
     "draft_steps": step_table,
     "engine_targets": engine_targets,
     "engine_rounds": engine_rounds,

@@ -55,7 +55,8 @@ def work_out(measured: Measured) -> None:
     measured.add("accept_rate", answers.accepted / max(answers.drafted, 1), "ratio")
     _rounds(measured)
     if measured.case.drafts:
-        _ahead(measured)
+        if not measured.case.colocated:
+            _ahead(measured)
         for position in range(64):
             count = verify.counter(f"{_VERIFY}accepted_tokens_per_position{{{position}}}")
             if count <= 0:
