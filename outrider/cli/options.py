@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from rich.console import Console
 
@@ -37,6 +37,19 @@ TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_to
 """Options of a model that verify and draft have; without a service's name they are verify's."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
+PEOPLES = {
+    "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
+    "speculation": (
+        "--speculative-algorithm",
+        "--speculative-draft-model-path",
+        "--draft-device",
+        "--no-speculation",
+    ),
+    "memory and load": ("--mem-fraction-static", "--max-total-tokens", "--max-running-requests", "--verify-threads"),
+    "clients": ("--rest-address", "--gateway-address", "--api-key-file", "--gateway-tls-cert", "--gateway-tls-key"),
+    "log": ("--log-level",),
+}
+"""The options that `--help` shows, by what they are about; `--help-all` shows the others, too, by their services."""
 # What the cluster decides: where services report, who talks to whom, and where a draft model runs.
 HIDDEN = (
     {(name, "ready_file") for name in SERVICES}
@@ -130,24 +143,39 @@ def in_our_words(argv: Sequence[str]) -> list[str]:
     return translate(argv, known, lambda text: print(f"outrider: warning: {text}", file=sys.stderr))
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help with every option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for action in parser._actions:
+            action.help = getattr(action, "whole_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
 def add_service_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the services' options, a group for each service."""
+    """Declare the services' options: what people need by subject, the rest, which `--help` leaves out, by service."""
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, those of each service grouped.")
+    subjects = {name: parser.add_argument_group(name) for name in PEOPLES}
+    subject_of = {flag: subject for subject, flags in PEOPLES.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}
     shared = parser.add_argument_group("all services")
-    declared = set()
+    by_flag: dict[str, ServiceFlag] = {}
     for flag in service_flags():
-        if flag.flag in declared:
-            continue
-        declared.add(flag.flag)
+        by_flag.setdefault(flag.flag, flag)
+    for name in [*subject_of, *(name for name in by_flag if name not in subject_of)]:
+        flag = by_flag[name]
         group = shared if flag.field in SHARED else groups[flag.service]
-        group.add_argument(
-            flag.flag,
-            dest=f"service{flag.flag}",
+        action = (subjects[subject_of[name]] if name in subject_of else group).add_argument(
+            name,
+            dest=f"service{name}",
             metavar="VALUE",
             default=argparse.SUPPRESS,
             help=f"{flag.help} Default: {flag.default or 'empty'}.".replace("%", "%%"),
             **({"nargs": "?", "const": "true"} if flag.is_bool else {}),  # type: ignore[arg-type]
         )
+        if name not in subject_of:
+            action.whole_help, action.help = action.help, argparse.SUPPRESS  # type: ignore[attr-defined]
 
 
 def parse_service_options(given: argparse.Namespace, env: Mapping[str, str] | None = None) -> dict[str, ServiceOptions]:

@@ -1,4 +1,4 @@
-"""Options of SGLang's speculative decoding, for those who know them: what each is called here, or why it is not here.
+"""Options of SGLang and vLLM, for those who know them: what each is called here, or why it is not here.
 
 docs/speculative-options.md is the same table for readers; a test holds the two together.
 """
@@ -30,7 +30,8 @@ class Foreign:
     takes_value: bool = True
 
     def matches(self, flag: str) -> bool:
-        """Whether this is about the flag."""
+        """Whether this is about the flag, which may have underscores, as vLLM takes them."""
+        flag = flag.replace("_", "-")
         return flag.startswith(self.flag[:-1]) if self.flag.endswith("*") else flag == self.flag
 
 
@@ -38,7 +39,73 @@ def _same(flag: str, *ours: str) -> Foreign:
     return Foreign(flag, renamed=ours)
 
 
+def _parallel(*flags: str) -> tuple[Foreign, ...]:
+    return tuple(
+        Foreign(
+            flag,
+            moot="one process holds the model",
+            refused="a verify service is one GPU; start several behind one gateway, each with --device cuda:N",
+            moot_values=("1",),
+        )
+        for flag in flags
+    )
+
+
+_ADDRESS = "an address is host and port in one; use "
+
+SERVING = (
+    Foreign("--host", refused=_ADDRESS),
+    Foreign("--port", refused=_ADDRESS),
+    _same("--model-path", "--model"),
+    _same("--tokenizer-path", "--tokenizer"),
+    _same("--max-model-len", "--context-length"),
+    _same("--gpu-memory-utilization", "--mem-fraction-static"),
+    _same("--max-num-seqs", "--max-running-requests"),
+    _same("--max-num-batched-tokens", "--chunked-prefill-size"),
+    _same("--block-size", "--page-size"),
+    _same("--enforce-eager", "--disable-cuda-graph"),
+    _same("--no-enable-prefix-caching", "--disable-radix-cache"),
+    _same("--enable-deterministic-inference", "--deterministic"),
+    _same("--allowed-origins", "--cors-origins"),
+    _same("--ssl-certfile", "--gateway-tls-cert", "--tls-cert"),
+    _same("--ssl-keyfile", "--gateway-tls-key", "--tls-key"),
+    _same("--ssl-ca-certs", "--gateway-tls-ca", "--tls-ca"),
+    _same("--speculative-model", "--speculative-draft-model-path"),
+    _same("--num-speculative-tokens", "--speculative-num-steps"),
+    *_parallel("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
+    *_parallel("--pipeline-parallel-size", "--pp-size", "--data-parallel-size", "--dp-size"),
+    Foreign(
+        "--enable-prefix-caching", moot="prefixes are always shared; --disable-radix-cache stops it", takes_value=False
+    ),
+    Foreign("--enable-chunked-prefill", moot="prompts are always computed in chunks", takes_value=False),
+    Foreign("--enable-metrics", moot="/metrics is always there", takes_value=False),
+    Foreign("--disable-log-requests", moot="requests are not logged", takes_value=False),
+    Foreign(
+        "--kv-cache-dtype",
+        moot="the KV cache has the model's dtype",
+        refused="the KV cache has the model's dtype; choose that with --dtype",
+        moot_values=("auto",),
+    ),
+    Foreign(
+        "--load-format",
+        moot="weights are read as safetensors, whatever is asked",
+        refused="only safetensors are read",
+        moot_values=("auto", "safetensors"),
+    ),
+    Foreign("--quantization", refused="quantized models are not supported; give an unquantized checkpoint"),
+    Foreign("--trust-remote-code", refused="code of a checkpoint is never run", takes_value=False),
+    Foreign("--revision", refused="a revision stands behind the hub id: --model OWNER/NAME@REVISION"),
+    Foreign("--download-dir", refused="set the environment variable OUTRIDER_HOME to the folder"),
+    Foreign("--chat-template", refused="the model's own template is used; write it into tokenizer_config.json"),
+    Foreign(
+        "--speculative-config",
+        refused="each part is an option: --speculative-algorithm, --speculative-draft-model-path, "
+        "--speculative-num-steps",
+    ),
+)
+
 FOREIGN = (
+    *SERVING,
     _same("--speculative-draft-model", "--speculative-draft-model-path"),
     # On the draft service this is the draft's own backend; verify alone has nothing of the kind.
     _same("--speculative-draft-attention-backend", "--draft-attention-backend", "--attention-backend"),
@@ -147,7 +214,7 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
         # A switch may be given a value by an equals sign alone.
         if entry.takes_value and not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
-        _judge(entry, flag, value, warn)
+        _judge(entry, flag, value, warn, known)
     return translated
 
 
@@ -158,10 +225,18 @@ def _ours(entry: Foreign, known: Collection[str]) -> str:
     return next((flag for flag in entry.renamed if flag in known), "")
 
 
-def _judge(entry: Foreign, flag: str, value: str, warn: Warn) -> None:
+def _address_flags(known: Collection[str]) -> str:
+    """What a command has in the place of --host and --port."""
+    grpc = "--gateway-address" if "--gateway-address" in known else "--address"
+    http = "--rest-address HOST:PORT for HTTP, " if "--rest-address" in known else ""
+    return f"{http}{grpc} HOST:PORT for gRPC"
+
+
+def _judge(entry: Foreign, flag: str, value: str, warn: Warn, known: Collection[str]) -> None:
     """Warn of what is moot, raise for what is refused."""
     is_moot = value in entry.moot_values if entry.moot_values else bool(entry.moot)
     shown = f"{flag} {value}".rstrip() if entry.takes_value else flag
     if not is_moot:
-        raise ConfigError(f"{shown}: {entry.refused}")
+        ours = _address_flags(known) if entry.refused == _ADDRESS else ""
+        raise ConfigError(f"{shown}: {entry.refused}{ours}")
     warn(f"{shown} changes nothing: {entry.moot}")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from outrider.cli.cluster import Wiring, bind_again, link
 from outrider.cli.main import COMMANDS, main, make_parser
-from outrider.cli.options import SHARED, in_our_words, parse_service_options, place_draft_model, service_flags
+from outrider.cli.options import PEOPLES, SHARED, in_our_words, parse_service_options, place_draft_model, service_flags
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
@@ -130,5 +131,25 @@ def test_a_restarted_gateway_opens_no_second_door_where_rest_serves_its_metrics(
 @pytest.mark.parametrize("command", ["up", "chat", "demo"])
 def test_help_has_each_group_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        make_parser().parse_args([command, "--help"])
+        make_parser().parse_args([command, "--help-all"])
     assert capsys.readouterr().out.count("all services:") == 1
+
+
+def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            make_parser().parse_args(["up", flag])
+        assert stopped.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, whole = (
+        {word for line in text.splitlines() for word in re.findall(r"^  (--[\w-]+)", line)} for text in texts
+    )
+    people = {flag for flags in PEOPLES.values() for flag in flags}
+    assert short == people | {"--no-color", "--ephemeral", "--help-all"} and len(people) == 20
+    assert whole >= {flag.flag for flag in service_flags()} and "all services:" not in texts[0]
+
+
+def test_host_and_port_are_answered_with_the_address_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--host", "0.0.0.0"]) == 2
+    assert "--rest-address HOST:PORT for HTTP, --gateway-address HOST:PORT for gRPC" in capsys.readouterr().err

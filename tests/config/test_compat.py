@@ -10,6 +10,7 @@ import pytest
 from outrider.config.base import describe_options, parse_options
 from outrider.config.compat import FOREIGN
 from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 
@@ -82,8 +83,33 @@ def test_a_switch_does_not_swallow_the_next_word(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("warning") == 2
 
 
+def test_the_words_of_other_engines_start_the_target() -> None:
+    argv = "--model-path X --max-model-len 4096 --gpu_memory_utilization=0.5 --max-num-seqs 9 --enforce-eager -tp 1"
+    assert verify(*argv.split(), "--no-enable-prefix-caching") == VerifyOptions(
+        model="X",
+        context_length=4096,
+        mem_fraction_static=0.5,
+        max_running_requests=9,
+        disable_cuda_graph=True,
+        disable_radix_cache=True,
+    )
+
+
+@pytest.mark.parametrize("words", ["--tensor-parallel-size 2", "--tp=2", "--data_parallel_size 4"])
+def test_what_needs_more_than_a_gpu_is_answered_with_what_to_do(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"one GPU; start several behind one gateway, each with --device cuda:N"):
+        verify(*words.split())
+
+
+def test_host_and_port_are_answered_with_the_address_options_of_the_command() -> None:
+    with pytest.raises(ConfigError, match=r"^--host 0.0.0.0: .*use --address HOST:PORT for gRPC$"):
+        verify("--host", "0.0.0.0")
+    with pytest.raises(ConfigError, match=r"^--port 80: .*use --rest-address HOST:PORT for HTTP, --address HOST:PORT"):
+        parse_options(GatewayOptions, ["--port=80"], prog="gateway", env={})
+
+
 def test_every_renamed_option_has_ours() -> None:
-    ours = {row.flag for kind in (DraftOptions, VerifyOptions) for row in describe_options(kind)}
+    ours = {row.flag for kind in (DraftOptions, VerifyOptions, GatewayOptions) for row in describe_options(kind)}
     for entry in FOREIGN:
         assert bool(entry.renamed) + bool(entry.moot or entry.refused) == 1, entry.flag
         assert not entry.renamed or ours & set(entry.renamed), entry.flag
@@ -92,7 +118,7 @@ def test_every_renamed_option_has_ours() -> None:
 
 def test_the_table_of_the_docs_is_this_one() -> None:
     """Every option is a row there, under the verdict that parsing gives."""
-    rows = dict(re.findall(r"^\| `(--[\w*-]+)[^|]*\| (supported|accepted|refused)", DOCS.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(--?[\w*-]+)[^|]*\| (supported|accepted|refused)", DOCS.read_text(), re.MULTILINE))
     for entry in FOREIGN:
         verdict = "supported" if entry.renamed else "accepted" if entry.moot else "refused"
         assert rows.get(entry.flag) == verdict, entry.flag
