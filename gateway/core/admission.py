@@ -45,6 +45,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
         "tenant": salted_tenant(request.cache_salt or ""),
         "stop_token_ids": frozenset(request.stop_token_ids or ()),
         "prompt_token_ids": prompt,
+        "bad_words": _bad_words(request.bad_words or (), model),
     }
     return Job(
         GenerationRequest(request_id=request_id, **known),
@@ -60,6 +61,16 @@ def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
     """The fields of a struct that a request has given a value, by their common names."""
     names = [name for name in struct.__struct_fields__ if name in type(model).model_fields]
     return {name: value for name in names if (value := getattr(model, name)) is not None}
+
+
+def _bad_words(words: Sequence[str], model: GatewayModel) -> list[list[int]]:
+    """The tokens of each word at the beginning of a text and behind a space, as the tokenizer writes them."""
+    known: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word.lstrip()}"):
+            if ids := model.tokenizer.encode(text, add_special_tokens=False):
+                known[tuple(ids)] = None
+    return [list(ids) for ids in known]
 
 
 def _sampling(request: ClientRequest, model: GatewayModel) -> SamplingParams:

@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
+MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any context; longer lists are refused before they take the event loop's time."""
@@ -134,6 +135,11 @@ class StopFields(StrictModel):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="Least tokens per answer: no token or string ends it before. Default 0."
     )
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
+        None,
+        description="Texts whose tokens an answer never has in a row, with or without a space before them; where "
+        "verify runs on a GPU each is one token.",
+    )
 
 
 class ServingFields(StrictModel):
@@ -215,6 +221,12 @@ class ClientRequest(OutputFields):
                 "min_tokens",
                 "does not go with a form of the answer, which ends where it is complete; leave it out",
                 {"field": "min_tokens"},
+            )
+        if self.bad_words and self.grammar is not None:
+            raise PydanticCustomError(
+                "bad_words",
+                "do not go with a form of the answer, which may need them; leave them out",
+                {"field": "bad_words"},
             )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise PydanticCustomError(

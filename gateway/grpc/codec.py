@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_PROMPT_TOKENS,
@@ -26,7 +27,12 @@ from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, enco
 from outrider.v1 import gateway_pb2
 
 _SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}
-_BOUNDS = {"stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS, "logit_bias": MAX_LOGIT_BIAS}
+_BOUNDS = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "bad_words": MAX_BAD_WORDS,
+}
 """Entries of repeated fields."""
 _INPUTS = ("prompt", "prompt_token_ids", "chat")
 

@@ -91,6 +91,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """Whether the whole prompt is computed, whatever the radix cache has of it."""
     min_tokens: int = 0
     """Tokens that end an answer are masked until it has so many."""
+    bad_words: list[list[int]] = []
+    """Sequences of tokens that the output never has; the last token of one is masked behind the others."""
     client: str = ""
     """On whose behalf; requests of equal priority take turns by client. Verify's door says so, not the message."""
 

@@ -133,8 +133,12 @@ REQUEST = StructCodec(
         "sampling": lambda request: encode_sampling(request.sampling),
         "choice_index": lambda request: request.sampling.choice_index,
         "grammar": lambda request: encode_grammar(request.sampling.grammar),
+        "bad_words": lambda request: [verify_pb2.TokenSequence(ids=ids) for ids in request.bad_words],
     },
-    decoders={"sampling": decode_sampling},
+    decoders={
+        "sampling": decode_sampling,
+        "bad_words": lambda message: [list(sequence.ids) for sequence in message.bad_words],
+    },
     local=("client",),
 )
 UPDATE = StructCodec(

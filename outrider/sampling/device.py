@@ -67,10 +67,16 @@ class DeviceSampler:
         self._logprobs = LogprobOutputs.new(num_rows, max_depth, device)
 
     def admit(
-        self, row: int, params: SamplingParams, tokens: Sequence[int], prompt_len: int, end: AnswerEnd = ANY_END
+        self,
+        row: int,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        prompt_len: int,
+        end: AnswerEnd = ANY_END,
+        bad_tokens: Sequence[int] = (),
     ) -> None:
-        """Give a row to a request whose committed tokens are `tokens`."""
-        flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
+        """Give a row to a request whose committed tokens are `tokens`; `bad_tokens` are never sampled."""
+        flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias or bad_tokens)
         flags += MASKED * (params.grammar is not None) + GOES_ON * (end.min_tokens > 0)
         wanted = -1 if params.num_logprobs is None else params.num_logprobs
         words = [params.seed & 0xFFFFFFFF, params.seed >> 32, params.choice_index]
@@ -84,9 +90,10 @@ class DeviceSampler:
         put(floats, device, into=tables.float_params[row])
         if params.penalized or end.min_tokens:
             put(self._history(tokens, prompt_len, end), device, into=tables.counts[row])
-        if params.logit_bias:
+        if params.logit_bias or bad_tokens:
             dense = np.zeros(self._vocab_size, np.float32)
             dense[list(params.logit_bias)] = list(params.logit_bias.values())
+            dense[list(bad_tokens)] = -np.inf
             put(dense, device, into=tables.bias[row])
 
     def set_masks(self, runs: Sequence[tuple[int, Sequence[NDArray[np.int32]]]]) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/verify.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xaf\x03\n\x1cVerifyServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1b\n\x13\x64isable_speculation\x18\x08 \x01(\x08\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.outrider.v1.Grammar\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\r\n\x05trace\x18\x0b \x01(\x08\x12\x10\n\x08priority\x18\x0c \x01(\x11\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x19\n\x11skip_prefix_cache\x18\x0e \x01(\x08\x12\x12\n\nmin_tokens\x18\x0f \x01(\rB\x16\n\x14_num_prompt_logprobs\"\xe8\x02\n\x1dVerifyServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x07origins\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12(\n\x06rounds\x18\x04 \x03(\x0b\x32\x18.outrider.v1.RoundReport\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.outrider.v1.PromptLogprobs\x12+\n\x0bround_trees\x18\x08 \x03(\x0b\x32\x16.outrider.v1.RoundTree\"\x1d\n\x1bVerifyServiceGetInfoRequest\"\xbc\x01\n\x1cVerifyServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x0f\n\x07version\x18\x08 \x01(\t\"\x1d\n\x1bVerifyServiceGetLoadRequest\"\xaa\x01\n\x1cVerifyServiceGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1a\n\x12num_healthy_drafts\x18\x06 \x01(\r2\xb4\x02\n\rVerifyService\x12\x63\n\x08Generate\x12).outrider.v1.VerifyServiceGenerateRequest\x1a*.outrider.v1.VerifyServiceGenerateResponse0\x01\x12^\n\x07GetInfo\x12(.outrider.v1.VerifyServiceGetInfoRequest\x1a).outrider.v1.VerifyServiceGetInfoResponse\x12^\n\x07GetLoad\x12(.outrider.v1.VerifyServiceGetLoadRequest\x1a).outrider.v1.VerifyServiceGetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/verify.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xde\x03\n\x1cVerifyServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x1b\n\x13\x64isable_speculation\x18\x08 \x01(\x08\x12%\n\x07grammar\x18\t \x01(\x0b\x32\x14.outrider.v1.Grammar\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\r\n\x05trace\x18\x0b \x01(\x08\x12\x10\n\x08priority\x18\x0c \x01(\x11\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x19\n\x11skip_prefix_cache\x18\x0e \x01(\x08\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12-\n\tbad_words\x18\x10 \x03(\x0b\x32\x1a.outrider.v1.TokenSequenceB\x16\n\x14_num_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe8\x02\n\x1dVerifyServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x07origins\x18\x02 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12(\n\x06rounds\x18\x04 \x03(\x0b\x32\x18.outrider.v1.RoundReport\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.outrider.v1.PromptLogprobs\x12+\n\x0bround_trees\x18\x08 \x03(\x0b\x32\x16.outrider.v1.RoundTree\"\x1d\n\x1bVerifyServiceGetInfoRequest\"\xbc\x01\n\x1cVerifyServiceGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x0f\n\x07version\x18\x08 \x01(\t\"\x1d\n\x1bVerifyServiceGetLoadRequest\"\xaa\x01\n\x1cVerifyServiceGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_pages_used\x18\x03 \x01(\r\x12\x11\n\tnum_pages\x18\x04 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x1a\n\x12num_healthy_drafts\x18\x06 \x01(\r2\xb4\x02\n\rVerifyService\x12\x63\n\x08Generate\x12).outrider.v1.VerifyServiceGenerateRequest\x1a*.outrider.v1.VerifyServiceGenerateResponse0\x01\x12^\n\x07GetInfo\x12(.outrider.v1.VerifyServiceGetInfoRequest\x1a).outrider.v1.VerifyServiceGetInfoResponse\x12^\n\x07GetLoad\x12(.outrider.v1.VerifyServiceGetLoadRequest\x1a).outrider.v1.VerifyServiceGetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.verify_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYSERVICEGENERATEREQUEST']._serialized_start=68
-  _globals['_VERIFYSERVICEGENERATEREQUEST']._serialized_end=499
-  _globals['_VERIFYSERVICEGENERATERESPONSE']._serialized_start=502
-  _globals['_VERIFYSERVICEGENERATERESPONSE']._serialized_end=862
-  _globals['_VERIFYSERVICEGETINFOREQUEST']._serialized_start=864
-  _globals['_VERIFYSERVICEGETINFOREQUEST']._serialized_end=893
-  _globals['_VERIFYSERVICEGETINFORESPONSE']._serialized_start=896
-  _globals['_VERIFYSERVICEGETINFORESPONSE']._serialized_end=1084
-  _globals['_VERIFYSERVICEGETLOADREQUEST']._serialized_start=1086
-  _globals['_VERIFYSERVICEGETLOADREQUEST']._serialized_end=1115
-  _globals['_VERIFYSERVICEGETLOADRESPONSE']._serialized_start=1118
-  _globals['_VERIFYSERVICEGETLOADRESPONSE']._serialized_end=1288
-  _globals['_VERIFYSERVICE']._serialized_start=1291
-  _globals['_VERIFYSERVICE']._serialized_end=1599
+  _globals['_VERIFYSERVICEGENERATEREQUEST']._serialized_end=546
+  _globals['_TOKENSEQUENCE']._serialized_start=548
+  _globals['_TOKENSEQUENCE']._serialized_end=576
+  _globals['_VERIFYSERVICEGENERATERESPONSE']._serialized_start=579
+  _globals['_VERIFYSERVICEGENERATERESPONSE']._serialized_end=939
+  _globals['_VERIFYSERVICEGETINFOREQUEST']._serialized_start=941
+  _globals['_VERIFYSERVICEGETINFOREQUEST']._serialized_end=970
+  _globals['_VERIFYSERVICEGETINFORESPONSE']._serialized_start=973
+  _globals['_VERIFYSERVICEGETINFORESPONSE']._serialized_end=1161
+  _globals['_VERIFYSERVICEGETLOADREQUEST']._serialized_start=1163
+  _globals['_VERIFYSERVICEGETLOADREQUEST']._serialized_end=1192
+  _globals['_VERIFYSERVICEGETLOADRESPONSE']._serialized_start=1195
+  _globals['_VERIFYSERVICEGETLOADRESPONSE']._serialized_end=1365
+  _globals['_VERIFYSERVICE']._serialized_start=1368
+  _globals['_VERIFYSERVICE']._serialized_end=1676
 # @@protoc_insertion_point(module_scope)

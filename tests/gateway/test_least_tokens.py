@@ -36,3 +36,15 @@ async def test_what_cannot_be_is_refused(world: World, fields: dict[str, Any], p
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "min_tokens" and problem in error["message"]
+
+
+async def test_bad_words_are_sent_on_as_tokens_with_and_without_a_space(world: World) -> None:
+    world.verify.say("ok")
+    encode = world.verify.tokenizer.encode
+    expected = [encode(text, add_special_tokens=False) for text in ("two", " two")]
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "bad_words": ["two"]}),
+        ("/generate", {"text": "x", "sampling_params": {"bad_words": ["two"]}}),
+    ):
+        assert (await world.http.post(path, json=body)).status_code == 200
+        assert [list(word.ids) for word in world.verify.requests[-1].bad_words] == expected

@@ -20,6 +20,8 @@ from outrider.v1 import verify_pb2
 MAX_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
 MAX_ID_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 64
 
@@ -60,6 +62,7 @@ class Admission:
         check_sampling(sampling, self.vocab_size)
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar, request.ignore_eos)
+        self._check_bad_words(request.bad_words, sampling.grammar is not None)
         if request.min_tokens and sampling.grammar is not None:
             raise InvalidRequestError(
                 "min_tokens", "cannot go with a grammar, whose answers end where they are complete", "leave it out"
@@ -95,6 +98,17 @@ class Admission:
                 "grammar", "cannot be used: the model has no end-of-sequence token", "leave it out"
             )
 
+    def _check_bad_words(self, bad_words: Sequence[Sequence[int]], has_grammar: bool) -> None:
+        if bad_words and has_grammar:
+            raise InvalidRequestError("bad_words", "cannot go with a grammar, which may need them", "leave them out")
+        for index, word in enumerate(bad_words):
+            if not 0 < len(word) <= MAX_BAD_WORD_TOKENS or max(word) >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"bad_words[{index}]",
+                    f"holds {len(word)} ids",
+                    f"send 1 to {MAX_BAD_WORD_TOKENS}, all below {self.vocab_size}",
+                )
+
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidRequestError("prompt_token_ids", "is empty", "send at least one token")
@@ -117,6 +131,7 @@ def _check_sizes(message: verify_pb2.VerifyServiceGenerateRequest) -> None:
         ("tenant", len(message.tenant), MAX_TENANT_CHARACTERS),
         ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS),
         ("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS),
+        ("bad_words", len(message.bad_words), MAX_BAD_WORDS),
     ):
         if length > most:
             raise InvalidRequestError(field, f"holds {length} entries, at most {most}", "send fewer")

@@ -313,7 +313,8 @@ class RequestRows:
             self._listener.admitted(request, row)
         self._copy_pages(request)
         params = request.params
-        self._sampler.admit(row, params.sampling, request.tokens, request.prompt_len, params.answer_end)
+        bad_tokens = [word[0] for word in params.bad_words]  # `EngineLimits.check` has let no longer ones in
+        self._sampler.admit(row, params.sampling, request.tokens, request.prompt_len, params.answer_end, bad_tokens)
         return row
 
     def update(self, updates: Tensor) -> None:
