@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
+from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.protocol.generation import GenerationRequest
@@ -34,10 +35,12 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
-    prompt_field, prompt = await _prompt(request, model, names)
+    prompt_field, prompt, text = await _prompt(request, model, names)
     # First: of a prompt that is much too long nothing more is looked at.
     max_tokens = _fit(len(prompt), request, model, prompt_field, names)
     check_ids(prompt, model.vocab_size, prompt_field)
+    # A grammar holds from the first token on: what it allows is the answer.
+    splits = request.separate_reasoning and request.chat is not None and request.grammar is None
     known = _given(GenerationRequest, request) | {
         "sampling": _sampling(request, model),
         "max_tokens": max_tokens,
@@ -54,6 +57,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
         arrived=arrived,
         grammar_field=names.get("grammar", ""),
         prompt_only=request.prompt_only,
+        reasoning=ReasoningStart.of(model.reasoning, text) if splits else None,
     )
 
 
@@ -81,10 +85,10 @@ def _sampling(request: ClientRequest, model: GatewayModel) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int]]:
-    """The prompt's field, as its door calls it, and its token ids."""
+async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int], str]:
+    """The prompt's field, as its door calls it, its token ids, and its text where it came as text."""
     if request.prompt_token_ids is not None:
-        return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids
+        return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids, ""
     field = names.get("prompt", "prompt")
     text = request.prompt or ""
     if request.chat is not None:
@@ -99,26 +103,31 @@ async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames
         token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=plain)
     if not token_ids:
         raise InvalidRequestError(field, "has no tokens", "send text that the tokenizer knows")
-    return field, token_ids
+    return field, token_ids, text
 
 
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
     messages = [message.model_dump() for message in chat.messages]
     if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
-        return render_chat(messages, model, field)
-    return await asyncio.to_thread(render_chat, messages, model, field)
+        return render_chat(messages, model, field, chat.template_values)
+    return await asyncio.to_thread(render_chat, messages, model, field, chat.template_values)
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]], model: GatewayModel, field: str, *, add_generation_prompt: bool = True
+    messages: Sequence[Mapping[str, Any]],
+    model: GatewayModel,
+    field: str,
+    values: Mapping[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
-    """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
+    """A conversation as the model's template writes it with further `values`. Raises InvalidRequestError."""
     template = model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
     known = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
-        return template.render(known, add_generation_prompt=add_generation_prompt)
+        return template.render(known, values, add_generation_prompt=add_generation_prompt)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             field, f"the model's chat template refuses them: {error}", "check the roles and their order"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.core.detokenizer import StopMatcher
+from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
 from outrider.protocol.generation import (
@@ -52,6 +53,8 @@ class Delta:
     """Draft tokens accepted in them."""
     cached_tokens: int = 0
     """Of the prompt, as far as it tells."""
+    reasoning: str = ""
+    """What the model thinks, where that is told apart: final text, as `text` is."""
 
 
 class Answer:
@@ -62,6 +65,7 @@ class Answer:
         self._choice_index = choice_index
         self._detokenizer = tokenizer.detokenizer()
         self._stop = StopMatcher(job.stop)
+        self._parts = ReasoningSplitter(job.reasoning)
         self._min_tokens = job.request.min_tokens
         self._num_tokens = 0
         self._prompt_only = job.prompt_only
@@ -73,18 +77,19 @@ class Answer:
         if self._prompt_only:
             return self._feed_prompt(chunk)
         tokens: list[Token] = []
-        text = ""
         for index in range(len(chunk.token_ids)):
             token, final = self._take(chunk, index)
             tokens.append(token)
-            text += final
+            self._parts.push(final)
             if self._stop.hit:
                 break
         if self._stop.hit:
             self.finish_reason = FinishReason.STOP
         elif chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
-            text += self._finish(tokens)
+            self._parts.push(self._finish(tokens), num_tokens=0)
+        reasoning, text = self._parts.take(final=self.finish_reason is not None)
+        self.usage.num_reasoning_tokens = self._parts.num_tokens
         self._count(chunk, len(tokens))
         return Delta(
             self._choice_index,
@@ -96,6 +101,7 @@ class Answer:
             num_rounds=len(chunk.rounds),
             num_accepted=chunk.num_accepted_tokens,
             cached_tokens=chunk.cached_prompt_tokens,
+            reasoning=reasoning,
         )
 
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.core.generation_config import GenerationDefaults
+from gateway.core.reasoning import ReasoningMarkers, find_markers
 from gateway.core.tokenizer import Tokenizer
 from outrider.errors import ConfigError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
@@ -34,6 +35,8 @@ class GatewayModel:
     """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     """Of requests that leave fields of sampling out."""
+    reasoning: ReasoningMarkers | None = None
+    """What stands around what it thinks before it answers; None where it says nothing of the kind."""
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is empty or this model's."""
@@ -44,13 +47,15 @@ class GatewayModel:
 class Catalogue:
     """Holds the served model; all replicas must serve the same one, and one that comes back may bring another."""
 
-    def __init__(self, folder: Path | None = None, *, generation_config: bool = True) -> None:
+    def __init__(self, folder: Path | None = None, *, generation_config: bool = True, reasoning: str = "auto") -> None:
         """Without a folder, tokenizer and defaults are read from the one that verify names. Raises ConfigError.
 
-        `generation_config`: whether generation_config.json gives defaults of sampling.
+        `generation_config`: whether generation_config.json gives defaults of sampling. `reasoning`: the parser
+        of reasoning.
         """
         self._folder = folder
         self._reads_defaults = generation_config
+        self._reasoning = reasoning
         self._own_tokenizer = Tokenizer.load(folder) if folder is not None else None
         self._identity: dict[str, object] = {}
         """What all replicas must agree on; empty before the first one has reported."""
@@ -91,6 +96,10 @@ class Catalogue:
             defaults = GenerationDefaults()
             if self._reads_defaults:
                 defaults = await asyncio.to_thread(GenerationDefaults.load, self._folder or Path(info.model_path))
+            template = tokenizer.chat_template
+            reasoning = find_markers(self._reasoning, None if template is None else template.source)
+            if reasoning is not None:
+                tokenizer.spell_out((reasoning.begin, reasoning.end))
             digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
             self._model = GatewayModel(
                 name=info.model,
@@ -101,6 +110,7 @@ class Catalogue:
                 fingerprint=f"outrider-{digest[:12]}",
                 dtype=info.dtype,
                 defaults=defaults,
+                reasoning=reasoning,
             )
             self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)

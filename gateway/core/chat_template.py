@@ -81,16 +81,28 @@ class ChatTemplate:
             return None
         return cls(source, special_tokens(config))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as text, up to where the answer begins unless told otherwise. Raises ChatTemplateError."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        values: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as text, up to where the answer begins unless told otherwise. Raises ChatTemplateError.
+
+        `values`: further ones that the template may ask for, by name.
+        """
         pieces: list[str] = []
         length = 0
         try:
             for piece in self._template.generate(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                **self._special_tokens,
+                {
+                    **(values or {}),
+                    **self._special_tokens,
+                    "messages": [dict(m) for m in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                }
             ):
                 length += len(piece)
                 if length > MAX_RENDERED_CHARACTERS:

@@ -6,6 +6,7 @@ Values are strict: a string is never taken for a number, nor a boolean for an in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from gateway.core.reasoning import ReasoningStart
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
 
@@ -24,6 +26,9 @@ MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_TEMPLATE_VALUES_BYTES = 16384
+_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
+"""Values of a template that have fields of their own, or none."""
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any context; longer lists are refused before they take the event loop's time."""
 
@@ -74,6 +79,29 @@ def _integer_keys(value: Any) -> Any:
     }
 
 
+def _template_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Values for a chat template, checked for names, size and text."""
+    for name in values:
+        if not name.isidentifier() or len(name) > 64 or name in _TEMPLATE_NAMES:
+            raise PydanticCustomError(
+                "template_values",
+                "{name} is no name for a template's value; use a word of at most 64 letters, digits and _ that is none "
+                "of {taken}",
+                {"name": repr(name[:80]), "taken": ", ".join(sorted(_TEMPLATE_NAMES))},
+            )
+    try:
+        size = len(json.dumps(values, ensure_ascii=False, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError):
+        raise PydanticCustomError("template_values", "holds what JSON cannot carry; send JSON values") from None
+    if size > MAX_TEMPLATE_VALUES_BYTES:
+        raise PydanticCustomError(
+            "template_values",
+            "{size} bytes of JSON, over the limit of {limit}; send less",
+            {"size": size, "limit": MAX_TEMPLATE_VALUES_BYTES},
+        )
+    return values
+
+
 def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -91,6 +119,10 @@ LogitBias = Annotated[
     BeforeValidator(_integer_keys),
     Field(max_length=MAX_LOGIT_BIAS),
 ]
+
+
+TemplateValues = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_template_values)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class SamplingFields(StrictModel):
@@ -180,12 +212,16 @@ class RequestMessage(StrictModel):
     role: Literal["system", "user", "assistant"]
     content: Text
     name: Text | None = None
+    reasoning_content: Text | None = None
+    """What an assistant thought before it said this."""
 
 
 class Chat(StrictModel):
     """A conversation, oldest message first."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    template_values: TemplateValues = Field(default_factory=dict)
+    """Further values for the chat template, by name."""
 
 
 class ClientRequest(OutputFields):
@@ -201,6 +237,8 @@ class ClientRequest(OutputFields):
     num_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     default_max_tokens: int | None = None
     """Most tokens per answer without `max_tokens`, as far as the context has room; None for all of it."""
+    separate_reasoning: bool = False
+    """Whether what the model thinks first is told apart from the answer to a conversation."""
     prompt_only: bool = False
     """No answer is wanted; `max_tokens` is 1, the least that verify commits, and that token is dropped."""
 
@@ -251,6 +289,8 @@ class Job:
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
     prompt_only: bool = False
     """The answer is not wanted: the one token that verify commits is dropped."""
+    reasoning: ReasoningStart | None = None
+    """How its reasoning is told apart; None where all is the answer's text."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,11 @@ class Tokenizer:
         if self._byte_level:
             return ByteDetokenizer(self._text_bytes)
         return WindowDetokenizer(self.decode, is_hidden=self._is_hidden, is_byte=self._is_byte)
+
+    def spell_out(self, tokens: Collection[str]) -> None:
+        """Makes special tokens part of the text, where the tokenizer works on bytes."""
+        if self._byte_level:
+            self._special -= set(tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, special tokens spelled out; empty for an id without a token."""

@@ -25,7 +25,7 @@ from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import DOOR, Body, json_bytes, send_json
 from gateway.openai.chat import Messages
-from gateway.openai.fields import Only
+from gateway.openai.fields import Only, TemplateFields
 from outrider import __version__
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 
@@ -196,7 +196,7 @@ def _model_body(model: GatewayModel) -> ModelBody:
     )
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(TemplateFields):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
@@ -283,7 +283,7 @@ def _tokenize(model: GatewayModel, request: TokenizeRequest, messages: Sequence[
     text, special = request.prompt or "", not messages
     if messages:
         ends_open = request.add_generation_prompt is not False
-        text = render_chat(messages, model, "messages", add_generation_prompt=ends_open)
+        text = render_chat(messages, model, "messages", request.template_values(), add_generation_prompt=ends_open)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
     token_ids = model.tokenizer.encode(text, add_special_tokens=special)

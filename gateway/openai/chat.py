@@ -12,7 +12,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, ClientRequest, Job, StrictModel, Text
 from gateway.core.validation import validate
 from gateway.http.responses import Body
-from gateway.openai.fields import NamedRequests, Only, OpenAIRequest
+from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields
 from gateway.openai.generation import (
     ChoicesBuilder,
     CollectedAnswer,
@@ -53,6 +53,7 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     name: Text | None = None
+    reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
     refusal: Annotated[Any, Only(why="refusals are not supported")] = None
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
@@ -62,13 +63,18 @@ class ChatMessage(StrictModel):
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content, "name": self.name}
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+        }
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatCompletionRequest(OpenAIRequest):
+class ChatCompletionRequest(OpenAIRequest, TemplateFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -84,7 +90,9 @@ class ChatCompletionRequest(OpenAIRequest):
     modalities: Annotated[Any, Only(["text"], why=_NO_AUDIO)] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported: drafts are made here")] = None
-    reasoning_effort: Annotated[Any, Only("none", why="reasoning effort is not supported")] = None
+    separate_reasoning: bool | None = Field(
+        None, description="Tell what the model thinks as reasoning_content, not as part of the content. Default true."
+    )
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why="nothing is fetched for a client")] = None
 
@@ -97,7 +105,11 @@ class ChatCompletionRequest(OpenAIRequest):
     def requests(self, max_prompts: int) -> NamedRequests:
         """The gateway's own request."""
         fields = self.common((self.top_logprobs or 0) if self.logprobs else None)
-        fields["chat"] = {"messages": [message.plain() for message in self.messages]}
+        fields["separate_reasoning"] = self.separate_reasoning is not False
+        fields["chat"] = {
+            "messages": [message.plain() for message in self.messages],
+            "template_values": self.template_values(),
+        }
         return [(validate(ClientRequest, fields), self.field_names | {"chat.messages": "messages"})]
 
 
@@ -107,6 +119,8 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: str
     refusal: None
+    reasoning_content: str | None = None
+    """What the model thought before it answered."""
 
 
 class ChatChoice(Body):
@@ -137,6 +151,8 @@ class ChatDelta(Body):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    """What the model thinks before it answers."""
 
 
 class ChatChunkChoice(Body):
@@ -169,7 +185,7 @@ class ChatBuilder(ChoicesBuilder):
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(role="assistant", content="".join(answer.text), refusal=None),
+                message=_message(answer),
                 logprobs=chat_logprobs(answer.tokens, self._tokenizer),
                 finish_reason=finish_word(answer.finish_reason),
                 **self._trace(index, answer.tokens, answer.trees),
@@ -188,16 +204,22 @@ class ChatBuilder(ChoicesBuilder):
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
         trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
-        if delta.text or logprobs is not None or trace:
-            yield ChatChunkChoice(
-                index=index, delta=ChatDelta(content=delta.text), logprobs=logprobs, finish_reason=None, **trace
-            )
+        if delta.reasoning or delta.text or logprobs is not None or trace:
+            news = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+            if delta.text or not news:
+                news["content"] = delta.text
+            yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **trace)
         if delta.finish_reason is not None:
             reason = finish_word(delta.finish_reason)
             yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason)
 
     def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
+
+
+def _message(answer: CollectedAnswer) -> AssistantMessage:
+    more = {"reasoning_content": reasoning} if (reasoning := "".join(answer.reasoning)) else {}
+    return AssistantMessage(role="assistant", content="".join(answer.text), refusal=None, **more)
 
 
 class ChatRoute(GenerationRoute[ChatCompletionRequest]):

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.core.request import MAX_LOGPROBS, ClientRequest, OutputFields, SamplingFields, StrictModel, Text
+from gateway.core.request import (
+    MAX_LOGPROBS,
+    ClientRequest,
+    OutputFields,
+    ReasoningEffort,
+    SamplingFields,
+    StrictModel,
+    TemplateValues,
+    Text,
+)
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar
@@ -64,6 +73,26 @@ class HarmlessFields(StrictModel):
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
     skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
+
+
+class TemplateFields(StrictModel):
+    """What a conversation's template is told beside the messages."""
+
+    chat_template_kwargs: TemplateValues | None = Field(
+        None, description="Further values for the chat template, by name, like enable_thinking; 16384 bytes of JSON."
+    )
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="The template's value of this name; none sets enable_thinking to false, too."
+    )
+
+    def template_values(self) -> dict[str, Any]:
+        """All of them by name."""
+        values: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            values["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            values["enable_thinking"] = False
+        return values | (self.chat_template_kwargs or {})
 
 
 class StreamOptions(StrictModel):

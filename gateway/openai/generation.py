@@ -61,6 +61,12 @@ class PromptTokensDetails(Body):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Body):
+    """Of the answers' tokens."""
+
+    reasoning_tokens: int
+
+
 class SpeculationUsage(Body):
     """What speculation did."""
 
@@ -78,6 +84,7 @@ class UsageBody(Body):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
     outrider: SpeculationUsage | None = None
 
     @classmethod
@@ -89,6 +96,7 @@ class UsageBody(Body):
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_prompt_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.num_reasoning_tokens),
             outrider=SpeculationUsage(
                 rounds=rounds,
                 draft_tokens=usage.num_draft_tokens,
@@ -111,6 +119,7 @@ class CollectedAnswer:
     """One answer so far."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     trees: list[RoundTree] = field(default_factory=list)
@@ -184,6 +193,7 @@ class ResponseBuilder(ABC):
         """Keeps a delta for `whole`."""
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
+        answer.reasoning.append(delta.reasoning)
         if self._keeps_tokens(self._jobs[delta.choice_index]):
             answer.tokens.extend(delta.tokens)
             self._num_collected += _num_values(delta)

@@ -51,6 +51,12 @@ class GatewayOptions(ServiceOptions):
         "most tokens of an answer: auto takes what is there.",
         choices=("auto", "none"),
     )
+    reasoning_parser: str = option(
+        "auto",
+        "Markers by which what a model thinks is told apart from its answer: think for <think>, mistral for [THINK], "
+        "kimi for ◁think▷, seed for <seed:think>; auto takes those that the chat template names.",
+        choices=("auto", "none", "think", "mistral", "kimi", "seed"),
+    )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
     api_key_file: Path | None = option(
         None,

@@ -226,6 +226,8 @@ class Usage(msgspec.Struct, array_like=True):
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    """Of the committed ones, where reasoning is told apart."""
 
     @classmethod
     def total(cls, parts: Iterable[Usage]) -> Usage:

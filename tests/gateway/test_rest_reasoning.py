@@ -1,0 +1,153 @@
+"""Chat answers of models that think first, with openai-python's client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from gateway_world import World, open_world
+from scripted_verify import MODEL, ScriptedVerify
+
+from outrider.v1 import gateway_pb2
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% endfor %}[assistant]{% if reasoning_effort %}effort={{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif prefix %}{{ prefix }}{% endif %}"
+)
+ANSWER = "<think>\nThe user says hello. 🙂\n</think>\n\nHello!"
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def thinking_folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+async def thinker(thinking_folder: Path, tmp_path: Path) -> AsyncIterator[World]:
+    verify = ScriptedVerify(thinking_folder)
+    verify.say(ANSWER)
+    async with open_world(verify, tmp_path) as running:
+        yield running
+
+
+async def ask(world: World, **more: Any) -> Any:
+    return await world.openai().chat.completions.create(model=MODEL, messages=HELLO, **more)
+
+
+def prompt(world: World) -> str:
+    request = world.verify.requests[-1]
+    return world.verify.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+
+
+async def test_reasoning_is_told_apart_and_counted(thinker: World) -> None:
+    answer = await ask(thinker)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("The user says hello. 🙂", "Hello!")
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
+    plain = await ask(thinker, extra_body={"separate_reasoning": False})
+    assert plain.choices[0].message.content == ANSWER
+    assert not hasattr(plain.choices[0].message, "reasoning_content")
+
+
+async def test_deltas_of_a_stream_are_of_the_one_or_the_other(thinker: World) -> None:
+    deltas = [chunk.choices[0].delta async for chunk in await ask(thinker, stream=True, logprobs=True)]
+    reasoning = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(reasoning) == "The user says hello. 🙂" and sum(map(bool, reasoning)) > 3
+    content = [delta.content or "" for delta in deltas]
+    assert "".join(content) == "Hello!"
+    last = max(index for index, text in enumerate(reasoning) if text)
+    assert not any(content[:last])
+
+
+async def test_an_answer_cut_off_while_it_thinks_has_no_content(thinker: World) -> None:
+    answer = await ask(thinker, max_tokens=14)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "length" and message.content == ""
+    assert message.reasoning_content and "The user".startswith(message.reasoning_content[:8])
+    assert answer.usage.completion_tokens_details.reasoning_tokens <= 14
+
+
+async def test_values_go_to_the_template_and_say_where_the_answer_begins(thinker: World) -> None:
+    thinker.verify.say("short</think> Yes")
+    answer = await ask(thinker, extra_body={"chat_template_kwargs": {"prefix": "<think>\n"}}, reasoning_effort="high")
+    assert prompt(thinker).endswith("[assistant]effort=high<think>\n")
+    assert (answer.choices[0].message.reasoning_content, answer.choices[0].message.content) == ("short", "Yes")
+    for more in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
+        answer = await ask(thinker, **more)
+        assert prompt(thinker).endswith("<think>\n\n</think>\n\n")
+        assert answer.choices[0].message.content == "short</think> Yes"
+
+
+async def test_earlier_reasoning_goes_to_the_template(thinker: World) -> None:
+    earlier = {"role": "assistant", "content": "Hi", "reasoning_content": "greet"}
+    await thinker.openai().chat.completions.create(model=MODEL, messages=[*HELLO, earlier, *HELLO])
+    assert prompt(thinker) == "[user]Hello[assistant](greet)Hi[user]Hello[assistant]"
+    body = {"messages": HELLO, "chat_template_kwargs": {"prefix": "now: "}}
+    tokenized = (await thinker.http.post("/tokenize", json=body)).json()["tokens"]
+    assert thinker.verify.tokenizer.decode(tokenized) == "[user]Hello[assistant]now: "
+
+
+async def test_a_form_holds_from_the_first_token_and_other_doors_tell_all(thinker: World) -> None:
+    answer = await ask(thinker, extra_body={"guided_regex": ".*", "chat_template_kwargs": {"prefix": "<think>"}})
+    assert answer.choices[0].message.content == ANSWER
+    completion = await thinker.openai().completions.create(model=MODEL, prompt="x", max_tokens=100)
+    assert completion.choices[0].text == ANSWER
+    request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x")
+    assert "".join([message.text async for message in thinker.stub.Generate(request)]) == ANSWER
+
+
+async def test_without_a_parser_or_a_template_that_thinks_all_is_content(
+    thinking_folder: Path, tmp_path: Path, world: World
+) -> None:
+    world.verify.say(ANSWER)
+    assert (await ask(world)).choices[0].message.content == ANSWER
+    verify = ScriptedVerify(thinking_folder)
+    verify.say(ANSWER)
+    (tmp_path / "none").mkdir()
+    async with open_world(verify, tmp_path / "none", reasoning_parser="none") as none:
+        assert (await ask(none)).choices[0].message.content == ANSWER
+
+
+async def test_special_tokens_as_markers_are_seen(thinking_folder: Path, tmp_path: Path) -> None:
+    path = thinking_folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for number, text in enumerate(("[THINK]", "[/THINK]"), start=len(tokenizer["model"]["vocab"]) + 1):
+        entry = dict(tokenizer["added_tokens"][0], id=number, content=text, special=True)
+        tokenizer["added_tokens"].append(entry)
+    path.write_text(json.dumps(tokenizer))
+    verify = ScriptedVerify(thinking_folder)
+    verify.say("[THINK]hm[/THINK]Yes")
+    async with open_world(verify, tmp_path, reasoning_parser="mistral") as running:
+        message = (await ask(running)).choices[0].message
+        assert (message.reasoning_content, message.content) == ("hm", "Yes")
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"messages": []}, "is no name for a template's value"),
+        ({"a b": 1}, "is no name for a template's value"),
+        ({"x": "y" * 20000}, "over the limit of 16384"),
+        ({f"x{i}": 1 for i in range(65)}, "64"),
+        ([], "chat_template_kwargs"),
+    ],
+)
+async def test_bad_values_for_the_template_are_refused_by_name(world: World, values: Any, problem: str) -> None:
+    body = json.dumps({"messages": HELLO, "chat_template_kwargs": values})
+    response = await world.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"].startswith("chat_template_kwargs")
+    assert problem in error["message"]
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        await ask(world, reasoning_effort="immense")  # type: ignore[arg-type]
