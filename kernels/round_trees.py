@@ -8,7 +8,7 @@ from kernels.frontier import choose_entries
 from kernels.frontier_state import HEADER_WORDS, BurstRows, CandidatePool
 from kernels.launch import use_triton
 from kernels.reference import round_trees as reference
-from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker, TreeLimits
+from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 
 
@@ -114,7 +114,7 @@ def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: i
         reference.export_nodes(pool, tables, picker.choice.order, picker.trees)
 
 
-def merge_trees(base: RoundTokens, trees: GrownTrees, limits: TreeLimits, out: RoundTokens, scores: Tensor) -> None:
+def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
     """Hang grown trees below the roots of a round that a host laid out without them. One launch.
 
     The nodes of a row come behind the tokens that it has, the best first. What its limits leave out are the deepest or

@@ -138,7 +138,7 @@ class NodePicker:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeLimits:
+class MergeLimits:
     """Which trees a round takes, and how much of them. All int32.
 
     Attributes:

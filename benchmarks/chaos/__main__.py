@@ -23,9 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos.cases import CASES, Case
+from benchmarks.chaos.cases import CASES, ChaosCase
 from benchmarks.chaos.link import Link
-from benchmarks.chaos.load import Load, Question, Record, answered_plainly, questions
+from benchmarks.chaos.load import KnownAnswer, Load, Record, answered_plainly, questions
 from benchmarks.chaos.worlds import Setup, World, open_world
 from benchmarks.serving.soak import settle
 from outrider.config.base import parse_options
@@ -51,11 +51,11 @@ class Timing:
 
 
 @dataclass
-class Outcome:
+class CaseOutcome:
     """What a case has shown."""
 
     name: str
-    case: Case
+    case: ChaosCase
     record: Record
     started: float
     """When the load was warm; like all times here of the monotonic clock, in seconds."""
@@ -120,8 +120,14 @@ class Outcome:
 
 
 async def run_case(
-    name: str, case: Case, world: World, asked: Sequence[Question], clients: int, timing: Timing, draw: random.Random
-) -> Outcome:
+    name: str,
+    case: ChaosCase,
+    world: World,
+    asked: Sequence[KnownAnswer],
+    clients: int,
+    timing: Timing,
+    draw: random.Random,
+) -> CaseOutcome:
     """Bring a fault over services under load."""
     async with Load(world.cluster.gateway_address, asked, clients) as load:
         await load.answers(WARM_ANSWERS)
@@ -140,10 +146,12 @@ async def run_case(
     rest = await asyncio.to_thread(settle, world.cluster)
     leaked = {gauge: value for gauge, value in rest.gauges.items() if value}
     services = len(world.cluster.services)
-    return Outcome(name, case, load.record, started, fault, lifted, accepted, ended, leaked, world.num_alive, services)
+    return CaseOutcome(
+        name, case, load.record, started, fault, lifted, accepted, ended, leaked, world.num_alive, services
+    )
 
 
-def chosen(only: str) -> dict[str, Case]:
+def chosen(only: str) -> dict[str, ChaosCase]:
     """The cases to run: those named, or all that this machine can."""
     if only:
         return {name: CASES[name] for name in only.split(",")}
@@ -179,13 +187,13 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     )
 
 
-async def run_all(arguments: argparse.Namespace, cases: dict[str, Case]) -> tuple[list[Outcome], list[str]]:
+async def run_all(arguments: argparse.Namespace, cases: dict[str, ChaosCase]) -> tuple[list[CaseOutcome], list[str]]:
     """Case after case, each world started once, or again after a case that broke it; and which those were."""
     setup, asked = setup_of(arguments), questions(arguments.questions, arguments.max_tokens)
     timing = Timing(arguments.before, arguments.fault, arguments.after)
-    outcomes: list[Outcome] = []
+    outcomes: list[CaseOutcome] = []
     broken: list[str] = []
-    known: list[Question] = []
+    known: list[KnownAnswer] = []
     left = list(cases.items())
     while left:
         kind = left[0][1].world
@@ -204,7 +212,7 @@ async def run_all(arguments: argparse.Namespace, cases: dict[str, Case]) -> tupl
     return outcomes, broken
 
 
-def tell(outcome: Outcome) -> None:
+def tell(outcome: CaseOutcome) -> None:
     """Print a line of a case."""
     figures = {row.metric: row.value for row in outcome.rows("")}
     words = ("complete", "failed", "refused", "wrong_tokens", "stall_before_ms", "stall_ms", "tokens_per_second")

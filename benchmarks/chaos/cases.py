@@ -25,7 +25,7 @@ Fault = Callable[[World, random.Random], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Case:
+class ChaosCase:
     """A fault, where it happens, and what it may do."""
 
     title: str
@@ -211,37 +211,37 @@ LATE_WEATHER = Weather(delay=0.05, jitter=0.02, loss=0.03)
 PLAIN_SPEED = "Tokens come at plain speed meanwhile."
 UNNOTICED = "Nothing but a change of speed."
 
-CASES: dict[str, Case] = {
-    "draft_killed": Case(
+CASES: dict[str, ChaosCase] = {
+    "draft_killed": ChaosCase(
         "SIGKILL of the draft", "plain", partial(killed, name="draft"), f"{PLAIN_SPEED} No stream ends or waits."
     ),
-    "draft_stopped": Case(
+    "draft_stopped": ChaosCase(
         "SIGSTOP and SIGCONT of the draft",
         "plain",
         partial(stopped, name="draft"),
         "The same; verify gives the session up after two seconds without an answer.",
     ),
-    "draft_restarted": Case(
+    "draft_restarted": ChaosCase(
         "restart of the draft",
         "plain",
         partial(restarted, name="draft"),
         "The same; the draft serves what it has open before it ends.",
         lasts=0.0,
     ),
-    "draft_flapping": Case("draft killed whenever it is back", "plain", flapping, f"{PLAIN_SPEED}"),
-    "client_vanishes": Case(
+    "draft_flapping": ChaosCase("draft killed whenever it is back", "plain", flapping, f"{PLAIN_SPEED}"),
+    "client_vanishes": ChaosCase(
         "clients that reset their connection in mid-stream",
         "plain",
         partial(misused, client=lambda world, seed: vanishing(world.cluster.rest_url, seed), count=3),
         "Others share the machine with answers that are cancelled as soon as their client is gone.",
     ),
-    "client_slow": Case(
+    "client_slow": ChaosCase(
         "clients that do not read",
         "plain",
         partial(misused, client=lambda world, seed: unread(world.cluster.rest_url), count=3),
         "Others share the machine with them, and do not wait for them.",
     ),
-    "verify_killed": Case(
+    "verify_killed": ChaosCase(
         "SIGKILL of verify",
         "plain",
         partial(killed, name="verify"),
@@ -250,7 +250,7 @@ CASES: dict[str, Case] = {
         may_fail=True,
         may_refuse=True,
     ),
-    "gateway_drained": Case(
+    "gateway_drained": ChaosCase(
         "SIGTERM of the gateway",
         "plain",
         drained,
@@ -258,49 +258,55 @@ CASES: dict[str, Case] = {
         lasts=0.25,
         may_refuse=True,
     ),
-    "messages_lost": Case("a third of its messages lost", "relayed", partial(corrupted, kind="lost"), UNNOTICED),
-    "messages_truncated": Case(
+    "messages_lost": ChaosCase("a third of its messages lost", "relayed", partial(corrupted, kind="lost"), UNNOTICED),
+    "messages_truncated": ChaosCase(
         "half of its messages cut short", "relayed", partial(corrupted, kind="truncated"), UNNOTICED
     ),
-    "messages_duplicated": Case(
+    "messages_duplicated": ChaosCase(
         "all messages two to four times", "relayed", partial(corrupted, kind="duplicated"), UNNOTICED
     ),
-    "messages_reordered": Case("messages in any order", "relayed", partial(corrupted, kind="reordered"), UNNOTICED),
-    "messages_stale": Case("old messages among the new ones", "relayed", partial(corrupted, kind="stale"), UNNOTICED),
-    "messages_flipped": Case("bits of every message flipped", "relayed", partial(corrupted, kind="flipped"), UNNOTICED),
-    "messages_garbage": Case(
+    "messages_reordered": ChaosCase(
+        "messages in any order", "relayed", partial(corrupted, kind="reordered"), UNNOTICED
+    ),
+    "messages_stale": ChaosCase(
+        "old messages among the new ones", "relayed", partial(corrupted, kind="stale"), UNNOTICED
+    ),
+    "messages_flipped": ChaosCase(
+        "bits of every message flipped", "relayed", partial(corrupted, kind="flipped"), UNNOTICED
+    ),
+    "messages_garbage": ChaosCase(
         "noise, and trees of nonsense for real requests", "relayed", partial(corrupted, kind="garbage"), UNNOTICED
     ),
-    "messages_hostile": Case("all of these at random", "relayed", partial(corrupted, kind="hostile"), UNNOTICED),
-    "tokens_foreign": Case(
+    "messages_hostile": ChaosCase("all of these at random", "relayed", partial(corrupted, kind="hostile"), UNNOTICED),
+    "tokens_foreign": ChaosCase(
         "a drafter that guesses in another tokenizer's ids",
         "relayed",
         partial(corrupted, kind="foreign"),
         "Nothing is accepted, and soon nothing is verified.",
     ),
-    "tokenizer_wrong": Case(
+    "tokenizer_wrong": ChaosCase(
         "a drafter that says it has another tokenizer",
         "relayed",
         partial(disguised, tokenizer_hash="0" * 64),
         f"{PLAIN_SPEED} Verify's log names both values; it asks again every 2 seconds.",
     ),
-    "vocabulary_wrong": Case(
+    "vocabulary_wrong": ChaosCase(
         "a drafter of a vocabulary of 97 tokens",
         "relayed",
         partial(disguised, vocab_size=97),
         f"{PLAIN_SPEED} What is guessed past the smaller vocabulary is dropped.",
     ),
-    "network_late": Case("50 to 70 ms and 3 % loss each way", "linked", partial(aired, air=LATE_AIR), UNNOTICED),
-    "network_parted": Case("no packet passes", "linked", partial(aired, air=Air(loss=1.0)), PLAIN_SPEED),
-    "proxy_late": Case(
+    "network_late": ChaosCase("50 to 70 ms and 3 % loss each way", "linked", partial(aired, air=LATE_AIR), UNNOTICED),
+    "network_parted": ChaosCase("no packet passes", "linked", partial(aired, air=Air(loss=1.0)), PLAIN_SPEED),
+    "proxy_late": ChaosCase(
         "the same delay and loss by a proxy", "proxied", partial(weathered, weather=LATE_WEATHER), UNNOTICED
     ),
-    "proxy_thin": Case("8 KB/s", "proxied", partial(weathered, weather=Weather(rate=8192)), UNNOTICED),
-    "proxy_cut": Case(
+    "proxy_thin": ChaosCase("8 KB/s", "proxied", partial(weathered, weather=Weather(rate=8192)), UNNOTICED),
+    "proxy_cut": ChaosCase(
         "connections that end in mid-frame", "proxied", partial(weathered, weather=Weather(cut=0.02)), UNNOTICED
     ),
-    "proxy_reset": Case("connections reset about every 0.7 s", "proxied", disconnected, UNNOTICED),
-    "logs_full": Case(
+    "proxy_reset": ChaosCase("connections reset about every 0.7 s", "proxied", disconnected, UNNOTICED),
+    "logs_full": ChaosCase(
         "a full disk below the logs of all services", "logged", full_disk, "Nothing; lines are missing from the logs."
     ),
 }

@@ -23,7 +23,7 @@ TOPICS = ("red apples", "brown eggs", "rye bread", "fresh milk", "honey", "salt"
 
 
 @dataclass(frozen=True)
-class Question:
+class KnownAnswer:
     """A request, and its answer by plain decoding."""
 
     request: Request
@@ -72,7 +72,7 @@ class Record:
         return next((one.at for one in self.arrivals if one.at >= start and one.accepted), None)
 
 
-def questions(count: int, max_tokens: int) -> list[Question]:
+def questions(count: int, max_tokens: int) -> list[KnownAnswer]:
     """Chats on lists that are to be repeated, so that drafts find something; every other one is sampled with a seed."""
     made = []
     for number in range(count):
@@ -83,7 +83,7 @@ def questions(count: int, max_tokens: int) -> list[Question]:
             sampling = common_pb2.SamplingParams(temperature=0.7, top_p=0.95, seed=number)
         message = gateway_pb2.ChatMessage(role="user", content=text)
         made.append(
-            Question(
+            KnownAnswer(
                 Request(
                     chat=gateway_pb2.ChatMessages(messages=[message]),
                     sampling=sampling,
@@ -95,12 +95,12 @@ def questions(count: int, max_tokens: int) -> list[Question]:
     return made
 
 
-async def answered_plainly(address: str, asked: Sequence[Question], at_once: int = 4) -> list[Question]:
+async def answered_plainly(address: str, asked: Sequence[KnownAnswer], at_once: int = 4) -> list[KnownAnswer]:
     """The questions with their answers, decoded without any draft."""
     channel = open_channel(address)
     places = asyncio.Semaphore(at_once)
 
-    async def one(question: Question) -> Question:
+    async def one(question: KnownAnswer) -> KnownAnswer:
         request = Request()
         request.CopyFrom(question.request)
         request.speculation = gateway_pb2.SPECULATION_OFF
@@ -110,7 +110,7 @@ async def answered_plainly(address: str, asked: Sequence[Question], at_once: int
             async for response in gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request):
                 tokens += response.token_ids
                 text += response.text
-        return Question(question.request, tuple(tokens), text)
+        return KnownAnswer(question.request, tuple(tokens), text)
 
     try:
         return list(await asyncio.gather(*(one(question) for question in asked)))
@@ -121,7 +121,7 @@ async def answered_plainly(address: str, asked: Sequence[Question], at_once: int
 class Load:
     """Clients that ask one question after the other until stopped. Use it with `async with`."""
 
-    def __init__(self, address: str, asked: Sequence[Question], clients: int) -> None:
+    def __init__(self, address: str, asked: Sequence[KnownAnswer], clients: int) -> None:
         self.record = Record()
         self._address = address
         self._asked = asked
@@ -180,7 +180,7 @@ class Load:
             if not await self._ask(stub, question) and not self._stopping:
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask(self, stub: Any, question: Question) -> bool:
+    async def _ask(self, stub: Any, question: KnownAnswer) -> bool:
         """Whether an answer came, right or wrong."""
         record, last = self.record, time.monotonic()
         got, text, finished = 0, "", False

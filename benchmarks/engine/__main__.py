@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.engine.cost import CostModel, round_times
-from benchmarks.engine.parts import BareProducts, Parts, RoundShape, linear_forward
-from benchmarks.engine.rounds import GREEDY, Rounds, RoundTimes
+from benchmarks.engine.cost import FittedCost, round_times
+from benchmarks.engine.parts import BareProducts, EvenRound, RoundParts, linear_forward
+from benchmarks.engine.rounds import GREEDY, MeasuredRounds, MeasuredTimes
 from benchmarks.engine.timing import copy_rate, matmul_rate, median_ms
 from benchmarks.split.draft_step import random_model
 from outrider.attention.base import AttentionBackend
@@ -83,8 +83,8 @@ class Benchmark:
         self.failed: list[str] = []
         self._gemm_ms: dict[int, float] = {}
         self._linear_ms: dict[int, float] = {}
-        self._attend_ms: dict[RoundShape, float] = {}
-        self._sampling_ms: dict[RoundShape, float] = {}
+        self._attend_ms: dict[EvenRound, float] = {}
+        self._sampling_ms: dict[EvenRound, float] = {}
         self._matmul_rate = 0.0
         self._copy_rate = 0.0
 
@@ -146,10 +146,10 @@ class Benchmark:
             self.add(f"forward without attention m{count}", "linear_ms", self._linear_ms[count], "ms")
         context, many = self.plan.context, self.plan.shared[len(self.plan.shared) // 2]
         widest = self.plan.tokens[-2]
-        shapes = [RoundShape(1, 1, context), RoundShape(1, widest, context), RoundShape(*many, context)]
-        shapes += [RoundShape(1, widest, self.plan.contexts[index]) for index in (2, 4)]
+        shapes = [EvenRound(1, 1, context), EvenRound(1, widest, context), EvenRound(*many, context)]
+        shapes += [EvenRound(1, widest, self.plan.contexts[index]) for index in (2, 4)]
         slots = max(shape.num_rows * (shape.context + 256) for shape in shapes)
-        parts = Parts(self.model, self._attention(), slots, self.options.page_size)
+        parts = RoundParts(self.model, self._attention(), slots, self.options.page_size)
         for shape in shapes:
             self._attention_rows(parts, shape)
         for shape in shapes[:3]:
@@ -160,7 +160,7 @@ class Benchmark:
                 if decoding == "greedy":
                     self._sampling_ms[shape] = microseconds / 1e3
 
-    def _attention_rows(self, parts: Parts, shape: RoundShape) -> None:
+    def _attention_rows(self, parts: RoundParts, shape: EvenRound) -> None:
         case = self._case(shape.num_rows, shape.num_tokens, shape.context)
         microseconds = parts.attention_us(shape)
         self.add(case, "attention_us_per_layer", microseconds, "us")
@@ -189,7 +189,7 @@ class Benchmark:
             executor.graphs.capture(plan.buckets(executor), together=True)
             self.add(f"{len(executor.graphs)} graphs", "capture_seconds", executor.graphs.seconds, "s")
             self.add(f"{len(executor.graphs)} graphs", "capture_mib", executor.graphs.num_bytes / 2**20, "MiB")
-        rounds = Rounds(executor, self.model.config.vocab_size, num_pages, limits.chunk_size)
+        rounds = MeasuredRounds(executor, self.model.config.vocab_size, num_pages, limits.chunk_size)
         self._prefill(rounds)
         self._by_tokens(rounds)
         self._by_batch(rounds)
@@ -197,15 +197,15 @@ class Benchmark:
         self._cost_model()
 
     def _cost_model(self) -> None:
-        model = CostModel.fit(round_times(self.rows, "round_gpu_ms").items())
-        for name, value in zip(CostModel.NAMES, model.coefficients, strict=True):
+        model = FittedCost.fit(round_times(self.rows, "round_gpu_ms").items())
+        for name, value in zip(FittedCost.NAMES, model.coefficients, strict=True):
             self.add("cost of a round", name, float(value), "ms")
         self.add("cost of a round", "largest_error", model.worst, "ratio")
         if model.coefficients[3]:
             rate = 1024 * self._kv_bytes() / model.coefficients[3] * 1e3
             self.add("cost of a round", "kv_tb_per_second", rate / 1e12, "TB/s")
 
-    def _prefill(self, rounds: Rounds) -> None:
+    def _prefill(self, rounds: MeasuredRounds) -> None:
         rounds.prepare(1, max(self.plan.prefills), 16)
         for count in self.plan.prefills:
             seconds = rounds.prefill_seconds(count)
@@ -216,7 +216,7 @@ class Benchmark:
                 rate = self._prefill_operations(count) / seconds
                 self.add(case, "prefill_over_matmul", rate / self._matmul_rate, "ratio")
 
-    def _by_tokens(self, rounds: Rounds) -> None:
+    def _by_tokens(self, rounds: MeasuredRounds) -> None:
         context = self.plan.context
         for decoding, params in SAMPLINGS.items():
             rounds.prepare(1, context, 256, params)
@@ -226,7 +226,7 @@ class Benchmark:
         seconds = rounds.decode(DECODE_ROUNDS)
         self.add(f"{self._case(1, 1, context)}|greedy", "tokens_per_second", 1 / seconds, "tokens/s")
 
-    def _by_batch(self, rounds: Rounds) -> None:
+    def _by_batch(self, rounds: MeasuredRounds) -> None:
         context = self.plan.context
         for num_rows in self.plan.batches[1:]:
             rounds.prepare(num_rows, context, 128)
@@ -237,7 +237,7 @@ class Benchmark:
             case = f"{self._case(num_rows, num_rows, context)}|greedy"
             self.add(case, "tokens_per_second", num_rows / seconds, "tokens/s")
 
-    def _by_context(self, rounds: Rounds) -> None:
+    def _by_context(self, rounds: MeasuredRounds) -> None:
         rounds.prepare(1, max(self.plan.contexts), 128)
         for context in reversed(self.plan.contexts):
             rounds.cut(context)
@@ -245,7 +245,7 @@ class Benchmark:
                 if context != self.plan.context:
                     self._round_rows(1, count, context, "greedy", rounds.measure(count))
 
-    def _round_rows(self, num_rows: int, num_tokens: int, context: int, decoding: str, times: RoundTimes) -> None:
+    def _round_rows(self, num_rows: int, num_tokens: int, context: int, decoding: str, times: MeasuredTimes) -> None:
         case = f"{self._case(num_rows, num_tokens, context)}|{decoding}"
         self.add(case, "round_gpu_ms", times.gpu, "ms")
         self.add(case, "round_ms", times.wall, "ms")
@@ -255,7 +255,7 @@ class Benchmark:
         floor = next((ms for count, ms in self._gemm_ms.items() if count >= num_tokens), None)
         if floor is not None:
             self.add(case, "round_gpu_over_gemm", times.gpu / floor, "ratio")
-        shape = RoundShape(num_rows, num_tokens, context)
+        shape = EvenRound(num_rows, num_tokens, context)
         known = (self._linear_ms.get(num_tokens), self._attend_ms.get(shape), self._sampling_ms.get(shape))
         if decoding == "greedy" and None not in known:
             self.add(case, "rest_ms", times.gpu - sum(ms or 0.0 for ms in known), "ms")

@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class CostModel:
+class FittedCost:
     """Milliseconds of a round: coefficients of `Point.features`, none of them negative."""
 
     coefficients: NDArray[np.float64]
@@ -48,7 +48,7 @@ class CostModel:
     NAMES = ("base_ms", "ms_per_token", "ms_per_request", "ms_per_1k_keys", "ms_per_token_and_1k_keys")
 
     @classmethod
-    def fit(cls, points: Iterable[tuple[Point, float]]) -> CostModel:
+    def fit(cls, points: Iterable[tuple[Point, float]]) -> FittedCost:
         """Least squares of the relative error. Raises ValueError for fewer rounds than coefficients."""
         pairs = list(points)
         if len(pairs) < len(cls.NAMES):

@@ -85,7 +85,7 @@ class FakeDevice:
 
     def __init__(self, round_seconds: float, num_rounds: int) -> None:
         self.engine: VerifyEngine | None = None
-        self.draft: Draft | None = None
+        self.draft: PacedDraft | None = None
         self.ended_at: float | None = None
         self.caught_up_at: float | None = None
         self.idle_since: float | None = None
@@ -129,7 +129,7 @@ class FakeDevice:
         """See Executor."""
 
 
-class Pace(NamedTuple):
+class DraftPace(NamedTuple):
     """How a draft answers a commit."""
 
     answer_seconds: float
@@ -141,12 +141,12 @@ class Pace(NamedTuple):
     """In all of them."""
 
 
-class Draft:
+class PacedDraft:
     """A draft service that answers at once, and fills its credit with the best nodes that there are."""
 
     address = "fake"
 
-    def __init__(self, engine: VerifyEngine, device: FakeDevice, wire: Wire, pace: Pace) -> None:
+    def __init__(self, engine: VerifyEngine, device: FakeDevice, wire: Wire, pace: DraftPace) -> None:
         self._device = device
         self._wire = wire
         self._pace = pace
@@ -236,7 +236,7 @@ class Wire:
             heapq.heappop(self._later)[2]()
 
 
-class Notes:
+class GapLog:
     """An observer that notes gaps, in which holds do not count, and holds."""
 
     def __init__(self) -> None:
@@ -253,7 +253,9 @@ class Notes:
         """See Observer."""
 
 
-def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace: Pace) -> tuple[FakeDevice, Notes]:
+def run(
+    batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace: DraftPace
+) -> tuple[FakeDevice, GapLog]:
     """Run so many rounds of `batch` requests."""
     device = FakeDevice(round_seconds, num_rounds)
     limits = EngineLimits(
@@ -268,9 +270,9 @@ def run(batch: int, max_nodes: int, round_seconds: float, num_rounds: int, pace:
     )
     # As if every round were padded to the same width: then all nodes that there are pay.
     cost = CostModel([round_seconds] * len(WIDTHS), width_of=lambda tokens: WIDTHS[-1])
-    notes, wire = Notes(), Wire()
+    notes, wire = GapLog(), Wire()
     engine = VerifyEngine(device, Memory(batch * 1024 + 1024, 16), cost, limits, notes, wire)
-    device.engine, device.draft = engine, Draft(engine, device, wire, pace)
+    device.engine, device.draft = engine, PacedDraft(engine, device, wire, pace)
     engine.draft_connected(device.draft)
     params = SamplingParams(temperature=0.0)
     for _ in range(batch):
@@ -289,7 +291,7 @@ def drop(update: GenerationUpdate) -> None:
 def measure(batch: int, options: argparse.Namespace) -> list[Row]:
     """All rows of one batch size."""
     num_rounds, answer = options.rounds + options.rounds // 5, options.answer_ms / 1e3
-    pace = Pace(answer, options.messages, options.round_ms / 1e3 / (options.messages + 1), options.grown)
+    pace = DraftPace(answer, options.messages, options.round_ms / 1e3 / (options.messages + 1), options.grown)
     device, notes = run(batch, options.nodes, options.round_ms / 1e3, num_rounds, pace)
     gaps = [gap * 1e3 for gap in notes.gaps[options.rounds // 5 :]]
     holds = [held * 1e3 for held in notes.holds[options.rounds // 5 :]]

@@ -147,7 +147,7 @@ def linear_forward(model: CausalLM, num_tokens: int) -> Callable[[], object]:
 
 
 @dataclass(frozen=True)
-class RoundShape:
+class EvenRound:
     """Rows of equal size: `num_tokens` in all, the root of each and the nodes of a tree below it."""
 
     num_rows: int
@@ -165,7 +165,7 @@ class RoundShape:
         return Bucket(self.num_tokens, self.num_rows).max_row_tokens
 
 
-class Parts:
+class RoundParts:
     """Attention and sampling on a KV cache, pages and trees of their own."""
 
     def __init__(self, model: CausalLM, attention: AttentionBackend, num_slots: int, page_size: int) -> None:
@@ -176,7 +176,7 @@ class Parts:
             cache.normal_()
         self._page_size = page_size
 
-    def attention_us(self, shape: RoundShape, num_splits: int | None = None) -> float:
+    def attention_us(self, shape: EvenRound, num_splits: int | None = None) -> float:
         """Microseconds a layer of tree attention alone."""
         batch, _, _ = self._batch(shape, num_splits)
         q = self._heads(shape)[:, : self._config.num_heads].contiguous()
@@ -201,7 +201,7 @@ class Parts:
 
         return median_ms(work, self._device) * 1e3 / self._config.num_layers
 
-    def attend_ms(self, shape: RoundShape) -> float:
+    def attend_ms(self, shape: EvenRound) -> float:
         """Milliseconds of everything around attention in all layers: trees expanded, q and k rotated, KV written."""
         tokens, tables = self._tokens(shape)
         buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
@@ -217,7 +217,7 @@ class Parts:
 
         return median_ms(work, self._device)
 
-    def sampling_us(self, shape: RoundShape, params: SamplingParams) -> float:
+    def sampling_us(self, shape: EvenRound, params: SamplingParams) -> float:
         """Microseconds of sampling, walk and compaction for logits that a forward has just written."""
         tokens, tables = self._tokens(shape)
         vocab, rows = self._config.vocab_size, shape.num_rows
@@ -235,25 +235,25 @@ class Parts:
 
         return median_ms(work, self._device) * 1e3
 
-    def _heads(self, shape: RoundShape) -> Tensor:
+    def _heads(self, shape: EvenRound) -> Tensor:
         config = self._config
         size = (shape.num_tokens, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         return torch.randn(size, device=self._device).to(self._model.dtype)
 
-    def _splits(self, shape: RoundShape) -> int:
+    def _splits(self, shape: EvenRound) -> int:
         heads = (self._config.num_heads, self._config.num_kv_heads)
         return choose_splits(
             shape.num_tokens, shape.num_rows, shape.max_row_tokens, *heads, num_processors(self._device)
         )
 
-    def _batch(self, shape: RoundShape, num_splits: int | None) -> tuple[PagedBatch, RoundTokens, Tensor]:
+    def _batch(self, shape: EvenRound, num_splits: int | None) -> tuple[PagedBatch, RoundTokens, Tensor]:
         tokens, tables = self._tokens(shape)
         buffers = TreeBuffers(shape.num_tokens, MAX_PATH, self._device)
         splits = num_splits or self._splits(shape)
         batch = buffers.batch(tokens, tables, self._page_size, shape.max_row_tokens, splits, by_path=False)
         return batch, tokens, tables
 
-    def _tokens(self, shape: RoundShape) -> tuple[RoundTokens, Tensor]:
+    def _tokens(self, shape: EvenRound) -> tuple[RoundTokens, Tensor]:
         """A round of that shape, and page tables that lay its rows one behind the other."""
         count, rows = shape.row_tokens, range(shape.num_rows)
         tree = tree_parents(count - 1)

@@ -59,7 +59,7 @@ PROBE_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class RoundTimes:
+class MeasuredTimes:
     """Medians over rounds of one kind, in milliseconds.
 
     `wall` runs from launch to launch, `gpu` is the device's own clock within the round, `gap` its idle time before the
@@ -79,7 +79,7 @@ def prompt_chunk(request: Request, num_tokens: int) -> Entry:
     return entry
 
 
-class Rounds:
+class MeasuredRounds:
     """Requests with contexts of their own in the executor's pages, and rounds of them."""
 
     def __init__(self, executor: CudaExecutor, vocab_size: int, num_pages: int, chunk_size: int) -> None:
@@ -119,7 +119,7 @@ class Rounds:
             del request.tokens[context + 1 :]
             request.cached_len = context
 
-    def measure(self, num_tokens: int, repeats: int = 30) -> RoundTimes:
+    def measure(self, num_tokens: int, repeats: int = 30) -> MeasuredTimes:
         """The same round of `num_tokens` over all requests again and again; nothing is committed.
 
         The trees hold what the model goes on with, so that a path of them is accepted.
@@ -153,7 +153,7 @@ class Rounds:
         request.cached_len = cached
         return statistics.median(seconds[1:])
 
-    def _repeat(self, entries: Sequence[Entry], repeats: int) -> RoundTimes:
+    def _repeat(self, entries: Sequence[Entry], repeats: int) -> MeasuredTimes:
         walls, launches, gpus, gaps, committed = [], [], [], [], 0
         before = time.perf_counter()
         for _ in range(repeats + 3):
@@ -168,7 +168,7 @@ class Rounds:
             gaps.append(pending.gap_seconds or 0.0)
             committed = sum(len(result.token_ids) for result in results)
         medians = [statistics.median(values[3:]) * 1e3 for values in (walls, gpus, gaps, launches)]
-        return RoundTimes(*medians, accepted=committed / len(entries))
+        return MeasuredTimes(*medians, accepted=committed / len(entries))
 
     def _probe(self, num_tokens: int) -> list[list[int]]:
         """What each request goes on with; they stay where they are."""

@@ -31,7 +31,7 @@ from outrider_tools.bench.report import Row, write_report
 DEVICE = torch.device("cuda")
 
 
-class Bench:
+class AttentionBench:
     """Shapes, caches and inputs of one run."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -150,7 +150,7 @@ def graph_seconds(body: Callable[[], None], repeats: int) -> float:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """All cases."""
-    bench = Bench(options)
+    bench = AttentionBench(options)
     cases = [("prefill", count, 0, bench.prompt(count, 0)) for count in options.prompts]
     cases += [("tree", options.tree, context, bench.tree(options.tree, context)) for context in options.contexts]
     rows: list[Row] = []

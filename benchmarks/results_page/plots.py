@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.engine.cost import CostModel, Point, round_times
-from benchmarks.results_page.reports import ROOT, Report, report
+from benchmarks.engine.cost import FittedCost, Point, round_times
+from benchmarks.results_page.reports import ROOT, ResultFile, report
 from benchmarks.results_page.split_tables import (
     CONTEXTS,
     EAGLE3,
@@ -93,7 +93,7 @@ def plot_engine() -> Figure:
     """Rounds of the engine by tokens, batch and context, with the model of their cost."""
     one = report(ENGINE)
     gpu, wall = round_times(one.rows, "round_gpu_ms"), round_times(one.rows, "round_ms")
-    model = CostModel.fit(gpu.items())
+    model = FittedCost.fit(gpu.items())
     context = min(point.context for point in gpu)
     most = max(point.num_tokens for point in gpu)
     figure, (left, middle, right) = _figure(13, 3)
@@ -178,7 +178,7 @@ def _bars(
     axes.tick_params(axis="x", labelsize=8)
 
 
-def _titled(figure: Figure, title: str, *sources: Report) -> Figure:
+def _titled(figure: Figure, title: str, *sources: ResultFile) -> Figure:
     files = ", ".join(f"{source.name}.json" for source in sources)
     figure.suptitle(f"{title}\n{sources[0].device}, {sources[0].date}, {files}", fontsize=9)
     return figure

@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 Cells = Sequence[str]
 
 
-class Report:
+class ResultFile:
     """One file of benchmarks/results."""
 
     def __init__(self, name: str) -> None:
@@ -64,7 +64,7 @@ class Report:
         return f"{self.device}, {self.date}, commit {commit}, {self.link}:\n\n{_console(self.data[command])}"
 
 
-report = cache(Report)
+report = cache(ResultFile)
 
 
 def table(head: Cells, lines: Iterable[Cells]) -> str:

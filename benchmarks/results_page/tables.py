@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.chaos.cases import CASES
 from benchmarks.engine.cost import Point, round_times
-from benchmarks.results_page.reports import ROOT, Cells, Report, report, table, targets
+from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ALL_80,
     COLOCATED,
@@ -292,7 +292,7 @@ FAULT_COLUMNS = (
 )
 
 
-def fault_lines(one: Report) -> Iterable[Cells]:
+def fault_lines(one: ResultFile) -> Iterable[Cells]:
     """A line for each case that ran, in the order of `CASES`."""
     labels = {match[2]: match[1] for row in one.rows if (match := re.match(r"(.* chaos (\w+)) ", row.case))}
     for name, case in CASES.items():
@@ -391,7 +391,7 @@ def readme_table() -> str:
     cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
     inside = report("split_colocated_h200")
 
-    def line(what: str, source: Report, plain: str, drafted: str) -> Cells:
+    def line(what: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
         form = ",.1f" if before < 100 else ",.0f"
         speeds = (f"{before:{form}}", f"{after:{form}}", f"**{after / before:.2f}**")

@@ -45,7 +45,7 @@ MAPPED = "features are read from verify's memory"
 
 
 @dataclass(frozen=True)
-class Answer:
+class DoorReply:
     """What came through one door."""
 
     text: str
@@ -54,7 +54,7 @@ class Answer:
     accept_length: float
 
 
-class Client:
+class ComposeClient:
     """Asks the gateway, as its environment says where and with which key."""
 
     def __init__(self, gateway: Planned, max_tokens: int) -> None:
@@ -63,7 +63,7 @@ class Client:
         self._env = gateway.env
         self._max_tokens = max_tokens
 
-    def rest(self) -> Answer:
+    def rest(self) -> DoorReply:
         """One chat completion."""
         url, start = f"http://{self._env['OUTRIDER_REST_ADDRESS']}/v1", time.perf_counter()
         model = self._call(f"{url}/models", None)["data"][0]["id"]
@@ -72,9 +72,9 @@ class Client:
         answer = self._call(f"{url}/chat/completions", {**body, "ignore_eos": True})
         usage, text = answer["usage"], answer["choices"][0]["message"]["content"]
         seconds = time.perf_counter() - start
-        return Answer(text, usage["completion_tokens"], seconds, usage["outrider"]["accept_length"])
+        return DoorReply(text, usage["completion_tokens"], seconds, usage["outrider"]["accept_length"])
 
-    def grpc(self) -> Answer:
+    def grpc(self) -> DoorReply:
         """One answer of the gRPC door."""
         request = gateway_pb2.GatewayServiceGenerateRequest(
             chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=LIST)]),
@@ -90,7 +90,7 @@ class Client:
         rounds = usage.num_rounds
         accept_length = (usage.num_accepted_tokens + rounds) / rounds if rounds else 0.0
         text = "".join(response.text for response in responses)
-        return Answer(text, usage.completion_tokens, time.perf_counter() - start, accept_length)
+        return DoorReply(text, usage.completion_tokens, time.perf_counter() - start, accept_length)
 
     def _call(self, url: str, body: dict[str, Any] | None) -> Any:
         headers = {
@@ -105,7 +105,7 @@ class Client:
 def measure(running: ProfileRun, max_tokens: int, case: str) -> tuple[list[Row], dict[str, Any]]:
     """Everything that is asked and looked at while the profile runs."""
     rows = [Row(f"{case} {name}", "seconds_to_healthy", value, "s") for name, value in running.healthy_after.items()]
-    client, texts = Client(running.by_role["gateway"], max_tokens), set()
+    client, texts = ComposeClient(running.by_role["gateway"], max_tokens), set()
     draft = running.by_role["draft"].name
     for phase in ("warm-up", "draft runs", "draft killed", "draft is back"):
         if phase == "draft killed":

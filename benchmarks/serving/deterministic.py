@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import add_service_arguments, device_name, printer, verify_options
-from benchmarks.split.cases import Case
-from benchmarks.split.load import Answers, answer_all, read_prompts, warm_up
-from benchmarks.split.services import Draft, Target
+from benchmarks.split.cases import SplitCase
+from benchmarks.split.load import CaseAnswers, answer_all, read_prompts, warm_up
+from benchmarks.split.services import StartedDraft, StartedTarget
 from outrider.rpc.channel import open_channel
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, write_report
@@ -43,10 +43,10 @@ SNAPSHOT_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
-class Run:
+class PromptRun:
     """One way to answer all prompts."""
 
-    case: Case
+    case: SplitCase
     scarce: bool
     """With KV memory for a few requests only."""
 
@@ -88,16 +88,16 @@ class Mode:
         argv += [f"--max-total-tokens={arguments.scarce_tokens}"] if scarce else []
         on_line = printer(arguments.verbose)
         drafting = [drafter for drafter in drafters if drafter != "plain"]
-        with Target(verify_options(arguments, argv), drafting, on_line) as target:
+        with StartedTarget(verify_options(arguments, argv), drafting, on_line) as target:
             print(f"{self.name}: verify started in {target.start():.1f} s", flush=True)
             self._dtype = asyncio.run(dtype_of(target.cluster.verify_address))
             for drafter in drafters:
-                case = Case(drafter)
+                case = SplitCase(drafter)
                 if not case.drafts:
                     self._answer_in(target, case, batches, scarce)
                     continue
                 common = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}"]
-                draft = Draft(case.draft_options(self._paths, [*common, *arguments.draft_option]), on_line)
+                draft = StartedDraft(case.draft_options(self._paths, [*common, *arguments.draft_option]), on_line)
                 try:
                     draft.start()
                     target.connect(drafter, draft)
@@ -106,20 +106,20 @@ class Mode:
                     draft.close()
                 target.disconnect(drafter)
 
-    def _answer_in(self, target: Target, case: Case, batches: Sequence[int], scarce: bool) -> None:
+    def _answer_in(self, target: StartedTarget, case: SplitCase, batches: Sequence[int], scarce: bool) -> None:
         """Answer all prompts in each batch, at each temperature."""
         address = target.cluster.gateway_address
         for batch in batches:
-            warm_up(address, Case(case.drafter, batch=batch), [], self._arguments.warm_tokens)
+            warm_up(address, SplitCase(case.drafter, batch=batch), [], self._arguments.warm_tokens)
             for temperature in TEMPERATURES:
-                run = Run(Case(case.drafter, batch=batch, temperature=temperature), scarce)
+                run = PromptRun(SplitCase(case.drafter, batch=batch, temperature=temperature), scarce)
                 before = target.page()
                 answers = asyncio.run(answer_all(address, self._prompts, run.case, self._arguments.max_tokens))
                 time.sleep(SNAPSHOT_SECONDS)
                 preempted = target.page().since(before).counter("outrider_verify_preemptions")
                 self._judge(run, answers, preempted)
 
-    def _judge(self, run: Run, answers: Answers, preempted: float) -> None:
+    def _judge(self, run: PromptRun, answers: CaseAnswers, preempted: float) -> None:
         """Compare with the first run, and note the figures."""
         truth = self._truth.setdefault(run.case.temperature, answers.texts)
         equal = sum(one == other for one, other in zip(answers.texts, truth, strict=True))

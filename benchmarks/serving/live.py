@@ -31,16 +31,16 @@ HISTOGRAMS = {"host_gap_ms": "outrider_verify_host_gap_seconds", "round_gpu_ms":
 
 
 @dataclass(frozen=True)
-class Histogram:
+class ScrapedHistogram:
     """A Prometheus histogram: seconds in all, observations in all, and up to each bound."""
 
     total: float
     count: float
     bounds: dict[float, float]
 
-    def __sub__(self, other: Histogram) -> Histogram:
+    def __sub__(self, other: ScrapedHistogram) -> ScrapedHistogram:
         bounds = {bound: count - other.bounds.get(bound, 0.0) for bound, count in self.bounds.items()}
-        return Histogram(self.total - other.total, self.count - other.count, bounds)
+        return ScrapedHistogram(self.total - other.total, self.count - other.count, bounds)
 
     def quantile(self, share: float) -> float:
         """The least bound under which `share` of the observations lie."""
@@ -49,7 +49,7 @@ class Histogram:
         )
 
 
-def scrape(url: str) -> dict[str, Histogram]:
+def scrape(url: str) -> dict[str, ScrapedHistogram]:
     """The histograms of a metrics page."""
     text = urllib.request.urlopen(url, timeout=10).read().decode()
     found = {}
@@ -65,8 +65,8 @@ def scrape(url: str) -> dict[str, Histogram]:
                 bounds = {
                     float(sample.labels["le"]): sample.value for sample in family.samples if "le" in sample.labels
                 }
-                found[metric] = Histogram(samples["_sum"], samples["_count"], bounds)
-    found["hold_ms"] = Histogram(held, rounds, {})
+                found[metric] = ScrapedHistogram(samples["_sum"], samples["_count"], bounds)
+    found["hold_ms"] = ScrapedHistogram(held, rounds, {})
     return found
 
 

@@ -36,7 +36,7 @@ WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""
 
 
-class Memory:
+class ServiceMemory:
     """MiB of each service over time."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -109,7 +109,7 @@ def make_client(cluster: Cluster, arguments: argparse.Namespace) -> Client:
     return RestClient(cluster.rest_url, replace(ask, chat=arguments.backend == "openai-chat"))
 
 
-async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: Memory) -> LoadRun:
+async def drive(cluster: Cluster, arguments: argparse.Namespace, memory: ServiceMemory) -> LoadRun:
     """Warm up, then load and watch."""
     client = make_client(cluster, arguments)
     prompts = make_prompts(arguments.prompts, arguments.max_tokens, seed=0)
@@ -148,7 +148,7 @@ def main() -> int:
     add_service_arguments(parser, "smollm2-135m eagle3+ngram split")
     arguments = parser.parse_args()
     with services(arguments) as cluster:
-        memory = Memory(cluster)
+        memory = ServiceMemory(cluster)
         before = MetricsPage.read(cluster.metrics_url("gateway"))
         run = asyncio.run(drive(cluster, arguments, memory))
         gained = MetricsPage.read(cluster.metrics_url("gateway")).since(before)

@@ -39,7 +39,7 @@ MODEL = "smollm2-135m"
 
 
 @dataclass(frozen=True)
-class Question:
+class UserTurn:
     """A user turn, and the kind of question it is."""
 
     category: str
@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclass
-class Tally:
+class CategoryTally:
     """What one way of answering gave, by category, in the order of the questions."""
 
     runs: defaultdict[str, list[Run]] = field(default_factory=lambda: defaultdict(list))
@@ -57,16 +57,16 @@ class Tally:
         return [run for name, runs in self.runs.items() if category in ("", name) for run in runs]
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[UserTurn]:
     """Questions of a JSONL file, in its order."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     return [
-        Question(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
+        UserTurn(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
         for line in lines
     ]
 
 
-def pick(questions: Sequence[Question], per_category: int) -> list[Question]:
+def pick(questions: Sequence[UserTurn], per_category: int) -> list[UserTurn]:
     """The first few of each category, category by category in turn; all of them for 0."""
     if not per_category:
         return list(questions)
@@ -79,7 +79,7 @@ def pick(questions: Sequence[Question], per_category: int) -> list[Question]:
     return picked
 
 
-class Bench:
+class MtBench:
     """The services of all runs, and what they answered."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -89,9 +89,9 @@ class Bench:
         self._reference: Transformers | None = None
         self.drafters = ""
         self.dtype = ""
-        self.tallies = {name: Tally() for name in arguments.runs}
+        self.tallies = {name: CategoryTally() for name in arguments.runs}
 
-    async def run(self, questions: Sequence[Question]) -> list[Row]:
+    async def run(self, questions: Sequence[UserTurn]) -> list[Row]:
         """Answer all of them in every way; returns the figures."""
         with ExitStack() as services:
             self._start(services)
@@ -140,7 +140,7 @@ class Bench:
             for name in self._arguments.runs:
                 await self._answer(name, text, self._arguments.warm_tokens)
 
-    async def _ask(self, index: int, question: Question) -> None:
+    async def _ask(self, index: int, question: UserTurn) -> None:
         names = self._arguments.runs
         first = index % len(names)
         for name in (*names[first:], *names[:first]):
@@ -245,7 +245,7 @@ def main() -> None:
     """Run and report."""
     arguments = parse_arguments()
     questions = pick(read_questions(arguments.prompts), arguments.per_category)
-    rows = asyncio.run(Bench(arguments).run(questions))
+    rows = asyncio.run(MtBench(arguments).run(questions))
     for row in rows:
         print(f"{row.case:60} {row.metric:28} {row.value:9.3f} {row.unit}")
     if arguments.out:

@@ -39,7 +39,7 @@ MANY_SHARE = 0.1
 
 
 @dataclass
-class Load:
+class SoakLoad:
     """Clients that ask for answers until told to stop."""
 
     address: str
@@ -183,10 +183,10 @@ def services(arguments: argparse.Namespace) -> Cluster:
     return make_cluster(arguments, verify, [*draft, "--request-capacity=4096", "--total-capacity=65536"])
 
 
-def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Load]:
+def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], SoakLoad]:
     """All spells; the services at idle before the first and after each."""
     prompts = read_prompts(arguments.prompts)
-    load = Load(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
+    load = SoakLoad(cluster.gateway_address, prompts, arguments.clients, arguments.max_tokens)
     rests = [settle(cluster)]
     for spell in range(arguments.spells):
         asyncio.run(load.run(60 * arguments.minutes / arguments.spells))
@@ -202,7 +202,7 @@ def run(cluster: Cluster, arguments: argparse.Namespace) -> tuple[list[Rest], Lo
     return rests, load
 
 
-def rows_of(rests: list[Rest], load: Load, page: MetricsPage, label: str, minutes: float) -> list[Row]:
+def rows_of(rests: list[Rest], load: SoakLoad, page: MetricsPage, label: str, minutes: float) -> list[Row]:
     """Result rows."""
     rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
     rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]

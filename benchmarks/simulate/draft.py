@@ -21,7 +21,7 @@ import outrider.drafting.model.growth as growth
 import outrider.drafting.model.publisher as publisher
 import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
-from benchmarks.simulate.pool import CONTEXT, Memory, Pool
+from benchmarks.simulate.pool import CONTEXT, BurstMemory, Pool
 from benchmarks.simulate.world import Actor, Costs
 from draft_service.engine.inbox import LineMessages
 from draft_service.engine.reporter import SessionPort
@@ -58,7 +58,7 @@ class Event:
         self._actor.now = max(self._actor.now, self.at)
 
 
-class ScriptedRunner(runner.BurstRunner):
+class SimulatedRunner(runner.BurstRunner):
     """See BurstRunner. What times it expects is the real runner's own."""
 
     def __init__(self, actor: Actor, costs: Costs, language: Language, max_width: int) -> None:
@@ -71,7 +71,7 @@ class ScriptedRunner(runner.BurstRunner):
         self.busy = 0.0
         """Seconds that the device has worked."""
         self._actor, self._costs = actor, costs
-        self._cells = Memory(self.shape, language)
+        self._cells = BurstMemory(self.shape, language)
         self._pools: dict[int, tuple[Burst, Pool]] = {}
         self._results: dict[runner.PendingBurst, BurstResult] = {}
         self._free_at = 0.0
@@ -159,7 +159,7 @@ class ScriptedRunner(runner.BurstRunner):
         raise NotImplementedError
 
 
-class DraftInbox:
+class SimulatedDraftInbox:
     """Where the engine finds what verify sent: see draft_service.engine.inbox."""
 
     def __init__(self, actor: Actor) -> None:
@@ -185,7 +185,7 @@ class DraftService:
         self, actor: Actor, costs: Costs, language: Language, deliver: Callable[[float, list[DraftMessage]], None]
     ) -> None:
         """`deliver` is told when messages for verify arrive there."""
-        self.runner = ScriptedRunner(actor, costs, language, 128)
+        self.runner = SimulatedRunner(actor, costs, language, 128)
         told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
         grown = self.requests.growth
@@ -211,7 +211,7 @@ class DraftService:
     def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
-        engine.requests, engine.drafter, engine.inbox = self.requests, None, DraftInbox(self._actor)
+        engine.requests, engine.drafter, engine.inbox = self.requests, None, SimulatedDraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
             answer=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),

@@ -44,7 +44,7 @@ class Pace:
     """A round that has no nodes waits so long."""
 
 
-class Tree:
+class IdealTree:
     """Nodes in the order in which they were found; 0 is the first root."""
 
     def __init__(self, language: Language, state: np.uint64, num_candidates: int = CANDIDATES) -> None:
@@ -111,7 +111,7 @@ class Text:
         self.tokens = language.text(prompt, TOKENS + 1)
         self.states = language.states(before, self.tokens)
 
-    def follow(self, tree: Tree, root: int, place: int, taken: set[int]) -> tuple[int, int]:
+    def follow(self, tree: IdealTree, root: int, place: int, taken: set[int]) -> tuple[int, int]:
         """The last accepted node behind the root, which holds the token at `place`, and how many were accepted."""
         node, accepted = root, 0
         while place + 1 + accepted < len(self.tokens):
@@ -126,7 +126,7 @@ def lockstep(language: Language, text: Text) -> tuple[int, int]:
     """Tokens and rounds of an answer in lockstep."""
     place = rounds = 0
     while place < TOKENS - 1:
-        tree = Tree(language, text.states[place], LOCKSTEP_CANDIDATES)
+        tree = IdealTree(language, text.states[place], LOCKSTEP_CANDIDATES)
         for _ in range(LOCKSTEP_STEPS):
             tree.step(LOCKSTEP_WIDTH)
         _, accepted = text.follow(tree, 0, place, tree.best(0, LOCKSTEP_NODES, 0.0))
@@ -134,7 +134,7 @@ def lockstep(language: Language, text: Text) -> tuple[int, int]:
     return place, rounds
 
 
-class Draft:
+class IdealDraft:
     """A device that takes one step after the other. It learns of a round's commit some time after its end."""
 
     def __init__(self, language: Language, state: np.uint64, pace: Pace) -> None:
@@ -142,7 +142,7 @@ class Draft:
         self._free = pace.commit
         self._news: list[tuple[float, int]] = []
         """Roots, and from when on steps know of them."""
-        self.tree, self.root = Tree(language, state), 0
+        self.tree, self.root = IdealTree(language, state), 0
 
     def run(self, until: float) -> None:
         """Take all steps that begin before that."""
@@ -156,7 +156,7 @@ class Draft:
         """The round's last token is the root now; without a node for it a new tree begins."""
         known = now + self._pace.commit
         if root is None:
-            self.tree, root, self._news = Tree(self._language, state), 0, []
+            self.tree, root, self._news = IdealTree(self._language, state), 0, []
             self._free = max(self._free, known)
         else:
             self._news.append((known, root))
@@ -165,7 +165,7 @@ class Draft:
 
 def ahead(language: Language, text: Text, pace: Pace) -> tuple[int, int, float]:
     """Tokens, rounds and ms of an answer with a draft that runs ahead."""
-    draft, place, rounds, now = Draft(language, text.states[0], pace), 0, 0, 0.0
+    draft, place, rounds, now = IdealDraft(language, text.states[0], pace), 0, 0, 0.0
     while True:
         if draft.tree.is_bare(draft.root, now):
             now += pace.hold

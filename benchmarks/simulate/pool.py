@@ -18,7 +18,7 @@ CONTEXT = 4096
 _WORD = 64
 
 
-class Memory:
+class BurstMemory:
     """What outlives a burst: of each row the states behind its context and its tree slots, and what these see.
 
     `masks[row, slot]` are the slots that a node sees, itself included, as bits of words.
@@ -51,7 +51,7 @@ class Memory:
 class Pool:
     """What a burst could run, as a device holds it: see kernels.reference.frontier."""
 
-    def __init__(self, burst: Burst, bucket: StepBucket, shape: BurstShape, memory: Memory) -> None:
+    def __init__(self, burst: Burst, bucket: StepBucket, shape: BurstShape, memory: BurstMemory) -> None:
         self._memory, self._shape, self._bucket = memory, shape, bucket
         capacity = shape.max_seeds + shape.max_steps * bucket.num_candidates
         self._entries = np.full((5, capacity), -1, np.int64)

@@ -38,7 +38,7 @@ import verify_service.speculation.drafts as drafts
 import verify_service.speculation.health as health
 from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
-from benchmarks.simulate.world import Actor, Costs, Notes, VerifyInbox, World
+from benchmarks.simulate.world import Actor, Costs, Notes, SimulatedVerifyInbox, SimulatedWorld
 from outrider.buckets import TOKEN_BUCKETS
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import DraftMessage
@@ -150,7 +150,7 @@ class Simulation:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.world = World(1e-3 * scene.costs.line)
+        self.world = SimulatedWorld(1e-3 * scene.costs.line)
         self.notes = Notes()
         self.ends: Counter[str] = Counter()
         """Why bursts ended."""
@@ -246,7 +246,9 @@ class Simulation:
             root_apart=True, max_depth=MAX_DEPTH, max_round_tokens=MAX_RUNNING + MAX_NODES, spin=True,
         )  # fmt: skip
         memory = Memory(MAX_RUNNING * 64, 16, keep_prefixes=False)
-        engine = verify_engine.VerifyEngine(self._device, memory, cost, limits, self.notes, VerifyInbox(self._actor))
+        engine = verify_engine.VerifyEngine(
+            self._device, memory, cost, limits, self.notes, SimulatedVerifyInbox(self._actor)
+        )
         engine.drafts._clock = self._actor.clock
         warmer: Any = SimpleNamespace(pause_until=lambda at: None, run=self._device.idle)
         engine._warmer = warmer

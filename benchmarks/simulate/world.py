@@ -122,7 +122,7 @@ class OverError(BaseException):
     """The world has ended while an actor was not looking."""
 
 
-class World:
+class SimulatedWorld:
     """What the two actors share."""
 
     def __init__(self, latency: float) -> None:
@@ -167,7 +167,7 @@ class Actor:
 
     other: Actor
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self.now = 0.0
         self.pace: Callable[[], float] = lambda: 1.0
         """How long its work takes, by what `Costs` say."""
@@ -247,7 +247,7 @@ class Actor:
             raise OverError
 
 
-class VerifyInbox:
+class SimulatedVerifyInbox:
     """What has come for verify's engine: see verify_service.engine.engine."""
 
     def __init__(self, actor: Actor) -> None:

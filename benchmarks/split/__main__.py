@@ -30,25 +30,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, verify_options
-from benchmarks.split.cases import Case
+from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
 from benchmarks.split.load import answer_all, read_prompts, warm_up
-from benchmarks.split.services import Draft, Lines, Target, start_together
+from benchmarks.split.services import Lines, StartedDraft, StartedTarget, start_together
 from outrider.errors import OutriderError
 from outrider_tools.bench.report import write_report
 
 
-class Bench:
+class SplitBench:
     """All cases, on services that it starts."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.cases = [Case.parse(text) for text in arguments.cases]
+        self.cases = [SplitCase.parse(text) for text in arguments.cases]
         self.paths = {label: Path(path) for label, _, path in (text.partition("=") for text in arguments.draft)}
         self.runs: list[Measured] = []
         self.failed: list[str] = []
         self._prompts = read_prompts(arguments.prompts)
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, StartedTarget] = {}
         self._end = time.monotonic() + arguments.stop_after
 
     def run(self) -> None:
@@ -75,14 +75,16 @@ class Bench:
             options = verify_options(self.arguments, argv)
             alike = [case for case in self.cases if case.drafts and not case.colocated and case.target == name]
             keys = sorted({_key(case) for case in alike})
-            target = Target(options, keys, self._printer(f"verify {name}".strip()), drafts_inside=first.colocated)
+            target = StartedTarget(
+                options, keys, self._printer(f"verify {name}".strip()), drafts_inside=first.colocated
+            )
             self._targets[name] = stack.enter_context(target)
         with ThreadPoolExecutor(len(modes)) as pool:
-            seconds = list(pool.map(Target.start, self._targets.values()))
+            seconds = list(pool.map(StartedTarget.start, self._targets.values()))
         for name, value in zip(self._targets, seconds, strict=True):
             print(f"verify {name or 'split'} started in {value:.1f} s", flush=True)
 
-    def _started(self, cases: list[Case], stack: ExitStack) -> Iterator[tuple[Case, Draft]]:
+    def _started(self, cases: list[SplitCase], stack: ExitStack) -> Iterator[tuple[SplitCase, StartedDraft]]:
         """Draft services of these cases, one after the other; all are started before the first is handed out."""
         if time.monotonic() > self._end:
             self.failed += [f"{self._title(case)}: no time left" for case in cases]
@@ -98,7 +100,7 @@ class Bench:
             except OutriderError as refusal:
                 self._fail(case, refusal)
             else:
-                drafts.append((case, Draft(options, self._printer(f"draft {self._title(case)}"))))
+                drafts.append((case, StartedDraft(options, self._printer(f"draft {self._title(case)}"))))
         for _, draft in drafts:
             stack.callback(draft.close)
         errors = start_together([draft for _, draft in drafts])
@@ -108,7 +110,7 @@ class Bench:
             else:
                 self._fail(case, error)
 
-    def _attempt(self, case: Case, draft: Draft | None) -> None:
+    def _attempt(self, case: SplitCase, draft: StartedDraft | None) -> None:
         if time.monotonic() > self._end:
             self.failed.append(f"{self._title(case)}: no time left")
             return
@@ -128,7 +130,7 @@ class Bench:
             draft.close()
             target.disconnect(_key(case))
 
-    def _measure(self, case: Case, target: Target, draft: Draft | None) -> Measured:
+    def _measure(self, case: SplitCase, target: StartedTarget, draft: StartedDraft | None) -> Measured:
         arguments, address = self.arguments, target.cluster.gateway_address
         prompts = self._prompts[: max(arguments.limit, 2 * case.batch if case.batch > 1 else 0)]
         warm_up(address, case, prompts, arguments.warm_tokens)
@@ -151,10 +153,10 @@ class Bench:
             rows = [row for run in self.runs for row in run.rows()]
             write_report(self.arguments.out, "split", device_name(), rows, ("torch", "grpcio", "numpy"))
 
-    def _title(self, case: Case) -> str:
+    def _title(self, case: SplitCase) -> str:
         return case.title(self.arguments.label, self.arguments.dtype)
 
-    def _fail(self, case: Case, error: Exception) -> None:
+    def _fail(self, case: SplitCase, error: Exception) -> None:
         text = f"{self._title(case)}: {type(error).__name__}: {error}"
         self.failed.append(text.splitlines()[0])
         print(f"FAILED {text}", flush=True)
@@ -167,7 +169,7 @@ class Bench:
         return on_line
 
 
-def _key(case: Case) -> str:
+def _key(case: SplitCase) -> str:
     """What verify learns apart: scores of different drafters, or ranked by different rules, mean different things."""
     return f"{case.drafter} {case.options.get('rank_by_noise', '')}"
 
@@ -189,7 +191,7 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Run and report."""
-    bench = Bench(parse_arguments())
+    bench = SplitBench(parse_arguments())
     start = time.perf_counter()
     bench.run()
     print(f"\n{table(bench.runs)}\n{time.perf_counter() - start:.0f} s in all")

@@ -18,7 +18,7 @@ SHORT_NAMES = {
 
 
 @dataclass(frozen=True)
-class Case:
+class SplitCase:
     """One way to answer all prompts."""
 
     drafter: str
@@ -32,7 +32,7 @@ class Case:
     """Further draft options by field name."""
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> SplitCase:
         """A case from `standalone,lockstep,steps=4,topk=1,t=0.8,b=16`. Raises ConfigError."""
         drafter, *words = text.split(",")
         case = cls(drafter)

@@ -130,10 +130,10 @@ class Clock:
 
 
 @dataclass
-class PendingBurst:
+class DrawnBurst:
     """A burst whose results are made when `finish` is called."""
 
-    runner: ScriptedRunner
+    runner: DrawingRunner
     burst: Burst
     bucket: StepBucket
     copy: int
@@ -161,7 +161,7 @@ class PendingBurst:
         """See PendingBurst."""
         return True
 
-    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
+    def go_on(self, num_steps: int, reroots: Reroots | None = None) -> DrawnBurst | None:
         """See PendingBurst. Trees are told their old roots alone, for slots: commits arrive when a burst is over."""
         if reroots is not None:
             for row, slots in zip(reroots.rows.tolist(), reroots.free, strict=True):
@@ -169,7 +169,7 @@ class PendingBurst:
         done = self.first_step + self.num_steps
         if done + num_steps > self.runner.shape.max_steps:
             return None
-        more = PendingBurst(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
+        more = DrawnBurst(self.runner, self.burst, self.bucket, self.copy, done, num_steps, self.state)
         self.runner.queued.append(more)
         return more
 
@@ -182,12 +182,12 @@ class PendingBurst:
         return self.runner.output.read(self.copy, self.bucket, self.num_steps, self.first_step)
 
 
-class ScriptedRunner:
+class DrawingRunner:
     """See BurstRunner. Its model knows chances alone; tokens are drawn."""
 
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
-        self.queued: list[PendingBurst] = []
+        self.queued: list[DrawnBurst] = []
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
         self.buckets = StepBuckets(shape)
@@ -226,12 +226,12 @@ class ScriptedRunner:
         """See BurstRunner."""
         return np.zeros((sum(len(np.asarray(part)) for part in parts), 1), np.float32)
 
-    def launch(self, burst: Burst) -> PendingBurst:
+    def launch(self, burst: Burst) -> DrawnBurst:
         """See BurstRunner."""
         self._copy = 1 - self._copy
         self._fill(self._copy, burst)
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        self.queued.append(PendingBurst(self, burst, bucket, self._copy))
+        self.queued.append(DrawnBurst(self, burst, bucket, self._copy))
         return self.queued[-1]
 
     def finish(self) -> None:
@@ -252,7 +252,7 @@ class ScriptedRunner:
             first = self.shape.max_seeds + (pending.first_step + step) * width * branching
             self._step(burst, line, tokens, edges, pending.state["pool"], pending.state["free"], first)
 
-    def _begin(self, pending: PendingBurst) -> None:
+    def _begin(self, pending: DrawnBurst) -> None:
         """Fill the pool with the seeds."""
         burst, seeds = pending.burst, pending.burst.seeds
         free = [list(row.free) for row in row_list(burst.rows)]
@@ -309,7 +309,7 @@ class Service:
             num_pages=64 * 512, max_context=8192, feature_size=1 if options.features else 0,
         )  # fmt: skip
         self.clock = Clock()
-        self.runner = ScriptedRunner(shape, self.clock)
+        self.runner = DrawingRunner(shape, self.clock)
         told = DraftOptions(max_positions=8192, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
         self.peer = Peer()

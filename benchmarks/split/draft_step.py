@@ -100,7 +100,7 @@ _MAX_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Case:
+class DraftStepCase:
     """Steps of `nodes` nodes, spread evenly over `rows` requests of `context` tokens."""
 
     rows: int
@@ -136,7 +136,7 @@ def models(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[
         yield "llama-8b eagle3", random_head(device, torch.bfloat16)
 
 
-def make_runner(model: DraftModel, cases: list[Case], branching: int) -> BurstRunner:
+def make_runner(model: DraftModel, cases: list[DraftStepCase], branching: int) -> BurstRunner:
     """One that holds every case."""
     rows, context = max(case.rows for case in cases), max(case.context for case in cases)
     width = max(case.nodes for case in cases)
@@ -160,10 +160,10 @@ def make_runner(model: DraftModel, cases: list[Case], branching: int) -> BurstRu
     return runner
 
 
-class Bench:
+class DraftStepBench:
     """A case's requests in a runner: their roots have been run, and there is more to run than there is time for."""
 
-    def __init__(self, runner: BurstRunner, case: Case, temperature: float) -> None:
+    def __init__(self, runner: BurstRunner, case: DraftStepCase, temperature: float) -> None:
         self._runner, self._case = runner, case
         self._on_gpu = runner.memory.kv.k.is_cuda
         self._room = case.rows * (runner.shape.region - 1)
@@ -227,7 +227,7 @@ def _median(times: list[tuple[float, float]], which: int) -> float:
     return statistics.median(taken[which] for taken in times)
 
 
-def measure(name: str, model: DraftModel, cases: list[Case], options: argparse.Namespace) -> list[Row]:
+def measure(name: str, model: DraftModel, cases: list[DraftStepCase], options: argparse.Namespace) -> list[Row]:
     """All rows of a model."""
     on_gpu = model.device.type == "cuda"
     if on_gpu:
@@ -236,7 +236,7 @@ def measure(name: str, model: DraftModel, cases: list[Case], options: argparse.N
     decoding = f"t{options.temperature:g}" if options.temperature else "greedy"
     rows = []
     for case in cases:
-        bench = Bench(runner, case, options.temperature)
+        bench = DraftStepBench(runner, case, options.temperature)
         step_ms, host_ms = bench.measure(options.repeats)
         line = f"{name} split b{case.rows} m{case.nodes} ctx{case.context / 1024:g}k {SHORT[model.dtype]} {decoding}"
         print(f"{line:66s}{step_ms:8.3f} ms a step{host_ms:8.3f} ms to launch {bench.steps} steps", flush=True)
@@ -281,7 +281,10 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda" if on_gpu else "cpu")
     grid = [
-        Case(rows, nodes, length) for rows in options.rows for nodes in options.nodes for length in options.contexts
+        DraftStepCase(rows, nodes, length)
+        for rows in options.rows
+        for nodes in options.nodes
+        for length in options.contexts
     ]
     cases = [case for case in grid if case.nodes >= case.rows]
     rows = []

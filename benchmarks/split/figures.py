@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common import Cost
-from benchmarks.split.cases import Case
-from benchmarks.split.load import Answers
+from benchmarks.split.cases import SplitCase
+from benchmarks.split.load import CaseAnswers
 from outrider.metrics import Histogram, MetricsPage
 from outrider_tools.bench.report import Row
 
@@ -19,9 +19,9 @@ _DRAFT = "outrider_draft_"
 class Measured:
     """A case that was run."""
 
-    case: Case
+    case: SplitCase
     title: str
-    answers: Answers
+    answers: CaseAnswers
     verify: MetricsPage
     """What came during the run."""
     draft: MetricsPage = field(default_factory=MetricsPage)
@@ -154,7 +154,7 @@ def _plain_for(run: Measured, runs: Sequence[Measured]) -> Measured | None:
     return None
 
 
-def _same_but_lockstep(case: Case, other: Case) -> bool:
+def _same_but_lockstep(case: SplitCase, other: SplitCase) -> bool:
     same = (case.drafter, case.batch, case.temperature) == (other.drafter, other.batch, other.temperature)
     return same and case.drafts and other.lockstep
 

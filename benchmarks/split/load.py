@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.split.cases import Case
+from benchmarks.split.cases import SplitCase
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -17,7 +17,7 @@ WARM_PROMPTS = ("Say hello to everyone in the room.", "Explain how a bicycle sta
 
 
 @dataclass
-class Answers:
+class CaseAnswers:
     """All answers of a case."""
 
     texts: list[list[int]] = field(default_factory=list)
@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[str]:
     return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
 
 
-def request(prompt: str, seed: int, max_tokens: int, case: Case) -> gateway_pb2.GatewayServiceGenerateRequest:
+def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway_pb2.GatewayServiceGenerateRequest:
     """A user turn."""
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
@@ -50,7 +50,7 @@ def request(prompt: str, seed: int, max_tokens: int, case: Case) -> gateway_pb2.
     )
 
 
-async def _answer(stub: Any, message: gateway_pb2.GatewayServiceGenerateRequest, answers: Answers) -> list[int]:
+async def _answer(stub: Any, message: gateway_pb2.GatewayServiceGenerateRequest, answers: CaseAnswers) -> list[int]:
     tokens: list[int] = []
     async for response in stub.Generate(message):
         tokens += response.token_ids
@@ -61,11 +61,11 @@ async def _answer(stub: Any, message: gateway_pb2.GatewayServiceGenerateRequest,
     return tokens
 
 
-async def answer_all(address: str, prompts: list[str], case: Case, max_tokens: int) -> Answers:
+async def answer_all(address: str, prompts: list[str], case: SplitCase, max_tokens: int) -> CaseAnswers:
     """Answer all prompts, `case.batch` at a time."""
     channel = open_channel(address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-    answers = Answers()
+    answers = CaseAnswers()
     places = asyncio.Semaphore(case.batch)
 
     async def one(index: int, prompt: str) -> list[int]:
@@ -79,7 +79,7 @@ async def answer_all(address: str, prompts: list[str], case: Case, max_tokens: i
     return answers
 
 
-def warm_up(address: str, case: Case, prompts: list[str], max_tokens: int) -> None:
+def warm_up(address: str, case: SplitCase, prompts: list[str], max_tokens: int) -> None:
     """Some answers before those that count: drafts are calibrated, and code is warm, for such prompts, too."""
     asyncio.run(answer_all(address, prompts, case, 2))
     others = [WARM_PROMPTS[place % len(WARM_PROMPTS)] for place in range(max(case.batch, 2))]

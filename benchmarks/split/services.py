@@ -24,7 +24,7 @@ _PENDING = "outrider_verify_graphs_pending"
 Lines = Callable[[str, str], None]
 
 
-class Target:
+class StartedTarget:
     """Verify and gateway, dialling one address per drafter, so that what is learned of one is not taken for another.
 
     An address is a link to the socket of whichever draft service is to serve, or to none.
@@ -55,7 +55,7 @@ class Target:
         """Verify's metrics now."""
         return MetricsPage.read(self.cluster.metrics_url("verify"))
 
-    def connect(self, drafter: str, draft: Draft) -> None:
+    def connect(self, drafter: str, draft: StartedDraft) -> None:
         """Let a draft service serve, with features if it takes any. Raises TimeoutError if that takes too long."""
         link = self._links[drafter]
         link.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class Target:
                 raise TimeoutError(f"verify did not {what} within {seconds:.0f} s")
             time.sleep(0.05)
 
-    def __enter__(self) -> Target:
+    def __enter__(self) -> StartedTarget:
         return self
 
     def __exit__(
@@ -86,7 +86,7 @@ class Target:
         self.close()
 
 
-class Draft:
+class StartedDraft:
     """A draft service on a socket of its own."""
 
     def __init__(self, options: DraftOptions, on_line: Lines) -> None:
@@ -113,10 +113,10 @@ class Draft:
         self.cluster.close()
 
 
-def start_together(drafts: Sequence[Draft]) -> list[Exception | None]:
+def start_together(drafts: Sequence[StartedDraft]) -> list[Exception | None]:
     """Start all at once; what went wrong with each."""
 
-    def start(draft: Draft) -> Exception | None:
+    def start(draft: StartedDraft) -> Exception | None:
         try:
             draft.start()
         except Exception as error:

@@ -15,7 +15,7 @@ from kernels.launch import power_of_two
 from kernels.sampling_state import RoundTokens
 
 if TYPE_CHECKING:
-    from kernels.round_trees_state import CommittedTokens, GrownTrees, TreeLimits
+    from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 
 _ROW: tl.constexpr = tl.constexpr(state.ROW)
 _PARENT: tl.constexpr = tl.constexpr(state.PARENT)
@@ -280,7 +280,7 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
     )  # fmt: skip
 
 
-def merge_trees(base: RoundTokens, trees: GrownTrees, limits: TreeLimits, out: RoundTokens, scores: Tensor) -> None:
+def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
     """As kernels.round_trees.merge_trees."""
     slots, rows, nodes = base.token_ids.shape[0], base.table_rows.shape[0], trees.order.shape[0]
     _merge_trees[(1,)](

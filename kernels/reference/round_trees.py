@@ -25,7 +25,7 @@ from kernels.frontier_state import (
 from kernels.sampling_state import RoundTokens
 
 if TYPE_CHECKING:
-    from kernels.round_trees_state import CommittedTokens, GrownTrees, TreeLimits
+    from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 
 
 def lay_out_committed(
@@ -99,7 +99,7 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
     trees.order[:count] = torch.arange(count, dtype=torch.int32, device=order.device)
 
 
-def merge_trees(base: RoundTokens, trees: GrownTrees, limits: TreeLimits, out: RoundTokens, scores: Tensor) -> None:
+def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
     """As kernels.round_trees.merge_trees."""
     num_rows = base.table_rows.shape[0]
     chosen = [index for index in trees.order.tolist() if index >= 0]

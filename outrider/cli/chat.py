@@ -23,7 +23,7 @@ from outrider.cli.options import (
     parse_service_options,
     whole_number,
 )
-from outrider.cli.terminal import Answer, StartDisplay, legend, make_console, show_answer
+from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
@@ -159,7 +159,7 @@ class Conversation:
             self._console.print(Text(summary(answer), "dim"))
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: FinishedAnswer) -> str:
     """An answer's figures in one line."""
     usage = answer.usage
     return (

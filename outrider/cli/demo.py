@@ -19,7 +19,7 @@ from outrider.cli.options import (
     parse_service_options,
     whole_number,
 )
-from outrider.cli.terminal import Answer, StartDisplay, legend, make_console, show_answer
+from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.rpc.channel import open_channel
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
@@ -84,12 +84,12 @@ def drafters_text(names: Sequence[str]) -> str:
     return " and ".join(words.get(name, name) for name in names)
 
 
-def figures(with_drafts: Answer, plain: Answer) -> Table:
+def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
     """Both answers side by side."""
     table = Table("", "with speculation", "without")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows: tuple[tuple[str, Callable[[Answer], str]], ...] = (
+    rows: tuple[tuple[str, Callable[[FinishedAnswer], str]], ...] = (
         ("tokens", lambda a: f"{a.usage.completion_tokens}"),
         ("tokens per second", lambda a: f"{a.tokens_per_second:.1f}"),
         ("prompt tokens", lambda a: f"{a.usage.prompt_tokens}"),

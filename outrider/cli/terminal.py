@@ -108,7 +108,7 @@ class Painter:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinishedAnswer:
     """A finished answer. Times are in seconds, as the client saw them."""
 
     text: str
@@ -124,7 +124,7 @@ class Answer:
         return (self.usage.completion_tokens - 1) / decoding if decoding > 0 else 0.0
 
 
-async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> Answer:
+async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> FinishedAnswer:
     """Print an answer while it streams, nothing without a `console`; return it. Raises what `chunks` raises."""
     painter = Painter()
     parts: list[str] = []
@@ -143,7 +143,7 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
                 console.print(Text(printable(text), STYLES[origin]), end="", soft_wrap=True)
     if console is not None:
         console.print()
-    return Answer("".join(parts), usage, finish_reason, first, end)
+    return FinishedAnswer("".join(parts), usage, finish_reason, first, end)
 
 
 def legend() -> Text:

@@ -32,7 +32,7 @@ DEEP = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class ReplayedRounds:
     """Decoding in rounds, replayed over answers that are known.
 
     Attributes:
@@ -65,8 +65,8 @@ class Figures:
     tokens: int
     rates: list[float]
     deep_over_first: float
-    chain: Rounds
-    tree: Rounds
+    chain: ReplayedRounds
+    tree: ReplayedRounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class Replay:
         self.rounds += other.rounds
         self.reached += other.reached
 
-    def figures(self) -> Rounds:
+    def figures(self) -> ReplayedRounds:
         """What came of it."""
         rounds = max(1, self.rounds)
-        return Rounds(self.tokens / rounds, self.rounds, (self.reached / rounds).tolist())
+        return ReplayedRounds(self.tokens / rounds, self.rounds, (self.reached / rounds).tolist())
 
 
 @dataclass(slots=True)

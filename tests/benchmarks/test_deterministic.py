@@ -7,21 +7,21 @@ import argparse
 import pytest
 
 from benchmarks.common import add_service_arguments, draft_options, verify_options
-from benchmarks.serving.deterministic import EXACT, FAST, Mode, Run, cost
-from benchmarks.split.cases import Case
-from benchmarks.split.load import Answers
+from benchmarks.serving.deterministic import EXACT, FAST, Mode, PromptRun, cost
+from benchmarks.split.cases import SplitCase
+from benchmarks.split.load import CaseAnswers
 
 TEXTS = [[1, 2], [3, 4]]
-PLAIN = Run(Case("plain"), scarce=False)
-DRAFTED = Run(Case("ngram", batch=4), scarce=False)
-SCARCE = Run(Case("ngram", batch=4), scarce=True)
+PLAIN = PromptRun(SplitCase("plain"), scarce=False)
+DRAFTED = PromptRun(SplitCase("ngram", batch=4), scarce=False)
+SCARCE = PromptRun(SplitCase("ngram", batch=4), scarce=True)
 
 
-def answers(texts: list[list[int]] = TEXTS, seconds: float = 1.0, accepted: int = 1) -> Answers:
-    return Answers(texts, seconds, rounds=4, accepted=accepted)
+def answers(texts: list[list[int]] = TEXTS, seconds: float = 1.0, accepted: int = 1) -> CaseAnswers:
+    return CaseAnswers(texts, seconds, rounds=4, accepted=accepted)
 
 
-def mode(name: str, *runs: tuple[Run, Answers, float]) -> Mode:
+def mode(name: str, *runs: tuple[PromptRun, CaseAnswers, float]) -> Mode:
     made = Mode(name, ["a", "b"], argparse.Namespace(label="m", draft=[]))
     for run, given, preempted in runs:
         made._judge(run, given, preempted)
@@ -42,7 +42,9 @@ def test_equal_answers_of_runs_that_drafted_and_preempted_are_no_trouble() -> No
         (SCARCE, answers(), 0, "preempted"),
     ],
 )
-def test_a_run_that_differs_or_proves_nothing_is_told(run: Run, given: Answers, preempted: float, word: str) -> None:
+def test_a_run_that_differs_or_proves_nothing_is_told(
+    run: PromptRun, given: CaseAnswers, preempted: float, word: str
+) -> None:
     (text,) = mode(EXACT, (PLAIN, answers(), 0), (run, given, preempted)).troubles
     assert word in text.split(": ")[1]
     assert mode(FAST, (PLAIN, answers(), 0), (run, given, preempted)).troubles == []

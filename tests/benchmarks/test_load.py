@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.serving.load import Memory
+from benchmarks.serving.load import ServiceMemory
 
 
 class NoServices:
     children: dict[str, object] = {}  # noqa: RUF012
 
 
-def memory(series: list[float]) -> Memory:
-    made = Memory(NoServices())  # type: ignore[arg-type]
+def memory(series: list[float]) -> ServiceMemory:
+    made = ServiceMemory(NoServices())  # type: ignore[arg-type]
     made.samples = [(float(at), {"load": value}) for at, value in enumerate(series)]
     return made
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.simulate.ideal import ROUND_MS, TOKENS, Pace, Text, Tree, ahead, lockstep
+from benchmarks.simulate.ideal import ROUND_MS, TOKENS, IdealTree, Pace, Text, ahead, lockstep
 from benchmarks.simulate.language import Language
 
 LANGUAGE = Language()
@@ -18,7 +18,7 @@ def text() -> Text:
 
 
 def test_a_step_deepens_the_likeliest_path_and_rounds_see_what_is_there_in_time(text: Text) -> None:
-    tree = Tree(LANGUAGE, text.states[0])
+    tree = IdealTree(LANGUAGE, text.states[0])
     tree.step(4, ready_at=1.0)
     assert tree.is_bare(0, 0.5) and not tree.is_bare(0, 1.0)
     assert tree.best(0, 5, 0.5) == set()
@@ -29,7 +29,7 @@ def test_a_step_deepens_the_likeliest_path_and_rounds_see_what_is_there_in_time(
 
 
 def test_a_tree_runs_on_below_its_new_root_alone(text: Text) -> None:
-    tree = Tree(LANGUAGE, text.states[0])
+    tree = IdealTree(LANGUAGE, text.states[0])
     tree.step(1)
     first, second = sorted(tree.best(0, 2, 0.0))
     tree.reroot(second)
@@ -38,7 +38,7 @@ def test_a_tree_runs_on_below_its_new_root_alone(text: Text) -> None:
 
 
 def test_a_path_is_followed_as_far_as_the_round_took_it(text: Text) -> None:
-    tree = Tree(LANGUAGE, text.states[0])
+    tree = IdealTree(LANGUAGE, text.states[0])
     for _ in range(4):
         tree.step(64)
     node, accepted = text.follow(tree, 0, 0, tree.best(0, 400, 0.0))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.simulate.language import ORIGIN, VOCAB, Language
-from benchmarks.simulate.pool import Memory, Pool
+from benchmarks.simulate.pool import BurstMemory, Pool
 from benchmarks.simulate.split import Scene, Simulation, parse_costs
-from benchmarks.simulate.world import Costs, World
+from benchmarks.simulate.world import Costs, SimulatedWorld
 from benchmarks.split.bursts import RowState, row_states, seeds_of
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
 from kernels.frontier_state import CandidatePool as DevicePool
@@ -29,7 +29,7 @@ SHAPE = BurstShape(
 
 
 def test_nobody_sees_a_message_before_it_arrives_and_waits_end_with_it() -> None:
-    world = World(latency=0.5)
+    world = SimulatedWorld(latency=0.5)
     seen: list[tuple[str, float]] = []
 
     def verify() -> None:
@@ -52,7 +52,7 @@ def test_nobody_sees_a_message_before_it_arrives_and_waits_end_with_it() -> None
 
 
 def test_what_goes_wrong_in_the_draft_ends_the_world() -> None:
-    world = World(latency=0.5)
+    world = SimulatedWorld(latency=0.5)
 
     def draft() -> None:
         raise ValueError("broken")
@@ -83,7 +83,7 @@ def test_scores_of_a_flatter_draft_promise_less_and_keep_their_order() -> None:
 class Reference:
     """The same burst on the kernels' reference."""
 
-    def __init__(self, burst: Burst, memory: Memory) -> None:
+    def __init__(self, burst: Burst, memory: BurstMemory) -> None:
         device = torch.device("cpu")
         held = BurstInput(SHAPE, device)
         held.fill(0, burst)
@@ -132,7 +132,7 @@ def seeds(*chains: tuple[int, list[int], int]) -> Seeds:
 
 
 def test_the_device_runs_what_the_kernels_reference_runs_past_hits_and_misses() -> None:
-    memory = Memory(SHAPE, LANGUAGE)
+    memory = BurstMemory(SHAPE, LANGUAGE)
     for row in (1, 2, 3):
         memory.extend(row, range(row, row + 5), 0)
     live = np.zeros(REGION, np.bool_)

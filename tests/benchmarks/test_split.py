@@ -8,32 +8,32 @@ import pytest
 
 from benchmarks.common import Cost
 from benchmarks.serving.soak import Rest, judge
-from benchmarks.split.cases import Case
+from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
-from benchmarks.split.load import Answers, read_prompts
+from benchmarks.split.load import CaseAnswers, read_prompts
 from outrider.errors import ConfigError
 from outrider.metrics import Histogram, MetricsPage
 
 
 def test_a_case_says_drafters_mode_load_and_options() -> None:
-    case = Case.parse("eagle3@random+ngram,lockstep,steps=4,topk=2,b=16,t=0.8")
+    case = SplitCase.parse("eagle3@random+ngram,lockstep,steps=4,topk=2,b=16,t=0.8")
     assert case.algorithms == ["EAGLE3", "NGRAM"] and case.models == ["random"]
     assert case.title("m", "bf16") == "m eagle3@random+ngram lockstep steps=4 topk=2 b16 bf16 t0.8"
     options = case.draft_options({"random": Path("/heads/r")}, ["--device=cpu"])
     assert options.speculative_algorithm == ("EAGLE3", "NGRAM") and options.lockstep
     assert options.speculative_draft_model_path == "/heads/r" and options.speculative_num_steps == 4
     assert options.speculative_eagle_topk == 2 and options.device == "cpu"
-    plain = Case.parse("plain")
+    plain = SplitCase.parse("plain")
     assert not plain.drafts and plain.models == [] and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
 
 
 def test_a_case_without_its_model_or_with_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="--draft standalone=PATH"):
-        Case.parse("standalone").draft_options({}, [])
+        SplitCase.parse("standalone").draft_options({}, [])
     with pytest.raises(ConfigError, match="no-such-option"):
-        Case.parse("ngram,no_such_option=1").draft_options({}, [])
+        SplitCase.parse("ngram,no_such_option=1").draft_options({}, [])
     with pytest.raises(ConfigError, match="fast"):
-        Case.parse("ngram,fast")
+        SplitCase.parse("ngram,fast")
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
@@ -46,8 +46,8 @@ def test_a_quantile_lies_within_its_bucket() -> None:
 def run(text: str, texts: list[list[int]], seconds: float, rounds: int, **counters: float) -> Measured:
     """A case with these answers and counters of verify."""
     page = MetricsPage({f"outrider_verify_{name}": value for name, value in counters.items()})
-    case = Case.parse(text)
-    measured = Measured(case, case.title("m", "bf16"), Answers(texts, seconds, rounds), page)
+    case = SplitCase.parse(text)
+    measured = Measured(case, case.title("m", "bf16"), CaseAnswers(texts, seconds, rounds), page)
     work_out(measured)
     return measured
 

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "tests" / "verify"))
 
 from tiny_service import tiny_folder, tiny_options  # noqa: E402
 
-from benchmarks.chaos.load import Question, Request, answered_plainly  # noqa: E402
+from benchmarks.chaos.load import KnownAnswer, Request, answered_plainly  # noqa: E402
 from benchmarks.chaos.worlds import Setup, World, open_world  # noqa: E402
 from outrider.config.draft import DraftOptions  # noqa: E402
 from outrider.config.gateway import GatewayOptions  # noqa: E402
@@ -33,7 +33,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 
 
 @pytest.fixture(scope="session")
-def known() -> list[Question]:
+def known() -> list[KnownAnswer]:
     """Questions with their answers, once a world has been asked."""
     return []
 
@@ -41,7 +41,7 @@ def known() -> list[Question]:
 class Worlds:
     """One world at a time: it stays open until another kind is asked for."""
 
-    def __init__(self, setup: Setup, known: list[Question]) -> None:
+    def __init__(self, setup: Setup, known: list[KnownAnswer]) -> None:
         self._setup = setup
         self._known = known
         self._kind = ""
@@ -65,7 +65,7 @@ class Worlds:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worlds(setup: Setup, known: list[Question]) -> AsyncIterator[Worlds]:
+async def worlds(setup: Setup, known: list[KnownAnswer]) -> AsyncIterator[Worlds]:
     opened = Worlds(setup, known)
     yield opened
     await opened.close()
@@ -76,7 +76,7 @@ async def world(request: pytest.FixtureRequest, worlds: Worlds) -> World:
     return await worlds.open(request.param)
 
 
-def asked() -> list[Question]:
+def asked() -> list[KnownAnswer]:
     """Greedy and sampled requests; answers of this model soon repeat themselves, so that drafts find something."""
     made = []
     for number in range(8):
@@ -85,5 +85,5 @@ def asked() -> list[Question]:
             sampling = common_pb2.SamplingParams(temperature=0.4, seed=number)
         prompt = gateway_pb2.TokenIds(ids=[number + 1, 2 * number + 3, 40 - number])
         request = Request(prompt_token_ids=prompt, sampling=sampling, max_tokens=MAX_TOKENS, ignore_eos=True)
-        made.append(Question(request))
+        made.append(KnownAnswer(request))
     return made

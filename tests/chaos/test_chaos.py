@@ -8,9 +8,9 @@ import random
 import pytest
 from tiny_service import metric
 
-from benchmarks.chaos.cases import CASES, Case, stopped
+from benchmarks.chaos.cases import CASES, ChaosCase, stopped
 from benchmarks.chaos.link import Link
-from benchmarks.chaos.load import Load, Question
+from benchmarks.chaos.load import KnownAnswer, Load
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.relay import Relay
 from benchmarks.chaos.worlds import World
@@ -36,7 +36,7 @@ def parameters() -> list[object]:
     return made
 
 
-async def trouble(load: Load, world: World, case: Case, befallen: int) -> None:
+async def trouble(load: Load, world: World, case: ChaosCase, befallen: int) -> None:
     """Wait until the fault has shown itself, and the load has gone on in spite of it."""
     if case.may_refuse:
         await load.until(lambda: load.record.failed or load.record.refused)
@@ -60,7 +60,7 @@ def num_befallen(world: World) -> int:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("world", ["plain"], indirect=True)
 async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_the_wait_for_it(
-    world: World, known: list[Question]
+    world: World, known: list[KnownAnswer]
 ) -> None:
     page = world.cluster.metrics_url("verify")
 
@@ -77,14 +77,14 @@ async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("world", ["plain"], indirect=True)
-async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: World, known: list[Question]) -> None:
+async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: World, known: list[KnownAnswer]) -> None:
     first = known[0]
     other = (first.token_ids[0] + 1) % 61
-    spoilt = Question(first.request, (*first.token_ids[:5], other, *first.token_ids[5:]), first.text)
+    spoilt = KnownAnswer(first.request, (*first.token_ids[:5], other, *first.token_ids[5:]), first.text)
     async with Load(world.cluster.gateway_address, [spoilt], 1) as load:
         await load.answers(1)
     assert load.record.wrong > 1
-    short = Question(first.request, first.token_ids[:-1], first.text + "x")
+    short = KnownAnswer(first.request, first.token_ids[:-1], first.text + "x")
     async with Load(world.cluster.gateway_address, [short], 1) as load:
         await load.answers(1)
     assert load.record.wrong and load.record.wrong_texts
@@ -93,7 +93,7 @@ async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: Worl
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("world", "name"), parameters(), indirect=["world"])
 async def test_no_token_is_wrong_nothing_leaks_and_drafts_are_accepted_again(
-    world: World, name: str, known: list[Question]
+    world: World, name: str, known: list[KnownAnswer]
 ) -> None:
     case, befallen = CASES[name], num_befallen(world)
     async with Load(world.cluster.gateway_address, known, CLIENTS) as load:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, POSITION, ROW, SCORE, SLOT, TOKEN, BurstRows, CandidatePool
 from kernels.reference import round_trees as reference
 from kernels.round_trees import lay_out_committed, merge_trees, pick_nodes, plant_roots
-from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker, TreeLimits
+from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 
 PAGE = 4
@@ -122,7 +122,7 @@ def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed:
                 moved = 29 + tree_tables.index(table) - int(base.positions[root])
                 base.positions[int(base.first[row]) : root + 1] += moved
     trees = GrownTrees(ints(order + [-1] * (num_nodes - len(order)), "cpu"), pool, ints(tree_tables, "cpu"))
-    limits = TreeLimits(
+    limits = MergeLimits(
         row_of=ints(row_of, "cpu"),
         max_nodes=ints([source.choice([0, 2, 30, 30]) for _ in range(num_rows)], "cpu"),
         max_depth=ints([source.choice([1, 2, 9]) for _ in range(num_rows)], "cpu"),

@@ -107,7 +107,7 @@ _LOGITS_BYTES_PER_ENTRY = 16
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an engine is made of."""
 
     memory: Memory
@@ -196,7 +196,7 @@ def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
         )
 
 
-def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft | None = None) -> Parts:
+def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft | None = None) -> EngineParts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (_gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
@@ -220,7 +220,7 @@ def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft
             cost = CostModel.measured(executor.measure)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
     log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)
-    return Parts(memory, executor, cost, limits, growth)
+    return EngineParts(memory, executor, cost, limits, growth)
 
 
 def _cuda_executor(

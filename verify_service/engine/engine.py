@@ -17,7 +17,7 @@ from outrider.tree.handshake import Terms
 from verify_service.engine.grammars import POLL_SECONDS, Grammars
 from verify_service.engine.host_gap import GapWatch, HotPathWarmer
 from verify_service.engine.memory import Memory
-from verify_service.engine.postprocessor import Commit, Observer, RoundDone, RoundPostprocessor
+from verify_service.engine.postprocessor import Observer, RoundCommit, RoundDone, RoundPostprocessor
 from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
 from verify_service.engine.round_growth import RoundGrowth
@@ -319,7 +319,7 @@ class VerifyEngine:
         self.features.work()
         self._observer.flush()
 
-    def _commit(self, entry: Entry, result: Result) -> Commit | None:
+    def _commit(self, entry: Entry, result: Result) -> RoundCommit | None:
         """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
         request = entry.request
         if request.finished:
@@ -342,7 +342,7 @@ class VerifyEngine:
             self.drafts.on_commit(request)
         if request.finished:
             self.scheduler.end(request)
-        return Commit(entry, result, tokens, finish)
+        return RoundCommit(entry, result, tokens, finish)
 
     def _receive(self, timeout: float | None) -> bool:
         """Take messages, after waiting for one up to `timeout` seconds; whether any are to be processed."""

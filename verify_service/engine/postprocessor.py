@@ -108,7 +108,7 @@ class RoundPostprocessor:
             self._drafts.send_commit(request, len(commit.tokens), credit)
         self._drafts.flush()
 
-    def _send_update(self, commit: Commit | None) -> GenerationUpdate:
+    def _send_update(self, commit: RoundCommit | None) -> GenerationUpdate:
         """Send a request what the round did for it, if anything."""
         update = GenerationUpdate() if commit is None else commit.update()
         if commit is not None and update.last:
@@ -128,7 +128,7 @@ class Observer(Protocol):
         """All updates of a round were given out, or nothing is left to do."""
 
 
-class Commit(NamedTuple):
+class RoundCommit(NamedTuple):
     """What a round did for one request."""
 
     entry: Entry
@@ -170,7 +170,7 @@ class RoundDone(NamedTuple):
 
     batch: Batch
     results: Sequence[Result]
-    commits: Sequence[Commit | None]
+    commits: Sequence[RoundCommit | None]
     """None for a request that was cancelled while the round ran."""
     pending: Pending
     num_tokens: int

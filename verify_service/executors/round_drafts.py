@@ -16,7 +16,7 @@ from outrider.attention.paged import RoundTokens
 from outrider.attention.prompts import PromptChunk
 from outrider.cache.features import FeatureStore
 from outrider.drafting.model.burst import BurstShape
-from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, Rounds, RoundShape
+from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, RoundExecutor, RoundShape
 from outrider.drafting.model.round_trees import RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
@@ -93,7 +93,7 @@ class RoundDrafts:
         self,
         model: DraftModel,
         options: DraftingOptions,
-        rounds: Rounds,
+        rounds: RoundExecutor,
         store: FeatureStore | None,
         attention: AttentionBackend,
         rows: RequestRows,

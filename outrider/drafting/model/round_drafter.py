@@ -72,7 +72,7 @@ class ChoiceShape(NamedTuple):
     rows: int
 
 
-class Rounds(Protocol):
+class RoundExecutor(Protocol):
     """The executor whose rounds are drafted behind."""
 
     def results(self, shape: RoundShape) -> RoundResults:
@@ -90,7 +90,7 @@ class RoundDrafter:
         model: DraftModel,
         shape: BurstShape,
         attention: AttentionBackend,
-        rounds: Rounds,
+        rounds: RoundExecutor,
         features: FeatureRows | None,
         *,
         max_round_tokens: int,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.round_trees import merge_trees
-from kernels.round_trees_state import GrownTrees, TreeLimits
+from kernels.round_trees_state import GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
 
 
@@ -102,7 +102,7 @@ class RoundTrees:
     def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
         """Hang trees below the roots of a round that the host laid out without them; may be captured."""
         out, num_rows, most = self.tokens(base), base.table_rows.shape[0], self._max_rows
-        limits = TreeLimits(
+        limits = MergeLimits(
             row_of=self._limits[: most + 1],
             max_nodes=self._limits[most + 1 : most + 1 + num_rows],
             max_depth=self._limits[2 * most + 1 : 2 * most + 1 + num_rows],
