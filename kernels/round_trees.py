@@ -27,7 +27,7 @@ def lay_out_committed(
     """Lay out what a round committed for a forward of its drafter. One launch.
 
     Args:
-        tokens: of the round, M slots and B rows.
+        tokens: the round's, M slots and B rows.
         num_tokens: int32 [B], tokens that each row committed; may be strided.
         committed: int32 [B, D], those tokens; rows may be strided, entries not.
         drafts: int32 [B], 0 for rows whose tree is not to be grown.
@@ -63,7 +63,7 @@ def plant_roots(
     Args:
         header: int32 [4], written; see kernels.frontier.begin_burst.
         pool: its seeds, one for each candidate, are overwritten.
-        rows: of the burst; all but `live` and `free` are written. A row without tokens has no free tree slot.
+        rows: the burst's; all but `live` and `free` are written. A row without tokens has no free tree slot.
         at: what was committed.
         tokens: int32 [B, k], target ids of the candidates of each row's last token; -1 for none.
         scores: float32 [B, k], their edge scores, at most 0.
@@ -93,7 +93,7 @@ def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: i
     Path scores never rise from parent to child and ties go to the lower index, so the chosen nodes hang together.
 
     Args:
-        header: of the burst.
+        header: the burst's.
         pool: SCORE is overwritten; no step may follow.
         tables: int32 [B], row of the tables of each row of the pool.
         step_size: entries that a step added to the pool.
@@ -123,7 +123,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
     Args:
         base: M slots, B rows; `root` -1 for rows that do not sample, whose trees are not taken.
         trees: at most M nodes.
-        limits: of the rows.
+        limits: the rows' limits.
         out: written, M slots and B rows; `root` and `first` are where the tokens went. Its `table_rows` are the base's.
         scores: float32 [M], written: path scores of nodes, 0 for other tokens.
 

@@ -1,4 +1,4 @@
-"""What drafting inside the round keeps on the device: committed tokens, grown trees, and what chooses of them."""
+"""Device memory of drafting inside the round: committed tokens, grown trees, and the choice of their nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.frontier_state import FLOOR, HEADER_WORDS, NUM_FIELDS, STEP, BurstR
 from kernels.sampling_state import RoundTokens
 
 MAX_TABLES = 4096
-"""Rows of the tables at most."""
+"""Largest number of rows in the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CommittedTokens(RoundTokens):
         )
 
     def head(self, num_tokens: int, num_rows: int) -> CommittedTokens:
-        """Its first slots and rows."""
+        """The first slots and rows of these."""
         return CommittedTokens(
             token_ids=self.token_ids[:num_tokens],
             positions=self.positions[:num_tokens],
@@ -121,7 +121,7 @@ class NodePicker:
 
     @classmethod
     def of(cls, trees: GrownTrees, num_nodes: int, capacity: int, num_rows: int, floor: float) -> NodePicker:
-        """The same where the chosen nodes go to `trees`."""
+        """A picker whose chosen nodes go to `trees`; see `new`."""
         device = trees.order.device
         ones = torch.ones(num_rows, dtype=torch.int32, device=device)
         zeros = torch.zeros_like(ones)
@@ -139,7 +139,7 @@ class NodePicker:
 
 @dataclass(frozen=True, slots=True)
 class MergeLimits:
-    """Which trees a round takes, and how much of them. All int32.
+    """Limits on the trees that a round takes. All int32.
 
     Attributes:
         row_of: [T], the round's row of each row of the tables; -1 where its tree is not wanted.

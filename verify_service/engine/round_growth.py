@@ -14,17 +14,17 @@ from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees
 from verify_service.speculation.growth_policy import GrowthPolicy
 
 _LEAST_SHARE = 8
-"""Nodes that one of many requests may take at least, as far as its tree has them."""
+"""Least limit on the nodes of one request among many, if its tree has as many."""
 _SHARE_FACTOR = 4
-"""Nodes that one of many requests may take, as a multiple of its even share."""
+"""Limit on the nodes of one request among many, as a multiple of an even share."""
 _LEARN = 0.05
-"""Weight of the newest round in what a request's own tree brings."""
+"""Weight of the newest round in the average of draft tokens accepted from the device's tree."""
 _HOPE = 0.002
-"""What such a tree is hoped to bring more each time that it is passed over: it may have become better."""
+"""Added to that average each time the tree is passed over, so that it is tried again: it may have become better."""
 
 
 class GrownTreesOf(Protocol):
-    """What the executor has grown behind the last round."""
+    """The trees that the executor has grown behind the last round."""
 
     @property
     def num_grown(self) -> int:
@@ -49,7 +49,7 @@ class RoundGrowth:
         rows_of: Callable[[int], int],
         max_round_tokens: int,
     ) -> None:
-        """`rows_of`: requests that a round of so many is padded to."""
+        """`rows_of`: number of rows that a round of so many requests is padded to."""
         self._usual = math.inf
         """Draft tokens of a request's own tree that a round accepts, as a rule; tried before anything is known."""
         self._trees = trees
@@ -105,7 +105,7 @@ class RoundGrowth:
         return takers, is_better
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
-        """What is to be grown behind a round of these entries."""
+        """The growth to queue behind a round of these entries; None for none."""
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self._rows_of(num_roots) if num_roots else 0
         growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
@@ -113,7 +113,7 @@ class RoundGrowth:
         return growth
 
     def learn(self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result]) -> None:
-        """A round is over that was given trees."""
+        """Learn how many nodes a finished round accepted from the trees it was given."""
         scores = np.sort(np.array([-score for entry in entries for score in entry.nodes.scores]))
         ranks = []
         for entry, result in zip(entries, results, strict=True):

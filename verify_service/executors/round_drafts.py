@@ -1,4 +1,4 @@
-"""Drafting inside the round, as the executor sees it: whom it drafts for, and which trees a round takes."""
+"""Drafting inside the round on the executor's side: which requests are drafted for, and which trees a round takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from verify_service.speculation.growth_policy import GrowthCost
 log = get_logger(__name__)
 
 _CATCH_UP_TOKENS = 2048
-"""Committed tokens that the drafter computes behind one round for requests that it lacks some of."""
+"""Limit on the committed tokens without draft KV that the drafter computes behind one round."""
 _REPEATS = 5
 _SLOT_STEP = 4
 _FREE = GrowthCost(0.0, 0.0)
@@ -39,17 +39,17 @@ _FREE = GrowthCost(0.0, 0.0)
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """How trees inside the round grow."""
+    """Limits of the trees that grow inside the round."""
 
     name: str
-    """Of the drafter, in traces."""
+    """The drafter's name in traces."""
     branching: int = 8
-    """Candidates of a node."""
+    """Candidate children of a node."""
     lone_branching: int = 16
-    """The same behind rounds of one request."""
+    """Candidate children of a node behind rounds of one request."""
     max_steps: int = 8
     max_width: int = 128
-    """Nodes of a step at most."""
+    """Largest number of nodes in a step."""
     region: int = 256
     """Tree slots of a request."""
     floor: float = -12.0
@@ -153,11 +153,11 @@ class RoundDrafts:
 
     @property
     def max_steps(self) -> int:
-        """Levels that trees grow at most behind one round."""
+        """Largest number of levels that trees grow behind one round."""
         return self._options.max_steps
 
     def cost(self, num_rows: int) -> GrowthCost:
-        """What growth behind rounds of so many requests takes."""
+        """Measured cost of growth behind rounds of so many requests."""
         return self._costs.get(num_rows, _FREE)
 
     def has_tree(self, request: Request) -> bool:
@@ -165,7 +165,7 @@ class RoundDrafts:
         return request in self._growing
 
     def admitted(self, request: Request, row: int) -> None:
-        """See RowListener. Of pages that the radix cache gave, the drafter may have KV; of others it has none yet."""
+        """See RowListener. The drafter may have KV of pages from the radix cache, and has none of other pages."""
         self._guarded(partial(self.drafter.admit, row, request.params.sampling))
         num_shared = request.cached_len // self._page_size
         self.paged(request.pages[num_shared:])
@@ -209,7 +209,7 @@ class RoundDrafts:
             self.num_grown = growth.num_nodes
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Do what the drafter may fail in. What broke the device is no failure of the drafter, and is raised."""
+        """Run an action; an error switches the drafter off, unless the device is broken, which is raised."""
         if self.failed:
             return
         try:
@@ -235,12 +235,12 @@ class RoundDrafts:
             self._costs[shape.rows] = self._measure(shape, sizes(shape.rows)[-1])
 
     def _shape(self, bucket: Bucket) -> RoundShape:
-        """Slots for what a round commits: trees are no deeper than they grow."""
+        """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow."""
         slots = min(bucket.tokens, bucket.rows * (self._options.max_steps + 1))
         return RoundShape(-(-slots // _SLOT_STEP) * _SLOT_STEP if slots < bucket.tokens else bucket.tokens, bucket.rows)
 
     def _measure(self, shape: RoundShape, num_nodes: int) -> GrowthCost:
-        """Time growth behind a round of nothing."""
+        """Time growth behind a round without tokens."""
 
         def seconds(num_steps: int) -> float:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -275,7 +275,7 @@ class RoundDrafts:
         return self.trees.merge(base, self.drafter.grown)
 
     def _note_growth(self) -> None:
-        """The requests whose trees grew have KV of all that was committed; nothing grows any more."""
+        """Note that the requests whose trees grew have draft KV of all committed tokens, and that none grow now."""
         for request in self._growing:
             self._set_drafted(request, len(request.tokens))
         self._growing.clear()
@@ -295,7 +295,7 @@ class RoundDrafts:
         return len(request.tokens) - self._drafted[request]
 
     def _set_drafted(self, request: Request, count: int) -> None:
-        """The drafter has KV of so many tokens of a request."""
+        """Note that the drafter has KV of so many tokens of a request."""
         known, full = self._drafted[request] // self._page_size, count // self._page_size
         self._drafted[request] = count
         if full > known:

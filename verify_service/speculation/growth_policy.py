@@ -11,37 +11,37 @@ from numpy.typing import NDArray
 from verify_service.engine.round import Growth
 
 PROBE_ROUNDS = 48
-"""Of so many rounds one grows all that it may, to see what more would bring."""
+"""Number of rounds of which one grows the largest tree, to measure what more nodes would bring."""
 MAX_PROBE_ROUNDS = 1024
-"""The same where drafting has not paid for long."""
+"""Largest such number, reached where drafting has not paid for a long time."""
 PROBE_LENGTH = 4
-"""Rounds that such a trial takes where nothing is grown otherwise."""
+"""Length of such a trial, in rounds, where nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
-"""Rounds of so many requests that grow all they may at first."""
+"""Number of first rounds of each size that grow the largest tree."""
 _LOOK_EVERY = 8
-"""Rounds after which is looked for what pays best: it takes as long as the choice of a round's nodes."""
+"""Rounds between two searches for the best growth: a search takes as long as the choice of a round's nodes."""
 _LEARN = 0.02
 _LEARN_FROM_PROBES = 0.15
-"""Weight of the newest round in what growth brings, where rounds are drafted for all the time, and where seldom."""
+"""Weights of the newest round in the averages, where every round is drafted for and where only probes are."""
 _HYSTERESIS = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthCost:
-    """Seconds of what is drafted behind a round, on the device."""
+    """Device seconds of the drafting behind a round."""
 
     fixed: float
-    """Of the drafter's forward over committed tokens, which brings the first level, and of the choice of nodes."""
+    """Seconds of the drafter's forward over committed tokens, which gives the first level, and of the choice."""
     step: float
-    """Of every further level."""
+    """Seconds of every further level."""
 
     def seconds(self, num_steps: int) -> float:
-        """Of growth by so many levels; 0 for none."""
+        """Seconds of growth by so many levels; 0 for none."""
         return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
 
 
 class _Table:
-    """What growth brings rounds of one size: accepted draft tokens by levels and nodes."""
+    """Draft tokens accepted in rounds of one size, on average, by levels and nodes of growth."""
 
     def __init__(self, num_steps: int, sizes: Sequence[int]) -> None:
         self.sizes = np.array(sizes)
@@ -51,12 +51,15 @@ class _Table:
         self.since_probe = 0
         self.probe_every = PROBE_ROUNDS
         self.choice: tuple[int, int] = (num_steps, len(sizes) - 1)
-        """What pays best, as known when it was looked for last: levels, and index of a number of nodes."""
+        """The best growth found by the last search: levels, and index of a number of nodes."""
         self.num_new = 0
-        """Rounds that were learned from since then."""
+        """Rounds that were learned from since that search."""
 
     def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64]) -> None:
-        """A round that took the `size`-th number of nodes of `num_steps` levels; `accepted` [levels, sizes] so far."""
+        """Learn from a round that took the `size`-th number of nodes of `num_steps` levels.
+
+        `accepted`: [levels, sizes], draft tokens that it would have accepted with that growth.
+        """
         seen = self.num_seen[: num_steps + 1, : size + 1]
         seen += 1
         rate = np.maximum(_LEARN if self.choice[0] else _LEARN_FROM_PROBES, 1.0 / seen)
@@ -79,9 +82,10 @@ class GrowthPolicy:
         max_steps: int,
         fixed: Growth | None = None,
     ) -> None:
-        """`round_seconds`: of a round by its tokens. `costs`: of growth, by requests of a round.
+        """`round_seconds`: seconds of a round by its tokens. `costs`: cost of growth by a round's requests.
 
-        `sizes`: numbers of nodes that fill rounds of so many requests, ascending. `fixed`: what is always grown.
+        `sizes`: numbers of nodes that fill rounds of so many requests, ascending. `fixed`: growth of every round, where
+        none is to be chosen.
         """
         self._round_seconds = round_seconds
         self._costs = costs
@@ -91,7 +95,7 @@ class GrowthPolicy:
         self._tables: dict[int, _Table] = {}
 
     def plan(self, num_rows: int) -> Growth | None:
-        """What is to be grown for the next round, behind one of so many requests; None for nothing."""
+        """The growth behind a round of so many requests, for the next round; None for none."""
         sizes = self._sizes(num_rows)
         if not sizes:
             return None
@@ -113,9 +117,9 @@ class GrowthPolicy:
         return Growth(steps, sizes[size]) if steps else None
 
     def note(self, growth: Growth, num_rows: int, ranks: Sequence[Sequence[int]]) -> None:
-        """A round verified what was grown: of each request, how many of all nodes were better than each accepted one.
+        """Learn from a round that verified a growth.
 
-        `ranks` go along the accepted path, so that they rise.
+        `ranks`: for each request, how many of all nodes were better than each one along its accepted path.
         """
         table = self._table(num_rows)
         size = int(np.searchsorted(table.sizes, growth.num_nodes))

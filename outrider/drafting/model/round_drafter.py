@@ -32,11 +32,11 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 
 MAX_CHOSEN = 256
-"""Nodes of all requests that a round may be given."""
+"""Largest number of nodes, over all requests, that a round is given."""
 _LEAST_WIDTH = 16
-"""Nodes of a step: up to 32 cost hardly more than one."""
+"""Least number of nodes in a step: up to 32 cost hardly more than one."""
 MAX_COMMITTED = 32
-"""Tokens that a round may commit for one request."""
+"""Largest number of tokens that a round commits for one request."""
 
 
 class FeatureRows(Protocol):
@@ -47,13 +47,13 @@ class FeatureRows(Protocol):
 
 
 class RoundResults(NamedTuple):
-    """What a verify round of B rows leaves on the device, in tensors that stay where they are."""
+    """Results of a verify round of B rows on the device, in tensors whose addresses are fixed."""
 
     tokens: RoundTokens
     num_tokens: Tensor
     """int32 [B], tokens that each row committed."""
     committed: Tensor
-    """int32 [B, D], those tokens."""
+    """int32 [B, D], the committed tokens."""
     drafts: Tensor
     """int32 [B], not 0 where the row's tree is to be grown: the drafter has KV of all that the row had committed."""
 
@@ -66,7 +66,7 @@ class RoundShape(NamedTuple):
 
 
 class ChoiceShape(NamedTuple):
-    """How many nodes are chosen, and behind rounds of how many rows."""
+    """The number of nodes to choose, and the rows of the round that they are chosen behind."""
 
     nodes: int
     rows: int
@@ -76,7 +76,7 @@ class RoundExecutor(Protocol):
     """The executor whose rounds are drafted behind."""
 
     def results(self, shape: RoundShape) -> RoundResults:
-        """What rounds of this shape leave."""
+        """The results of rounds of this shape."""
 
     def note_drafted(self) -> None:
         """Queue, behind the drafting of a round, a note of the device's time; may be captured."""
@@ -156,7 +156,7 @@ class RoundDrafter:
         return self.shape.lag
 
     def admit(self, row: int, sampling: SamplingParams) -> None:
-        """A request begins in a free row."""
+        """Begin a request in a free row."""
         self._proposer.admit(row, sampling)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
@@ -172,7 +172,7 @@ class RoundDrafter:
         self._contexts.run_at(chunks, given)
 
     def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
-        """Queue the drafting behind a round of this shape, and choose `num_nodes` of what `num_steps` steps brought.
+        """Queue the drafting behind a round of this shape, and choose `num_nodes` of the nodes of `num_steps` steps.
 
         The first step is the extension itself, which brings the children of the new roots.
         """
@@ -187,7 +187,7 @@ class RoundDrafter:
         self.grown.order.fill_(-1)
 
     def step_shape(self, num_rows: int) -> StepBucket:
-        """Of steps behind rounds of so many rows: some nodes for each request, and depth rather than width."""
+        """Shape of steps behind rounds of so many rows: some nodes for each request, and depth rather than width."""
         width = min(max(_LEAST_WIDTH, 2 * num_rows), self.shape.max_width)
         branching = (num_rows == 1 and self.shape.lone_branching) or self.shape.branching
         return StepBucket(width, num_rows, branching)

@@ -16,7 +16,7 @@ from kernels.sampling_state import RoundTokens
 
 
 class RowTree(NamedTuple):
-    """What a row of a round takes of the tree that was grown for it, and whether the next one is to be grown."""
+    """The part of a row's grown tree that a round takes, and whether the row's next tree is to be grown."""
 
     table_row: int
     max_nodes: int
@@ -60,7 +60,7 @@ class RoundTrees:
         self.tell(())
 
     def tell(self, rows: Sequence[RowTree]) -> None:
-        """What the rows of the next round take, in their order; all others take nothing."""
+        """Set what the rows of the next round take, in their order; all other rows take nothing."""
         count, most = len(rows), self._max_rows
         host = self._host_limits
         row_of = host[: most + 1]
@@ -77,16 +77,16 @@ class RoundTrees:
         drafted[:count] = [tree.is_drafted for tree in rows]
 
     def to_device(self) -> None:
-        """Queue the copy of what was told; may be captured."""
+        """Queue the copy of what `tell` has set; may be captured."""
         self._limits.copy_(self._told, non_blocking=True)
 
     def drafted(self, num_rows: int) -> Tensor:
-        """On the device, int32 [num_rows], 1 where the next tree is to be grown."""
+        """Flags on the device, int32 [num_rows], 1 where the next tree is to be grown."""
         start = 3 * self._max_rows + 1
         return self._limits[start : start + num_rows]
 
     def tokens(self, base: RoundTokens) -> RoundTokens:
-        """Where `merge` writes a round of the base's size."""
+        """The memory that `merge` writes a round of the base's size to."""
         num_tokens, num_rows = base.token_ids.shape[0], base.table_rows.shape[0]
         return RoundTokens(
             token_ids=self._token_ids[:num_tokens],
@@ -113,7 +113,7 @@ class RoundTrees:
         return out
 
     def to_host(self) -> None:
-        """Queue the copy of what was merged; may be captured."""
+        """Queue the copy of the merged round; may be captured."""
         self._read.copy_(self._nodes, non_blocking=True)
 
     def read(self, row: int, num_base: int) -> GrownNodes:
