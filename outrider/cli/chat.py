@@ -20,7 +20,6 @@ from outrider.cli.options import (
     add_service_options,
     given_service_flags,
     make_cluster,
-    parse_service_options,
     whole_number,
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
@@ -89,7 +88,7 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         yield arguments.connect, os.environ.get("OUTRIDER_API_KEY", "")
         return
     display = StartDisplay(console)
-    cluster = make_cluster(parse_service_options(arguments), console, display, fixed_ports=False, supervise=True)
+    cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=True)
     with display.started(cluster):
         yield cluster.gateway_address, cluster.api_key
 

@@ -246,9 +246,10 @@ class Cluster:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Which drafters the draft service was told to guess with; AUTO where it chooses."""
-        options = self._given["draft"]
-        return options.speculative_algorithm if isinstance(options, DraftOptions) else ()
+        """Which drafters verify and the draft service were told to guess with; AUTO where the latter chooses."""
+        verify, draft = self._given.get("verify"), self._given.get("draft")
+        inside = verify.speculative_algorithm if isinstance(verify, VerifyOptions) else ()
+        return inside + (draft.speculative_algorithm if isinstance(draft, DraftOptions) else ())
 
     @property
     def rest_url(self) -> str:

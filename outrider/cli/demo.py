@@ -16,7 +16,6 @@ from outrider.cli.options import (
     MAX_TOKENS_LIMIT,
     add_service_options,
     make_cluster,
-    parse_service_options,
     whole_number,
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all three services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
-    cluster = make_cluster(parse_service_options(arguments), console, display, fixed_ports=False, supervise=False)
+    cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)

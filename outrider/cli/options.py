@@ -10,33 +10,29 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import NoReturn, cast
 
 from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
+from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
 from outrider.config.base import ENV_PREFIX, describe_options, parse_options
 from outrider.config.compat import translate
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.shipped import choose_drafters, shipped_head
 from outrider.models.store import resolve_model
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Options of a model that verify and draft have; without a service's name they are verify's."""
-DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
-"""Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
 PEOPLES = {
     "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
     "speculation": (
@@ -157,6 +153,14 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
     """Declare the services' options: what people need by subject, the rest, which `--help` leaves out, by service."""
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, those of each service grouped.")
     subjects = {name: parser.add_argument_group(name) for name in PEOPLES}
+    subjects["speculation"].add_argument(
+        "--draft-placement",
+        choices=PLACEMENTS,
+        default="auto",
+        help="Where a draft model runs: in the draft service (remote), or inside verify's rounds on its GPU "
+        "(colocated), which leaves n-grams to the draft service. Default: auto, colocated where there is one GPU, else "
+        "remote.",
+    )
     subject_of = {flag: subject for subject, flags in PEOPLES.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}
     shared = parser.add_argument_group("all services")
@@ -205,59 +209,34 @@ def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -
 
 
 def make_cluster(
-    options: Mapping[str, ServiceOptions], console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
+    arguments: argparse.Namespace, console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
 ) -> Cluster:
-    """A cluster with these options, not started yet; its model is fetched first, with progress on stderr.
+    """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
 
     `on_line` takes the services' log lines; what befalls them is told on `console`.
     Raises ConfigError when there is no such model.
     """
+    options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     target = resolve_model(verify.model)
     gpus = num_gpus()
-    draft = draft_for(draft, verify, gpus, lambda text: console.print(f"outrider: {text}", soft_wrap=True))
-    if draft.speculative_algorithm != ("NGRAM",):
-        draft = place_draft_model(draft, verify, target, gpus)
+
+    def say(text: str) -> None:
+        console.print(f"outrider: {text}", soft_wrap=True)
+
+    placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
+    verify, told = placed.verify, placed.draft
+    if told is not None and told.speculative_algorithm != NGRAM:
+        told = place_draft_model(told, verify, target, gpus)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
     return Cluster(
         gateway=cast(GatewayOptions, options["gateway"]),
         verify=verify,
-        draft=draft,
+        draft=told,
+        services=SERVICES if told is not None else [name for name in SERVICES if name != "draft"],
         fixed_ports=fixed_ports,
         supervise=supervise,
         on_line=on_line,
-        on_event=lambda text: console.print(f"outrider: {text}", soft_wrap=True),
+        on_event=say,
     )
-
-
-def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Callable[[str], object]) -> DraftOptions:
-    """The options with drafters chosen where that was left open; `say` is told why where n-grams are alone."""
-    on_gpu = gpus and verify.device != "cpu"
-    is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
-    if is_open and gpus == 1 and on_gpu and is_default(draft, "device"):
-        if shipped_head(verify.model) is not None:
-            say("n-grams alone draft: a head wants a GPU of its own, or --draft-device")
-        return replace(draft, speculative_algorithm=("NGRAM",))
-    return choose_drafters(draft, verify.model, say)
-
-
-def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, gpus: int) -> DraftOptions:
-    """Options of a draft service with a model, where they were left at their defaults.
-
-    It is told of the target's folder, for heads that share its matrices, and takes a GPU of its own if there is one.
-    """
-    if is_default(draft, "target_model_path"):
-        draft = replace(draft, target_model_path=str(target))
-    if gpus > 1 and is_default(draft, "device") and verify.device in ("auto", "cuda", "cuda:0"):
-        draft = replace(draft, device="cuda:1")
-    return draft
-
-
-def num_gpus() -> int:
-    """GPUs that the services may use, without loading what could ask them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    devices = Path("/dev")
-    return sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in devices.iterdir()) if devices.is_dir() else 0

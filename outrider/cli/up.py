@@ -9,7 +9,7 @@ from rich.console import Console
 
 from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
-from outrider.cli.options import add_service_options, make_cluster, parse_service_options, service_flags
+from outrider.cli.options import add_service_options, make_cluster, service_flags
 from outrider.cli.terminal import log_printer, make_console
 
 
@@ -22,8 +22,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the services, print where they are, and stay until interrupted."""
     console = make_console(color=not arguments.no_color)
-    options = parse_service_options(arguments)
-    cluster = make_cluster(options, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True)
+    cluster = make_cluster(
+        arguments, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True
+    )
     try:
         with cluster:
             try:
@@ -52,7 +53,7 @@ def _print_addresses(console: Console, cluster: Cluster) -> None:
         ("REST", f"{cluster.rest_url}/v1"),
         ("gRPC", cluster.gateway_address),
         ("verify", cluster.verify_address),
-        ("draft", cluster.draft_address),
+        *((("draft", cluster.draft_address),) if "draft" in cluster.services else ()),
         *((f"metrics of {name}", cluster.metrics_url(name)) for name in cluster.services),
     ]
     lines = [f"  {name:<19} {where}" for name, where in rows if where]

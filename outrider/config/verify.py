@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.config.base import option
+from outrider.config.draft import DraftOptions
 from outrider.config.service import PeerServiceOptions
 
 
@@ -74,7 +75,8 @@ class VerifyOptions(PeerServiceOptions):
     speculative_algorithm: tuple[str, ...] = option(
         (),
         "On a GPU, the draft model that drafts inside verify's own rounds: EAGLE, EAGLE3, NEXTN, STANDALONE, or "
-        "NAIVE_EAGLE, which is a head with one step and one candidate; empty leaves drafting to draft services.",
+        "NAIVE_EAGLE, which is a head with one step and one candidate; AUTO takes the head that ships for the target, "
+        "if one does; empty leaves drafting to draft services, as NGRAM is in any case.",
     )
     speculative_draft_model_path: str = option(
         "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."
@@ -128,3 +130,13 @@ class VerifyOptions(PeerServiceOptions):
         minimum=0.01,
         maximum=1,
     )
+
+    def draft_model(self, target: str) -> DraftOptions:
+        """The draft model that drafts inside rounds, as a draft service would be told of it; none if none is named."""
+        return DraftOptions(
+            speculative_algorithm=self.speculative_algorithm or ("NGRAM",),
+            speculative_draft_model_path=self.speculative_draft_model_path,
+            speculative_draft_model_revision=self.speculative_draft_model_revision,
+            speculative_token_map=self.speculative_token_map,
+            target_model_path=target,
+        )

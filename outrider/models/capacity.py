@@ -8,6 +8,10 @@ CONTEXT_BYTES = GIB // 2
 DRAFT_ROWS, DRAFT_REGION, DRAFT_WORK_BYTES = 64, 768, 256 << 20
 """Requests and tree slots of each that a draft service on a GPU makes room for, and what it keeps for graphs and
 for what a forward needs beside its logits."""
+ROUND_REGION = 256
+"""Tree slots of a request where a draft model runs inside verify's rounds."""
+SCRATCH_BYTES = 16
+"""Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 _UNPLANNED_SHARE = 0.01
 """Of a GPU's memory, left to everything that no plan knows of."""
 

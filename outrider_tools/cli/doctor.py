@@ -14,13 +14,14 @@ from rich.text import Text
 
 from outrider.cli.cluster import LINKS, link
 from outrider.cli.options import add_service_options, number, parse_service_options
+from outrider.cli.placement import is_colocated, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider_tools.doctor.doors import check_doors, check_exposure
-from outrider_tools.doctor.finding import Finding, Level, problem
+from outrider_tools.doctor.finding import Finding, Level, ok, problem
 from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
 from outrider_tools.doctor.models import check_models
 from outrider_tools.doctor.services import check_services, endpoints_of
@@ -76,11 +77,28 @@ def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     return linked
 
 
+def _place(
+    verify: VerifyOptions, draft: DraftOptions, placement: str, findings: list[Finding]
+) -> tuple[VerifyOptions, DraftOptions]:
+    """The target's options and those of the draft model, which may be inside rounds; findings say where it is."""
+    try:
+        if not is_colocated(verify, draft, placement, num_gpus()):
+            return verify, draft
+        placed = place_drafts(verify, draft, "colocated", num_gpus(), lambda text: None).verify
+    except ConfigError as error:
+        findings.append(problem("placement", error.message, "correct the option"))
+        return verify, draft
+    names = ", ".join(placed.speculative_algorithm)
+    findings.append(ok("placement", f"{names} drafts inside verify's rounds; outrider plan tells its memory"))
+    return placed, placed.draft_model(verify.model)
+
+
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
     """All findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
     if not arguments.skip_models:
-        findings += check_models(cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"]))
+        verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
+        findings += check_models(*_place(verify, draft, arguments.draft_placement, findings))
     try:
         endpoints = endpoints_of(options, peer_tls(arguments, "connect"))
     except ConfigError as error:

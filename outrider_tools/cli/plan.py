@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,11 +14,20 @@ from rich.table import Table
 
 from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.cli.options import add_service_options, parse_service_options, whole_number
+from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.capacity import CONTEXT_BYTES, DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, GIB
+from outrider.models.capacity import (
+    CONTEXT_BYTES,
+    DRAFT_REGION,
+    DRAFT_ROWS,
+    DRAFT_WORK_BYTES,
+    GIB,
+    ROUND_REGION,
+    SCRATCH_BYTES,
+)
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
 from outrider.models.shipped import choose_drafters
@@ -27,8 +36,6 @@ from outrider.models.store import config_folder
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRAPH_BYTES = 4 << 20
 """A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
-SCRATCH_BYTES = 16
-"""Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +160,9 @@ class Capacity:
     weights: int
     kv_per_token: int
     features_per_token: int
+    """Kept for a draft outside of the budget."""
+    colocated_per_token: int
+    """KV and features of a draft model inside rounds."""
     page_size: int
     scratch: int
     graphs: int
@@ -186,10 +196,12 @@ def plan_target(
     memory: float,
     feature_elements: int = 0,
     other_bytes: float = 0.0,
+    inside: DraftPlan | None = None,
 ) -> Capacity:
     """The plan of a verify service on a GPU of `memory` bytes, of which other processes have `other_bytes`.
 
-    `feature_elements` are what a draft's features take of a token. The sums are those that the service does itself.
+    `feature_elements` are what a remote draft's features take of a token. `inside`: the draft model of its rounds. The
+    sums are those that the service does itself.
     """
     item = ITEM_BYTES[dtype]
     elements = model_elements(config)
@@ -198,12 +210,17 @@ def plan_target(
     round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)
     rows = options.max_running_requests + 1 + round_tokens
     scratch = rows * config.vocab_size * SCRATCH_BYTES
+    beside = 0
+    if inside is not None:
+        beside = inside.kv_per_token + inside.features_per_token * item
+        scratch += inside.tree_slots + rows * inside.vocab_size * SCRATCH_BYTES
+        other_bytes += inside.weights
     num_graphs = 0 if options.disable_cuda_graph else count_graphs(round_tokens, options)
     budget = memory * options.mem_fraction_static
     outside = memory - budget
     # Features are stored when a draft asks for them, in what is left outside of the budget.
     room = max(0.0, memory - CONTEXT_BYTES - other_bytes - weights - outside - scratch) if memory else 0.0
-    tokens = options.max_total_tokens or int(room // per_token)
+    tokens = options.max_total_tokens or int(room // (per_token + beside))
     pages = tokens // options.page_size
     tokens = pages * options.page_size
     longest = max(0, min(config.max_positions, tokens - options.max_draft_tokens - options.page_size))
@@ -214,6 +231,7 @@ def plan_target(
         weights=weights,
         kv_per_token=per_token,
         features_per_token=feature_elements * item,
+        colocated_per_token=beside,
         page_size=options.page_size,
         scratch=scratch,
         graphs=num_graphs * GRAPH_BYTES,
@@ -248,6 +266,8 @@ class DraftPlan:
     kv_per_token: int
     tree_slots: int
     """KV and features of all tree slots."""
+    vocab_size: int
+    """Token ids that it may guess."""
     features_per_token: int
     """Elements that verify stores of a token for it."""
     read: int
@@ -269,7 +289,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         type=whole_number(1, 1 << 30),
         help="Prompt and output of a request; how many such fit. Default: the longest that may be.",
     )
-    parser.add_argument("--colocated", action="store_true", help="The draft model is on the same GPU.")
+    parser.add_argument(
+        "--same-gpu", action="store_true", help="A remote draft model is on verify's GPU, in a process of its own."
+    )
     parser.add_argument("--json", action="store_true", help="Print the figures as JSON, in bytes and seconds.")
     add_service_options(parser)
 
@@ -282,10 +304,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = config_folder(verify.model)
     config = ModelConfig.from_folder(folder)
     dtype = _dtype(verify.dtype, config)
-    drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), config, folder)
-    beside = float(drafter.fixed) if drafter is not None and arguments.colocated else 0.0
-    features = drafter.features_per_token if drafter is not None else 0
-    plan = plan_target(config, dtype, verify, gpu.memory, features, beside)
+    if arguments.draft_placement == "colocated":
+        verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
+        drafter = _plan_inside(verify, config, dtype, folder)
+        plan = plan_target(config, dtype, verify, gpu.memory, inside=drafter)
+    else:
+        drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), config, folder)
+        beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
+        features = drafter.features_per_token if drafter is not None else 0
+        plan = plan_target(config, dtype, verify, gpu.memory, features, beside)
     if arguments.json:
         print(json.dumps(_as_json(plan, drafter, dtype, gpu, arguments), indent=1))
     else:
@@ -313,6 +340,15 @@ def _dtype(word: str, config: ModelConfig) -> str:
     return "float16" if config.dtype == "float16" else "bfloat16"
 
 
+def _plan_inside(verify: VerifyOptions, target: ModelConfig, dtype: str, folder: Path) -> DraftPlan | None:
+    """The draft model of verify's own rounds, which has the target's number format and pages."""
+    drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), target, folder)
+    if drafter is None:
+        return None
+    per_token = drafter.kv_per_token + drafter.features_per_token * ITEM_BYTES[dtype]
+    return replace(drafter, tree_slots=verify.max_running_requests * ROUND_REGION * per_token)
+
+
 def plan_draft(options: DraftOptions, target: ModelConfig, target_folder: Path) -> DraftPlan | None:
     """The draft model that the options name, from its config.json; None for n-grams alone. Raises ConfigError."""
     algorithm = next((name for name in options.speculative_algorithm if name not in ("NGRAM", "AUTO")), "")
@@ -322,15 +358,18 @@ def plan_draft(options: DraftOptions, target: ModelConfig, target_folder: Path) 
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
     folder = config_folder(name) if name else target_folder
+    if algorithm == "NAIVE_EAGLE":
+        algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
     if algorithm == "STANDALONE":
         config = ModelConfig.from_folder(folder)
-        return _draft_plan(algorithm, model_elements(config), config, options, 0, 0)
+        return _draft_plan(algorithm, model_elements(config), config, options, 0, 0, config.vocab_size)
     head = _head(algorithm, folder, target)
     features = len(head.feature_layers) * head.target_hidden_size
     # A head that multiplies features first lets verify do that, and store the product.
     stored = head.decoder.hidden_size if algorithm == "EAGLE3" and head.projects else features
     elements = head_elements(algorithm, head)
-    return _draft_plan(algorithm, elements, head.decoder, options, stored, head.decoder.hidden_size)
+    hidden = head.decoder.hidden_size
+    return _draft_plan(algorithm, elements, head.decoder, options, stored, hidden, head.draft_vocab_size)
 
 
 def _head(algorithm: str, folder: Path, target: ModelConfig) -> HeadConfig:
@@ -344,7 +383,13 @@ def _head(algorithm: str, folder: Path, target: ModelConfig) -> HeadConfig:
 
 
 def _draft_plan(
-    algorithm: str, elements: Elements, config: ModelConfig, options: DraftOptions, stored: int, feature_size: int
+    algorithm: str,
+    elements: Elements,
+    config: ModelConfig,
+    options: DraftOptions,
+    stored: int,
+    feature_size: int,
+    vocab_size: int,
 ) -> DraftPlan:
     item = ITEM_BYTES[_dtype(options.dtype, config)]
     per_token = kv_elements(config) * item
@@ -354,6 +399,7 @@ def _draft_plan(
         weights=elements.total * item,
         kv_per_token=per_token,
         tree_slots=slots * (per_token + feature_size * item),
+        vocab_size=vocab_size,
         features_per_token=stored,
         read=(elements.read if algorithm == "STANDALONE" else elements.layers + elements.output) * item,
     )
@@ -426,6 +472,8 @@ def _lines(
     ]
     if plan.features_per_token:
         lines.insert(3, ("features of a token", _size(plan.features_per_token), "kept for the draft, beside the KV"))
+    if plan.colocated_per_token:
+        lines.insert(3, ("drafting, of a token", _size(plan.colocated_per_token), "KV and features of the draft model"))
     if gpu.memory:
         each = min(arguments.request_tokens or plan.context, plan.context)
         lines += [
@@ -447,7 +495,10 @@ def _lines(
             lines.append(("  with the cache full", f"{full * 1e3:.2f} ms", what))
     if drafter is None:
         return [*lines, ("draft", "", "n-grams: no draft model")]
-    where = "on the same GPU" if arguments.colocated else "on a GPU of its own, or the CPU"
+    inside = arguments.draft_placement == "colocated"
+    where = "on a GPU of its own, or the CPU"
+    if inside or arguments.same_gpu:
+        where = "inside verify's rounds" if inside else "on the same GPU"
     lines += [
         (f"draft ({drafter.algorithm})", _size(drafter.weights), f"weights, {where}"),
         ("  KV of a token", _size(drafter.kv_per_token), ""),

@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.loader import load_draft_model
+from outrider.models.drafters.loader import algorithm_of, load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
@@ -111,6 +112,9 @@ def _target(name: str) -> tuple[Hello, str]:
 
 
 def _draft(options: DraftOptions) -> tuple[Hello, str]:
+    if options.speculative_algorithm == ("NAIVE_EAGLE",):
+        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+        options = replace(options, speculative_algorithm=(algorithm_of(folder),))
     model: DraftModel = load_draft_model(options, _META, torch.float32)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.cluster import link
 from outrider.cli.demo import drafters_text
-from outrider.cli.options import draft_for
+from outrider.cli.placement import draft_for
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError

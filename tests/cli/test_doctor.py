@@ -178,3 +178,21 @@ def test_lines_for_people_name_level_check_and_fix(capsys: pytest.CaptureFixture
     assert main(["doctor", "--skip-models", *ELSEWHERE, "--verify=127.0.0.1:1", "--draft=", "--running"]) == 1
     out = capsys.readouterr().out
     assert "problem verify         verify 127.0.0.1:1: " in out and "-> start it" in out and out.endswith("problem\n")
+
+
+def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cli.main import make_parser
+    from outrider_tools.cli.doctor import _place
+
+    findings: list[Finding] = []
+    draft = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"), speculative_draft_model_path="head")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert make_parser().parse_args(["doctor"]).draft_placement == "auto"
+    verify, found = _place(VerifyOptions(model="smollm2"), draft, "auto", findings)
+    assert verify.speculative_algorithm == found.speculative_algorithm == ("EAGLE3",)
+    assert found.speculative_draft_model_path == "head" and found.target_model_path == "smollm2"
+    assert findings[0].level is Level.OK and "EAGLE3 drafts inside verify's rounds" in findings[0].text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _place(VerifyOptions(), draft, "auto", findings) == (VerifyOptions(), draft)
+    assert _place(VerifyOptions(), draft, "colocated", findings) == (VerifyOptions(), draft)
+    assert findings[-1].level is Level.PROBLEM and "--draft-placement" in findings[-1].text

@@ -10,7 +10,8 @@ import pytest
 
 from outrider.cli.cluster import Wiring, bind_again, link
 from outrider.cli.main import COMMANDS, main, make_parser
-from outrider.cli.options import PEOPLES, SHARED, in_our_words, parse_service_options, place_draft_model, service_flags
+from outrider.cli.options import PEOPLES, SHARED, in_our_words, parse_service_options, service_flags
+from outrider.cli.placement import place_draft_model
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
@@ -146,7 +147,7 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
         {word for line in text.splitlines() for word in re.findall(r"^  (--[\w-]+)", line)} for text in texts
     )
     people = {flag for flags in PEOPLES.values() for flag in flags}
-    assert short == people | {"--no-color", "--ephemeral", "--help-all"} and len(people) == 20
+    assert short == people | {"--no-color", "--ephemeral", "--help-all", "--draft-placement"} and len(people) == 20
     assert whole >= {flag.flag for flag in service_flags()} and "all services:" not in texts[0]
 
 

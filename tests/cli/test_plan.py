@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,32 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     assert num_parameters(config) == pytest.approx(plan.elements.total, rel=1e-3)
 
 
+def test_drafting_inside_rounds_is_sized_as_the_service_sizes_it(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from outrider.models.decoder import CausalLM
+    from outrider.models.drafters.loader import load_draft_model
+    from verify_service.engine.build import RoundDraft, gpu_tokens
+    from verify_service.executors.round_drafts import DraftingOptions
+
+    head = shipped_head("smollm2")
+    words = ["--model=smollm2", "--gpu=L4", "--draft-placement=colocated", "--speculative-algorithm=EAGLE3"]
+    _, told = plan(capsys, *words, f"--speculative-draft-model-path={head}")
+    meta, options = torch.device("meta"), VerifyOptions(speculative_algorithm=("EAGLE3",))
+    options = replace(options, speculative_draft_model_path=str(head))
+    draft = load_draft_model(options.draft_model(str(model_path)), meta, torch.bfloat16)
+    free = 24 * GIB - CONTEXT_BYTES - told["weights"] - told["draft"]["weights"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 24 * GIB))
+    target = CausalLM(ModelConfig.from_folder(model_path), torch.bfloat16, meta)
+    real = gpu_tokens(options, target, RoundDraft(draft, DraftingOptions("eagle3"), False))
+    assert told["kv_tokens"] == pytest.approx(real, abs=16) and told["colocated_per_token"] > 0
+    assert told["features_per_token"] == 0, "they are in the budget"
+    _, remote = plan(capsys, *words[:2])
+    assert told["kv_tokens"] < remote["kv_tokens"]
+
+
 @pytest.mark.parametrize(
     ("running", "nodes", "most"), [(32, 63, 64), (1, 0, 64), (16, 31, 8), (100, 63, 64), (48, 200, 32)]
 )
@@ -175,7 +202,7 @@ def test_a_draft_on_the_same_gpu_takes_room_from_the_cache(
     model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, alone = plan(capsys, f"--model={model_path}", "--gpu=L4")
-    _, beside = plan(capsys, f"--model={model_path}", "--gpu=L4", "--colocated")
+    _, beside = plan(capsys, f"--model={model_path}", "--gpu=L4", "--same-gpu")
     assert alone["draft"]["algorithm"] == "EAGLE3" and alone["features_per_token"] == 2 * 576
     lost = (alone["kv_tokens"] - beside["kv_tokens"]) * alone["kv_per_token"]
     assert lost == pytest.approx(alone["draft"]["weights"] + alone["draft"]["tree_slots"], abs=1.1 * GIB)

@@ -23,12 +23,14 @@ from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import disable_automatic_collection
 from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
+from outrider.models.capacity import SCRATCH_BYTES
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.loader import algorithm_of, load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
+from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.sampling.lossy import AcceptRule
@@ -102,8 +104,6 @@ LOCKSTEP_HOLD_MS = 1000.0
 _MAX_CPU_KV_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_ROUND_TOKENS = 64
-_LOGITS_BYTES_PER_ENTRY = 16
-"""Scratch memory a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +152,17 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
 
 def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDraft | None:
     """The draft model that drafts inside rounds, if the options name one. Raises ConfigError."""
-    names = options.speculative_algorithm
-    if not names or options.no_speculation:
+    told = _named_draft(options, path)
+    if told is None:
         return None
+    names = told.speculative_algorithm
     if target.device.type != "cuda":
         raise ConfigError("--speculative-algorithm: a draft model inside rounds needs a GPU; run a draft service")
     is_chain = names == ("NAIVE_EAGLE",)
     if is_chain:
         folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
         names = (algorithm_of(folder),)
-    told = DraftOptions(
-        speculative_algorithm=names,
-        speculative_draft_model_path=options.speculative_draft_model_path,
-        speculative_draft_model_revision=options.speculative_draft_model_revision,
-        speculative_token_map=options.speculative_token_map,
-        target_model_path=str(path),
-    )
+    told = replace(told, speculative_algorithm=names)
     with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
         model = load_draft_model(
             told, target.device, target.dtype, lambda done, total: progress("loading draft weights", done, total)
@@ -182,6 +177,17 @@ def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDra
     if is_chain:
         drafting = replace(drafting, max_steps=1, branching=1, lone_branching=1)
     return RoundDraft(model, drafting, is_chain)
+
+
+def _named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
+    """What is said of a draft model inside rounds, n-grams left to draft services; None if there is to be none."""
+    if not options.speculative_algorithm or options.no_speculation:
+        return None
+    told = choose_drafters(options.draft_model(str(path)), options.model)
+    names = tuple(name for name in told.speculative_algorithm if name != "NGRAM")
+    if len(names) > 1:
+        raise ConfigError(f"--speculative-algorithm: {','.join(names)} are models and do not run together; use one")
+    return replace(told, speculative_algorithm=names) if names else None
 
 
 def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
@@ -199,7 +205,7 @@ def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
 def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft | None = None) -> EngineParts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
-    tokens = options.max_total_tokens or (_gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
+    tokens = options.max_total_tokens or (gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
     num_pages = tokens // options.page_size
     if num_pages * options.page_size < 512:
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
@@ -313,14 +319,14 @@ def _cpu_tokens(model: CausalLM) -> int:
     return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MAX_CPU_KV_TOKENS), 1024)
 
 
-def _gpu_tokens(options: VerifyOptions, model: CausalLM, draft: RoundDraft | None) -> int:
+def gpu_tokens(options: VerifyOptions, model: CausalLM, draft: RoundDraft | None) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + _max_round_tokens(options)
-    reserve = rows * model.config.vocab_size * _LOGITS_BYTES_PER_ENTRY
+    reserve = rows * model.config.vocab_size * SCRATCH_BYTES
     if draft is None:
         return kv_tokens(model, options.mem_fraction_static, reserve)
     slots = options.max_running_requests * draft.options.region
-    reserve += slots * draft.token_bytes + rows * draft.model.vocab_size * _LOGITS_BYTES_PER_ENTRY
+    reserve += slots * draft.token_bytes + rows * draft.model.vocab_size * SCRATCH_BYTES
     return kv_tokens(model, options.mem_fraction_static, reserve, draft.token_bytes)
 
 

@@ -20,6 +20,7 @@ from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, Rou
 from outrider.drafting.model.round_trees import RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
+from outrider.models.capacity import ROUND_REGION
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
@@ -50,7 +51,7 @@ class DraftingOptions:
     max_steps: int = 8
     max_width: int = 128
     """Largest number of nodes in a step."""
-    region: int = 256
+    region: int = ROUND_REGION
     """Tree slots of a request."""
     floor: float = -12.0
     """Path score below which no node is run or verified."""

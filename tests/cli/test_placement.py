@@ -1,0 +1,104 @@
+"""Where a draft model runs: `--draft-placement` of `outrider up`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.placement import Placed, is_colocated, place_drafts
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.models.store import DEFAULT_MODEL
+
+HEAD = DraftOptions(
+    speculative_algorithm=("EAGLE3", "NGRAM"),
+    speculative_draft_model_path="head",
+    speculative_draft_model_revision="r1",
+    speculative_num_steps=5,
+    speculative_eagle_topk=8,
+    speculative_token_map="map.json",
+    branch_length=20,
+)
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like the head that ships."""
+    folder = tmp_path / "heads" / f"{DEFAULT_MODEL}-EAGLE3"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    monkeypatch.setenv("OUTRIDER_HEADS", str(folder.parent))
+    return folder
+
+
+def placed(draft: DraftOptions, placement: str = "auto", gpus: int = 1, **verify: Any) -> Placed:
+    return place_drafts(VerifyOptions(**verify), draft, placement, gpus, lambda text: None)
+
+
+def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
+    found = placed(HEAD)
+    assert found.verify == VerifyOptions(
+        speculative_algorithm=("EAGLE3",),
+        speculative_draft_model_path="head",
+        speculative_draft_model_revision="r1",
+        speculative_num_steps=5,
+        speculative_eagle_topk=8,
+        speculative_token_map="map.json",
+    )
+    assert found.draft == DraftOptions(speculative_algorithm=("NGRAM",), branch_length=20)
+    alone = placed(replace(HEAD, speculative_algorithm=("EAGLE3",)))
+    assert alone.verify == found.verify and alone.draft is None
+
+
+def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
+    for gpus, wanted in ((0, False), (1, True), (2, False)):
+        assert is_colocated(VerifyOptions(), HEAD, "auto", gpus) == wanted
+    assert is_colocated(VerifyOptions(), HEAD, "colocated", 2)
+    assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
+    assert not is_colocated(VerifyOptions(device="cpu"), HEAD, "auto", 1)
+    assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)
+    assert not is_colocated(VerifyOptions(), replace(HEAD, device="cuda:0"), "auto", 1)
+    assert not is_colocated(VerifyOptions(), DraftOptions(speculative_algorithm=("NGRAM",)), "auto", 1)
+    assert placed(HEAD, "remote").draft == HEAD
+
+
+def test_the_head_that_ships_drafts_inside_rounds_of_its_target(head: Path, tmp_path: Path) -> None:
+    found = placed(DraftOptions())
+    assert found.verify.speculative_algorithm == ("EAGLE3",)
+    assert found.verify.speculative_draft_model_path == str(head)
+    assert found.draft is not None and found.draft.speculative_algorithm == ("NGRAM",)
+    other = placed(DraftOptions(), model=str(tmp_path))
+    assert other.verify.speculative_algorithm == () and other.draft is not None
+    assert other.draft.speculative_algorithm == ("NGRAM",)
+
+
+def test_naive_eagle_runs_inside_rounds_alone() -> None:
+    naive = replace(HEAD, speculative_algorithm=("NAIVE_EAGLE",))
+    for gpus in (1, 2):
+        assert placed(naive, gpus=gpus).verify.speculative_algorithm == ("NAIVE_EAGLE",)
+    for placement, gpus in (("remote", 1), ("auto", 0)):
+        with pytest.raises(ConfigError, match=r"^--speculative-algorithm: NAIVE_EAGLE .*--draft-placement colocated"):
+            placed(naive, placement, gpus)
+
+
+@pytest.mark.parametrize(
+    ("draft", "verify", "gpus", "message"),
+    [
+        (HEAD, {}, 0, r"^--draft-placement: colocated .* verify has none here; use remote or auto"),
+        (HEAD, {"device": "cpu"}, 1, r"^--draft-placement: .* verify has none here"),
+        (HEAD, {"lockstep": True}, 1, r"^--lockstep: .*--draft-placement remote"),
+        (DraftOptions(speculative_algorithm=("NGRAM",)), {}, 1, r"^--draft-placement: .* NGRAM has none; give"),
+        (replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), {}, 1, "EAGLE3,STANDALONE are models"),
+        (replace(HEAD, speculative_algorithm=("MEDUSA",)), {}, 1, "'MEDUSA' is not known; use one of EAGLE3"),
+        (replace(HEAD, speculative_num_steps=17), {}, 1, r"^--speculative-num-steps: 17 is above 16"),
+        (DraftOptions(speculative_draft_model_path="X"), {}, 1, "--speculative-algorithm"),
+    ],
+)
+def test_what_cannot_be_had_is_said(draft: DraftOptions, verify: dict[str, Any], gpus: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(draft, "colocated", gpus, **verify)
