@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.reasoning import ReasoningStart
-from gateway.core.request import Chat, ClientRequest, Job
+from gateway.core.request import Chat, ClientRequest, Job, PromptEnd
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
@@ -55,6 +55,8 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
         n=request.n or 1,
         stop=tuple(request.stop or ()),
         arrived=arrived,
+        keeps_stop=bool(request.include_stop_str_in_output),
+        skips_special=request.skip_special_tokens is not False,
         grammar_field=names.get("grammar", ""),
         prompt_only=request.prompt_only,
         reasoning=ReasoningStart.of(model.reasoning, text) if splits else None,
@@ -109,29 +111,47 @@ async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
     messages = [message.model_dump() for message in chat.messages]
     if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
-        return render_chat(messages, model, field, chat.template_values)
-    return await asyncio.to_thread(render_chat, messages, model, field, chat.template_values)
+        return render_chat(messages, model, field, chat.template_values, chat)
+    return await asyncio.to_thread(render_chat, messages, model, field, chat.template_values, chat)
 
 
 def render_chat(
     messages: Sequence[Mapping[str, Any]],
     model: GatewayModel,
     field: str,
-    values: Mapping[str, Any] | None = None,
-    *,
-    add_generation_prompt: bool = True,
+    values: Mapping[str, Any],
+    end: PromptEnd,
 ) -> str:
-    """A conversation as the model's template writes it with further `values`. Raises InvalidRequestError."""
+    """A conversation as the model's template writes it with further `values`, up to where `end` says.
+
+    Raises InvalidRequestError about `field`.
+    """
     template = model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
     known = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
-        return template.render(known, values, add_generation_prompt=add_generation_prompt)
+        if end.continue_final_message:
+            text = template.render(known, values, add_generation_prompt=False)
+            return _within_last_message(text, known, field)
+        return template.render(known, values, add_generation_prompt=end.add_generation_prompt is not False)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             field, f"the model's chat template refuses them: {error}", "check the roles and their order"
         ) from None
+
+
+def _within_last_message(text: str, messages: Sequence[Mapping[str, Any]], field: str) -> str:
+    """A rendered conversation without what the template writes behind the last message's text."""
+    last = str(messages[-1]["content"])
+    for content in (last, last.strip()):  # many templates strip it
+        if content.strip() and (at := text.rfind(content)) >= 0:
+            return text[: at + len(content)]
+    raise InvalidRequestError(
+        f"{field}[{len(messages) - 1}].content",
+        "cannot be continued: it is empty, or the model's chat template changes it",
+        "send text, or leave out continue_final_message",
+    )
 
 
 def _check_size(text: str, model: GatewayModel, field: str) -> None:

@@ -63,8 +63,8 @@ class Answer:
     def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer) -> None:
         """`choice_index` is what its deltas are called."""
         self._choice_index = choice_index
-        self._detokenizer = tokenizer.detokenizer()
-        self._stop = StopMatcher(job.stop)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=job.skips_special)
+        self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
         self._min_tokens = job.request.min_tokens
         self._num_tokens = 0

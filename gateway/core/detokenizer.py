@@ -112,13 +112,15 @@ class WindowDetokenizer(Detokenizer):
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, however the text is cut into pieces.
+    """Lets text through up to the first stop string, or with it, however the text is cut into pieces.
 
     The first is the one that ends first; of those that end together, the longest. Text that may still turn out to
     begin a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string is let through, too."""
+        self._keep = keep
         self._stops = tuple(stops)
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
@@ -148,7 +150,7 @@ class StopMatcher:
 
     def _cut(self, text: str) -> int | None:
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        return min(found)[0 if self._keep else 1] if found else None
 
     def _safe_length(self, text: str) -> int:
         for at in range(max(0, len(text) - self._longest + 1), len(text)):

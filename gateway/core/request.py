@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.reasoning import ReasoningStart
+from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
 
@@ -160,6 +161,14 @@ class StopFields(StrictModel):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Answers per prompt. Default 1.")
     stop: StopStrings | None = Field(None, description="An answer ends before any of these strings.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="End the text with the stop string that ended the answer, not before it."
+    )
+    skip_special_tokens: bool | None = Field(
+        None,
+        description="Leave special tokens out of the text. Default true; false spells them out, but for the one that "
+        "ends the answer.",
+    )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
         None, description="Tokens that end an answer; they are not part of its text."
     )
@@ -206,6 +215,25 @@ class RequestSampling(SamplingFields):
     num_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
+class PromptEnd(StrictModel):
+    """Where the prompt that a conversation becomes ends."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt where an answer begins, not behind the last message. Default true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="End the prompt within the last message, which the answer continues."
+    )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt", "does not go with continue_final_message", "set it to false or leave it out"
+            )
+        return self
+
+
 class RequestMessage(StrictModel):
     """One message of a conversation."""
 
@@ -216,7 +244,7 @@ class RequestMessage(StrictModel):
     """What an assistant thought before it said this."""
 
 
-class Chat(StrictModel):
+class Chat(PromptEnd):
     """A conversation, oldest message first."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -287,6 +315,10 @@ class Job:
     """time.monotonic() when the request came in, in seconds."""
     grammar_field: str = ""
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
+    keeps_stop: bool = False
+    """The text ends with the stop string that ended it."""
+    skips_special: bool = True
+    """Special tokens are no part of the text."""
     prompt_only: bool = False
     """The answer is not wanted: the one token that verify commits is dropped."""
     reasoning: ReasoningStart | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,13 @@ class Tokenizer:
         """The text of token ids; special tokens are left out or spelled out."""
         return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self) -> Detokenizer:
-        """Fresh state for one answer."""
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Fresh state for one answer; special tokens are left out or spelled out."""
         if self._byte_level:
-            return ByteDetokenizer(self._text_bytes)
-        return WindowDetokenizer(self.decode, is_hidden=self._is_hidden, is_byte=self._is_byte)
+            return ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        is_hidden = self._is_hidden if skip_special_tokens else self._is_unknown
+        return WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte)
 
     def spell_out(self, tokens: Collection[str]) -> None:
         """Makes special tokens part of the text, where the tokenizer works on bytes."""
@@ -98,6 +101,9 @@ class Tokenizer:
     def _is_hidden(self, token_id: int) -> bool:
         token = self._inner.id_to_token(token_id)
         return token is None or token in self._special
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return self._inner.id_to_token(token_id) is None
 
     def _find_bytes(self, token: str) -> bytes:
         if self._byte_level:

@@ -17,6 +17,7 @@ from gateway.core.request import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Chat,
     ClientRequest,
     RequestSampling,
 )
@@ -53,7 +54,8 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
             fields["prompt_token_ids"] = _bounded(message.prompt_token_ids.ids, MAX_PROMPT_TOKENS, "prompt_token_ids")
         case "chat":
             messages = _bounded(message.chat.messages, MAX_MESSAGES, "chat.messages")
-            fields["chat"] = {"messages": [{"role": m.role, "content": m.content} for m in messages]}
+            fields["chat"] = _given(message.chat, Chat, leave_out={"messages"})
+            fields["chat"]["messages"] = [{"role": m.role, "content": m.content} for m in messages]
         case _:
             raise InvalidRequestError(
                 "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"

@@ -19,13 +19,13 @@ from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import special_tokens
 from gateway.core.metrics import CONTENT_TYPE
-from gateway.core.request import MAX_PROMPT_TOKENS, ClientRequest, StrictModel, Text, TokenId
+from gateway.core.request import MAX_PROMPT_TOKENS, ClientRequest, PromptEnd, StrictModel, Text, TokenId
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import DOOR, Body, json_bytes, send_json
 from gateway.openai.chat import Messages
-from gateway.openai.fields import Only, TemplateFields
+from gateway.openai.fields import TemplateFields
 from outrider import __version__
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 
@@ -196,7 +196,7 @@ def _model_body(model: GatewayModel) -> ModelBody:
     )
 
 
-class TokenizeRequest(TemplateFields):
+class TokenizeRequest(TemplateFields, PromptEnd):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
@@ -207,11 +207,7 @@ class TokenizeRequest(TemplateFields):
         description="Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false "
         "for messages, whose template writes it.",
     )
-    add_generation_prompt: bool | None = Field(
-        None, description="End the rendered messages where the answer begins. Default true."
-    )
     return_token_strs: bool | None = Field(None, description="Tell each token's own text, too.")
-    continue_final_message: Annotated[Any, Only(False, why="a last message is not continued")] = None
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
@@ -282,8 +278,7 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
 def _tokenize(model: GatewayModel, request: TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> bytes:
     text, special = request.prompt or "", not messages
     if messages:
-        ends_open = request.add_generation_prompt is not False
-        text = render_chat(messages, model, "messages", request.template_values(), add_generation_prompt=ends_open)
+        text = render_chat(messages, model, "messages", request.template_values(), request)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
     token_ids = model.tokenizer.encode(text, add_special_tokens=special)

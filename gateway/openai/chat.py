@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, ClientRequest, Job, StrictModel, Text
+from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, ClientRequest, Job, PromptEnd, StrictModel, Text
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields
@@ -74,7 +74,7 @@ class ChatMessage(StrictModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatCompletionRequest(OpenAIRequest, TemplateFields):
+class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -109,6 +109,8 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields):
         fields["chat"] = {
             "messages": [message.plain() for message in self.messages],
             "template_values": self.template_values(),
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
         }
         return [(validate(ClientRequest, fields), self.field_names | {"chat.messages": "messages"})]
 

@@ -72,7 +72,7 @@ class HarmlessFields(StrictModel):
     metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
-    skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
+    spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
 
 
 class TemplateFields(StrictModel):

@@ -70,9 +70,8 @@ class GenerateSampling(SamplingFields, StopFields):
     )
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="The same as seed.")
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
-    skip_special_tokens: Annotated[Any, Only(True, why="special tokens are never part of the text")] = None
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
-    no_stop_trim: Annotated[Any, Only(False, why="a stop string is never part of the text")] = None
+    no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
 
     @model_validator(mode="after")
     def _one_form(self) -> GenerateSampling:
@@ -149,6 +148,8 @@ class GenerateBody(ServingFields, GenerationBody):
         limit = _DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
         common: dict[str, Any] = {name: getattr(params, name) for name in StopFields.model_fields}
         common |= {name: getattr(self, name) for name in ServingFields.model_fields}
+        if params.no_stop_trim is not None:
+            common["include_stop_str_in_output"] = params.no_stop_trim
         if params.min_new_tokens is not None:
             common["min_tokens"] = params.min_new_tokens
         common |= {

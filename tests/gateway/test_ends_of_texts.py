@@ -1,0 +1,80 @@
+"""Where prompts and answers end, and what of special tokens is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gateway_world import World
+from scripted_verify import EOS
+
+from gateway.core.detokenizer import StopMatcher
+from outrider.v1 import gateway_pb2
+
+
+async def completion(world: World, **fields: Any) -> str:
+    response = await world.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 40} | fields)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_a_stop_string_may_be_let_through_however_the_text_is_cut(size: int) -> None:
+    text, matcher = "one two three two", StopMatcher(["two", "wo"], keep=True)
+    pieces = [matcher.push(text[at : at + size]) for at in range(0, len(text), size)]
+    assert "".join(pieces) == "one two" and matcher.hit
+
+
+async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World) -> None:
+    world.verify.say("one two three")
+    assert await completion(world, stop=["two"]) == "one "
+    assert await completion(world, stop=["two"], include_stop_str_in_output=True) == "one two"
+    params = {"stop": ["two"], "no_stop_trim": True}
+    answer = (await world.http.post("/generate", json={"text": "x", "sampling_params": params})).json()
+    assert answer["text"] == "one two" and answer["meta_info"]["finish_reason"]["matched"] == "two"
+    asked = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", stop=["two"], include_stop_str_in_output=True)
+    assert "".join([message.text async for message in world.stub.Generate(asked)]) == "one two"
+
+
+async def test_special_tokens_are_spelled_out_where_asked_for(world: World) -> None:
+    ids = world.verify.say("one")
+    world.verify.script = [*ids, EOS, *ids, EOS]
+    special = world.verify.tokenizer.token_bytes(EOS).decode()
+    assert await completion(world, ignore_eos=True) == "oneone"
+    assert await completion(world, ignore_eos=True, skip_special_tokens=False) == f"one{special}one{special}"
+    assert await completion(world, skip_special_tokens=False) == "one", "the token that ends it is no part of it"
+
+
+async def prompt(world: World, content: str, **fields: Any) -> list[int]:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    world.verify.say("ok")
+    response = await world.http.post("/v1/chat/completions", json={"messages": messages} | fields)
+    assert response.status_code == 200, response.text
+    tokens = (await world.http.post("/tokenize", json={"messages": messages} | fields)).json()["tokens"]
+    assert tokens == list(world.verify.requests[-1].prompt_token_ids)
+    return [int(token) for token in tokens]
+
+
+async def test_a_prompt_ends_where_it_is_told_to(world: World) -> None:
+    decode = world.verify.tokenizer.decode
+    texts = [
+        decode(await prompt(world, "The sky is", **fields), skip_special_tokens=False)
+        for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True})
+    ]
+    assert texts[0].startswith(texts[1]) and texts[0] != texts[1]
+    assert texts[1].startswith(texts[2]) and texts[1] != texts[2] and texts[2].endswith("The sky is")
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "param"),
+    [
+        ("The", {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        (" ", {"continue_final_message": True}, "messages[0].content"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused(
+    world: World, content: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [{"role": "assistant", "content": content}]} | fields
+    response = await world.http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
