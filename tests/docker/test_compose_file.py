@@ -118,7 +118,7 @@ def test_device_ids_come_from_variables() -> None:
 
     assert device("verify-gpu2") == "['${OUTRIDER_VERIFY_GPU:-0}']"
     assert device("draft-gpu2") == "['${OUTRIDER_DRAFT_GPU:-1}']"
-    assert device("draft-gpu1") == device("verify-gpu1") == device("verify-gpu2")
+    assert device("verify-gpu1") == device("verify-gpu2") and "deploy" not in SERVICES["draft-gpu1"]
 
 
 def test_images_of_a_checkout_under_a_strict_umask_can_be_read_by_their_user(tmp_path: Path) -> None:

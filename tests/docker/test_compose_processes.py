@@ -44,14 +44,17 @@ def test_each_service_is_told_what_its_container_is_told_in_words_of_this_machin
     assert options["verify"].draft == (options["draft"].address,)
     assert len({options[role].address for role in options} | {options[role].metrics_address for role in options}) == 6
     assert options["verify"].model == str(tmp_path / "target") == options["draft"].target_model_path
-    assert options["verify"].dtype == "float32" and options["draft"].speculative_algorithm == ("AUTO",)
+    inside = profile == "gpu1"
+    assert options["verify"].dtype == "float32"
+    assert options["verify"].speculative_algorithm == (("AUTO",) if inside else ())
+    assert options["draft"].speculative_algorithm == (("NGRAM",) if inside else ("AUTO",))
     suffix = "" if profile == "cpu" else f"-{profile}"
     conditions = {f"verify{suffix}": "service_healthy", f"draft{suffix}": "service_started"}
     assert services["gateway"].waits_for == conditions
 
 
 @pytest.mark.parametrize(
-    ("profile", "verify", "draft"), [("cpu", "", ""), ("gpu1", "GPU-a", "GPU-a"), ("gpu2", "GPU-a", "5")]
+    ("profile", "verify", "draft"), [("cpu", "", ""), ("gpu1", "GPU-a", ""), ("gpu2", "GPU-a", "5")]
 )
 def test_reserved_gpus_are_those_that_the_process_sees(profile: str, verify: str, draft: str, tmp_path: Path) -> None:
     services = planned(profile, tmp_path, OUTRIDER_VERIFY_GPU="GPU-a", OUTRIDER_DRAFT_GPU="5")

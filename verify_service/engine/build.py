@@ -14,7 +14,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.drafting.model.round_drafter import MAX_CHOSEN
@@ -156,6 +156,9 @@ def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDra
     if told is None:
         return None
     names = told.speculative_algorithm
+    if target.device.type != "cuda" and options.speculative_algorithm == AUTO:
+        log.info("--speculative-algorithm AUTO: without a GPU drafting is left to draft services")
+        return None
     if target.device.type != "cuda":
         raise ConfigError("--speculative-algorithm: a draft model inside rounds needs a GPU; run a draft service")
     is_chain = names == ("NAIVE_EAGLE",)
