@@ -35,7 +35,7 @@ _WANTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 
-_OWN_PARTS = frozenset({"[key]", "@text", "@parts", "@texts", "@ids", "@lists"})
+_OWN_PARTS = frozenset({"[key]", "@text", "@parts", "@texts", "@ids", "@lists", "@items", "@message", "@reasoning"})
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
 

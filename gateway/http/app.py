@@ -23,6 +23,7 @@ from gateway.http.page import Page
 from gateway.http.responses import DOOR, HttpError, error_response, internal_error
 from gateway.openai.chat import ChatRoute
 from gateway.openai.completions import CompletionRoute
+from gateway.openai.responses import ResponsesRoute
 from gateway.sglang.generate import GenerateRoute
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
@@ -50,6 +51,7 @@ class RestApp:
         self.routes = [
             Route("/v1/chat/completions", ChatRoute(gateway, options, bodies), methods=["POST"]),
             Route("/v1/completions", CompletionRoute(gateway, options, bodies), methods=["POST"]),
+            Route("/v1/responses", ResponsesRoute(gateway, options, bodies), methods=["POST"]),
             Route("/tokenize", TokenizerRoute(gateway, bodies, prepare_tokenize), methods=["POST"]),
             Route("/detokenize", TokenizerRoute(gateway, bodies, prepare_detokenize), methods=["POST"]),
             Route("/generate", GenerateRoute(gateway, options, bodies), methods=["POST"]),

@@ -22,6 +22,7 @@ from gateway.http.info import (
 from gateway.http.responses import ErrorBody
 from gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from gateway.openai.completions import Completion, CompletionRequest
+from gateway.openai.responses import ResponseBody, ResponseEvent, ResponsesRequest
 from gateway.sglang.generate import GenerateAnswer, GenerateAnswers, GenerateBody
 from outrider import __version__
 
@@ -90,6 +91,7 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
             "Answer a conversation", ChatCompletionRequest, ChatCompletion, ChatCompletionChunk
         ),
         "/v1/completions": make.post("Continue a prompt", CompletionRequest, Completion, Completion),
+        "/v1/responses": make.post("Answer, item by item", ResponsesRequest, ResponseBody, ResponseEvent),
         "/generate": make.post("Generate, in SGLang's shape", GenerateBody, GenerateAnswers, GenerateAnswer),
         "/tokenize": make.post("Text to token ids", TokenizeRequest, TokenizeBody),
         "/detokenize": make.post("Token ids to text", DetokenizeRequest, DetokenizeBody),

@@ -87,12 +87,15 @@ class TemplateFields(StrictModel):
 
     def template_values(self) -> dict[str, Any]:
         """All of them by name."""
-        values: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            values["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            values["enable_thinking"] = False
-        return values | (self.chat_template_kwargs or {})
+        return template_values(self.reasoning_effort, self.chat_template_kwargs)
+
+
+def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a conversation's template is told beside the messages, by name."""
+    known: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        known["enable_thinking"] = False
+    return {**known, **(values or {})}
 
 
 class StreamOptions(StrictModel):

@@ -76,6 +76,16 @@ class SpeculationUsage(Body):
     accept_length: float
     """Tokens committed in a round, on average; 0 when there was no round."""
 
+    @classmethod
+    def of(cls, usage: Usage) -> SpeculationUsage:
+        """The part of a usage that tells of rounds."""
+        return cls(
+            rounds=usage.num_rounds,
+            draft_tokens=usage.num_draft_tokens,
+            accepted_tokens=usage.num_accepted_tokens,
+            accept_length=round(usage.accept_length, 3),
+        )
+
 
 class UsageBody(Body):
     """What a request used."""
@@ -90,19 +100,13 @@ class UsageBody(Body):
     @classmethod
     def of(cls, usage: Usage) -> UsageBody:
         """OpenAI's view of a usage."""
-        rounds = usage.num_rounds
         return cls(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_prompt_tokens),
             completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.num_reasoning_tokens),
-            outrider=SpeculationUsage(
-                rounds=rounds,
-                draft_tokens=usage.num_draft_tokens,
-                accepted_tokens=usage.num_accepted_tokens,
-                accept_length=round((usage.num_accepted_tokens + rounds) / rounds, 3) if rounds else 0.0,
-            ),
+            outrider=SpeculationUsage.of(usage),
         )
 
 
@@ -140,6 +144,8 @@ class ResponseBuilder(ABC):
     """What the route calls the number of likely tokens."""
     prompt_field = "prompt_logprobs"
     """What the route calls the same of prompts."""
+    stream_end = DONE
+    """Behind the last event."""
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job]) -> None:
         self._tokenizer = model.tokenizer
@@ -212,6 +218,10 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def chunks(self, delta: Delta) -> Iterator[BaseModel]:
         """The events of a delta, the usage at the end included."""
+
+    def event(self, body: BaseModel) -> bytes:
+        """An event as it is sent."""
+        return event(json_bytes(body))
 
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
         """The field with the trace of a choice's tokens, for a request that is traced."""
@@ -364,7 +374,7 @@ class GenerationRoute(ABC, Generic[BodyT]):
             self._gateway.count_error(DOOR, error)
             await stream.end(event(error_json(error)))
         else:
-            await stream.end(DONE)
+            await stream.end(builder.stream_end)
 
     async def _rendered(self, builder: ResponseBuilder, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
         if not builder.is_large(delta):
@@ -376,4 +386,4 @@ class GenerationRoute(ABC, Generic[BodyT]):
 
 
 def _events(builder: ResponseBuilder, delta: Delta) -> bytes:
-    return b"".join(event(json_bytes(body)) for body in builder.chunks(delta))
+    return b"".join(builder.event(body) for body in builder.chunks(delta))

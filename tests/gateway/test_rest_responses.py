@@ -1,0 +1,173 @@
+"""/v1/responses with openai-python's client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from gateway_world import World, open_world
+from pydantic import BaseModel
+from scripted_verify import MODEL, ScriptedVerify
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% endfor %}[assistant]{{ reasoning_effort }}{# <think></think> #}"
+)
+
+
+@pytest.fixture
+async def thinker(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[World]:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
+    verify = ScriptedVerify(folder)
+    verify.say("<think>\nGreet 東京.\n</think>\n\nHello!")
+    async with open_world(verify, tmp_path) as running:
+        yield running
+
+
+class Person(BaseModel):
+    name: str
+
+
+def prompt(world: World) -> str:
+    request = world.verify.requests[-1]
+    return world.verify.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+
+
+async def test_a_text_is_answered_by_a_message(world: World) -> None:
+    token_ids = world.verify.say("Paris 🙂.")
+    answer = await world.openai().responses.create(
+        model=MODEL, input="Where?", instructions="Be brief.", temperature=0.5, max_output_tokens=50, store=False
+    )
+    assert (answer.output_text, answer.status, answer.model) == ("Paris 🙂.", "completed", MODEL)
+    assert answer.id.startswith("resp-") and answer.temperature == 0.5 and answer.error is None
+    assert [(item.type, item.status) for item in answer.output] == [("message", "completed")]
+    usage = answer.usage
+    assert usage is not None and usage.output_tokens == len(token_ids) + 1
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (3, 0)
+    assert prompt(world).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>")
+    assert world.verify.requests[-1].max_tokens == 50
+
+
+async def test_a_stream_is_the_sequence_that_the_client_expects(world: World) -> None:
+    world.verify.say("Grüße aus 東京")
+    async with world.openai().responses.stream(model=MODEL, input="x") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == "Grüße aus 東京" and final.usage is not None
+    names = [event.type.removeprefix("response.") for event in events]
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    deltas = names.count("output_text.delta")
+    assert deltas > 2
+    assert names == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == final.output_text
+
+
+async def test_raw_events_are_named_and_end_without_done(world: World) -> None:
+    world.verify.say("one")
+    response = await world.http.post("/v1/responses", json={"input": "x", "stream": True, "trace": True})
+    events = [part.split("\n") for part in response.text.strip().split("\n\n")]
+    for name, data in events:
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    last = json.loads(events[-1][1].removeprefix("data: "))
+    assert last["type"] == "response.completed" and last["response"]["trace"]["tokens"]
+    assert last["response"]["usage"]["outrider"]["rounds"] > 0
+
+
+async def test_reasoning_is_an_item_of_its_own_and_may_be_sent_back(thinker: World) -> None:
+    client = thinker.openai()
+    answer = await client.responses.create(model=MODEL, input="Hi", reasoning={"effort": "low"})
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    thought: Any = answer.output[0]
+    assert (thought.content[0].text, answer.output_text) == ("Greet 東京.", "Hello!")
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 2
+    assert prompt(thinker) == "[user]Hi[assistant]low"
+    again: Any = [{"role": "user", "content": "Hi"}, *answer.output, {"role": "user", "content": "And?"}]
+    await client.responses.create(model=MODEL, input=again)
+    assert prompt(thinker) == "[user]Hi[assistant](Greet 東京.)Hello![user]And?[assistant]"
+
+
+async def test_reasoning_is_streamed_before_the_message(thinker: World) -> None:
+    async with thinker.openai().responses.stream(model=MODEL, input="Hi") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    names = [event.type for event in events]
+    added = [event.item.type for event in events if event.type == "response.output_item.added"]
+    assert added == ["reasoning", "message"]
+    assert names.index("response.reasoning_text.done") < names.index("response.output_text.delta")
+    reasoning = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(reasoning) == "Greet 東京." and final.output_text == "Hello!"
+    whole: Any = await thinker.openai().responses.create(model=MODEL, input="Hi")
+    assert [item.content[0].text for item in whole.output] == [item.content[0].text for item in final.output]  # type: ignore[union-attr]
+
+
+async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
+    world.verify.say("one two three four")
+    client = world.openai()
+    answer = await client.responses.create(model=MODEL, input="x", max_output_tokens=2)
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    stream = await client.responses.create(model=MODEL, input="x", max_output_tokens=2, stream=True)
+    events = [event async for event in stream]
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == answer.output_text
+
+
+async def test_a_form_is_parsed_by_the_client(world: World) -> None:
+    world.verify.say('{"name": "Ada"}')
+    answer = await world.openai().responses.parse(model=MODEL, input="x", text_format=Person)
+    assert answer.output_parsed == Person(name="Ada")
+    assert '"name"' in world.verify.requests[-1].grammar.json_schema
+    await world.openai().responses.create(model=MODEL, input="x", text={"format": {"type": "json_object"}})
+    assert world.verify.requests[-1].grammar.json_object
+
+
+async def test_an_answer_without_text_is_an_empty_message(world: World) -> None:
+    world.verify.say("")
+    client = world.openai()
+    assert (await client.responses.create(model=MODEL, input="x")).output[0].type == "message"
+    events = [event async for event in await client.responses.create(model=MODEL, input="x", stream=True)]
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"store": True}, "store", "stored"),
+        ({"previous_response_id": "resp-1"}, "previous_response_id", "whole conversation"),
+        ({"background": True}, "background", "stored"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"truncation": "auto"}, "truncation", "left out"),
+        ({"input": []}, "input", "at least one entry"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "text": "x"}]}]}, "input", "input_text"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "message"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
+        ({"max_output_tokens": 100000}, "max_output_tokens", "context"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "none"),
+        ({"n": 2}, "n", "unknown"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(
+    world: World, fields: dict[str, Any], param: str, word: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await world.openai().responses.create(model=MODEL, **{"input": "x"}, extra_body=fields)
+    assert str(caught.value.param).startswith(param) and "@" not in str(caught.value.param)
+    assert word in caught.value.message
+    assert not world.verify.requests
