@@ -43,6 +43,8 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     switch_threads_often()
     server_options = door_options(options, options.read_auth_tokens())
     check_free(options.address)
+    if options.metrics_address:
+        check_free(options.metrics_address, "--metrics-address")
     chosen_here = options.speculative_algorithm == AUTO
     options = _choose(options)
     process, engine, features = await start_engine(options)

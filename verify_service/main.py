@@ -19,6 +19,7 @@ from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source
+from outrider.rpc.transport import check_address
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission
@@ -46,6 +47,8 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     # Before the model is loaded, which may take minutes.
     server_options, dial = door_options(options, options.read_auth_tokens()), _draft_dial(options)
     check_free(options.address)
+    for address in options.draft:
+        check_address(address, "--draft")
     metrics = VerifyMetrics()
     with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import read_json
+from outrider.models.shards import SINGLE_FILE, shard_paths
 from outrider.models.store import resolve_model
-from outrider.models.weights import SINGLE_FILE, open_shard, save_tensors, shard_paths
+from outrider.models.weights import open_shard, save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -19,7 +19,7 @@ from typing import NoReturn, cast
 from rich.console import Console
 
 from outrider.cli.child import LineSink
-from outrider.cli.cluster import LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
+from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
 from outrider.config.base import ENV_PREFIX, describe_options, parse_options
 from outrider.config.compat import translate
@@ -28,7 +28,11 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import resolve_model
+from outrider.rpc.server import check_free
+from outrider.rpc.transport import check_address
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
@@ -214,11 +218,10 @@ def make_cluster(
     """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
 
     `on_line` takes the services' log lines; what befalls them is told on `console`.
-    Raises ConfigError when there is no such model.
+    Raises ConfigError when there is no such model, it or the draft cannot be served, or an address cannot be bound.
     """
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-    target = resolve_model(verify.model)
     gpus = num_gpus()
 
     def say(text: str) -> None:
@@ -226,8 +229,12 @@ def make_cluster(
 
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
+    check_doors({name: one for name, one in options.items() if name != "draft" or told is not None}, fixed_ports)
+    target = resolve_model(verify.model)
+    ModelConfig.from_folder(target)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
+        check_drafter(told, target)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
     return Cluster(
@@ -240,3 +247,24 @@ def make_cluster(
         on_line=on_line,
         on_event=say,
     )
+
+
+def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> None:
+    """Raise ConfigError, naming the option, for an address that a service could not bind.
+
+    Without `fixed_ports` defaults are left to the cluster, which takes free ones.
+    """
+    taken: dict[str, str] = {}
+    for flag in service_flags():
+        if flag.service not in options or flag.field not in ADDRESS_FIELDS:
+            continue
+        one = options[flag.service]
+        address = getattr(one, flag.field)
+        is_socket = flag.field == "address" and flag.service != "gateway"
+        if not address or (is_default(one, flag.field) and (is_socket or not fixed_ports)):
+            continue
+        check_address(address, flag.flag)
+        if address in taken and not address.endswith(":0"):
+            raise ConfigError(f"{flag.flag}: {address} is that of {taken[address]}, too; give each door its own")
+        taken[address] = flag.flag
+        check_free(address, flag.flag)

@@ -11,6 +11,7 @@ from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
 from outrider.cli.options import add_service_options, make_cluster, service_flags
 from outrider.cli.terminal import log_printer, make_console
+from outrider.errors import ConfigError
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -22,10 +23,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the services, print where they are, and stay until interrupted."""
     console = make_console(color=not arguments.no_color)
-    cluster = make_cluster(
-        arguments, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True
-    )
     try:
+        cluster = make_cluster(
+            arguments, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True
+        )
         with cluster:
             try:
                 _print_addresses(console, cluster)
@@ -33,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 console.print("outrider: stopping; Ctrl-C again kills")
             endings = cluster.close()
-    except ServiceFailedError as error:
-        raise ServiceFailedError(error.message + _port_hint(error.message)) from error
+    except (ServiceFailedError, ConfigError) as error:
+        raise type(error)(error.message + _port_hint(error.message)) from error
     console.print("outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
 

@@ -163,6 +163,8 @@ def refusal(grammar: Grammar, reason: str, field: str | None = None) -> InvalidR
         fix = _FIXES[GrammarKind.REGEX]
     elif "lookarounds not supported" in said:
         said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
+    elif "coerce_one_of" in said:
+        said, fix = "holds a oneOf whose cases cannot be told apart", "use anyOf, which allows the same texts and more"
     elif said.startswith("NoExtension"):
         said, fix = "allows no text at all", "let it match something"
     elif any(sign in said for sign in _TOO_MUCH):

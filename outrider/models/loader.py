@@ -11,7 +11,8 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import FAMILIES, ModelConfig
 from outrider.models.decoder import CausalLM
-from outrider.models.weights import open_shard, shard_paths, tensor_shapes
+from outrider.models.shards import shard_paths, tensor_shapes
+from outrider.models.weights import open_shard
 
 Progress = Callable[[int, int], None]
 

@@ -64,11 +64,18 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
     read_json(folder, CONFIG_FILE)
     check_weights(folder)
-    if needs_tokenizer and not (folder / TOKENIZER_FILE).is_file():
-        raise ConfigError(
-            f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once with transformers, "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-        )
+    if needs_tokenizer:
+        _check_tokenizer(folder)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    path = folder / TOKENIZER_FILE
+    with_transformers = "with transformers, AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once {with_transformers}")
+    if not path.stat().st_size:
+        raise ConfigError(f"{path} is empty; save the tokenizer again {with_transformers}")
+    read_json(folder, TOKENIZER_FILE)
 
 
 def check_weights(folder: Path) -> None:

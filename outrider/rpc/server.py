@@ -260,20 +260,20 @@ def _clear_stale_socket(path: Path) -> None:
     raise ConfigError(f"--address: {path} is in use by a running process; stop it or use another path")
 
 
-def check_free(address: str) -> None:
-    """ConfigError if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr.
+def check_free(address: str, option: str = "--address") -> None:
+    """ConfigError, naming `option`, if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr.
 
     Does nothing for a unix socket.
     """
     if unix_path(address) is not None:
         return
-    host, port = split_host_port(address, "--address")
+    host, port = split_host_port(address, option)
     reason, bindable = "", False
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"--address: cannot resolve the host {host}: {error}; use an address of this machine"
+            f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
         ) from error
     for family, kind, protocol, _, target in found:
         try:
@@ -290,6 +290,5 @@ def check_free(address: str) -> None:
                 break
     if not bindable:
         raise ConfigError(
-            f"--address: cannot bind port {port} of {host}: {reason}; free it or choose another one "
-            "(0 takes a free one)"
+            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
         )

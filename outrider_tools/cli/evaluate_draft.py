@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         questions = [questions[i * len(questions) // arguments.limit] for i in range(arguments.limit)]
     target_folder = resolve_model(arguments.model)
     draft_folder = resolve_model(arguments.draft, needs_tokenizer=False)
-    algorithm = arguments.algorithm or import_module("outrider.models.drafters.loader").algorithm_of(draft_folder)
+    algorithm = arguments.algorithm or import_module("outrider.models.drafters.kinds").algorithm_of(draft_folder)
     device = pick_device(arguments.device, torch)
     dtype = arguments.dtype
     if dtype == "auto":

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.loader import algorithm_of, load_draft_model
+from outrider.models.drafters.kinds import algorithm_of
+from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
-from outrider.models.drafters.base import EMBEDDING, OUTPUT
-from outrider.models.drafters.config import LAYER_IDS, HeadConfig, eagle3_config, eagle_config
+from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config, eagle_config
 from outrider.models.drafters.heads import Eagle3Head
-from outrider.models.drafters.loader import StoredTensor, head_name, shared_tensors, stored_tensors
+from outrider.models.drafters.kinds import head_name
+from outrider.models.drafters.loader import StoredTensor, shared_tensors, stored_tensors
 from outrider.models.progress import Progress
-from outrider.models.weights import SINGLE_FILE, save_tensors
+from outrider.models.shards import SINGLE_FILE
+from outrider.models.weights import save_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
-from outrider.models.drafters.base import EMBEDDING, OUTPUT
-from outrider.models.drafters.config import HeadConfig, eagle3_config
-from outrider.models.drafters.loader import StoredTensor, algorithm_of, check_tensors, head_name, stored_tensors
+from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config
+from outrider.models.drafters.kinds import algorithm_of, head_name
+from outrider.models.drafters.loader import StoredTensor, check_tensors, stored_tensors
 from outrider.models.drafters.token_ids import ids_of_offsets
 from outrider_tools.training.layers import (
     INPUT_NORM,

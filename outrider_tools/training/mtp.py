@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.loader import MTP_PREFIX
+from outrider.models.drafters.kinds import MTP_PREFIX
 from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
 from outrider_tools.training.learner import TrainableHead, channel_sizes, levelling_weight
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from outrider.cli.cluster import Wiring, bind_again, link
 from outrider.cli.main import COMMANDS, main, make_parser
-from outrider.cli.options import PEOPLES, SHARED, in_our_words, parse_service_options, service_flags
+from outrider.cli.options import PEOPLES, SHARED, check_doors, in_our_words, parse_service_options, service_flags
 from outrider.cli.placement import place_draft_model
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -104,6 +105,26 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         make_parser().parse_args([command, "--help"])
     assert stopped.value.code == 0
     assert COMMANDS[command] in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:
+    def check(*words: str, fixed_ports: bool = True) -> None:
+        free = ["--ephemeral"] if not fixed_ports else []
+        others = [f"--{name}=127.0.0.1:0" for name in ("gateway-address", "verify-metrics-address", "rest-address")]
+        given = parse(*free, *others, "--draft-metrics-address=127.0.0.1:0", *words)
+        check_doors(parse_service_options(given, env={}), fixed_ports)
+
+    check()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^--rest-address: cannot bind port {port} of 127.0.0.1"):
+            check(f"--rest-address=127.0.0.1:{port}", fixed_ports=False)
+    with pytest.raises(ConfigError, match=r"^--verify-address: 'nowhere' is not an address"):
+        check("--verify-address=nowhere")
+    with pytest.raises(ConfigError, match=r"^--gateway-address: 127.0.0.1:9 is that of --verify-metrics-address, too"):
+        check("--verify-metrics-address=127.0.0.1:9", "--gateway-address=127.0.0.1:9")
 
 
 def test_links_and_given_addresses_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -63,6 +63,10 @@ WHEN_COMPILED: list[tuple[Grammar, str]] = [
     (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "allows no text"),
     (schema({"type": "string", "pattern": "^(a{1000}){1000}$"}), "too complex"),
     (schema({"type": "string", "pattern": "(a)\\1"}), "backreferences"),
+    (
+        schema({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "pattern": "^a"}]}),
+        "cannot be told apart",
+    ),
     (regex("(a"), "unclosed group"),
     (regex("a(?=b)c"), "look-around"),
     (regex("\\bx"), "word boundary"),

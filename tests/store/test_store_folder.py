@@ -31,6 +31,13 @@ def test_the_missing_file_is_named(tmp_path: Path, name: str) -> None:
         check_model_folder(make_folder(tmp_path, without=name))
 
 
+def test_an_empty_tokenizer_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "tokenizer.json").write_text("")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is empty; save the tokenizer again"):
+        check_model_folder(tmp_path)
+    check_model_folder(tmp_path, needs_tokenizer=False)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
 def test_pickled_weights_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     (make_folder(tmp_path, without="model.safetensors") / name).touch()

@@ -12,7 +12,7 @@ from training_world import random_texts, run_ahead, states
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models.drafters.loader import algorithm_of
+from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.drafters import export_drafter, make_learner
 from outrider_tools.training.generate import answer_questions

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.models.drafters.loader import algorithm_of
+from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import card as card_module
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, read_questions

@@ -27,12 +27,13 @@ from outrider.models.capacity import SCRATCH_BYTES
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.loader import algorithm_of, load_draft_model
+from outrider.models.drafters.kinds import algorithm_of, check_drafter
+from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
 from outrider.sampling.lossy import AcceptRule
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
@@ -141,6 +142,9 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = ModelConfig.from_folder(path)
+    told = _named_draft(options, path)
+    if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
+        check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -262,6 +266,14 @@ def _cuda_executor(
     return executor
 
 
+def _num_tokens(folder: Path) -> int:
+    path = folder / TOKENIZER_FILE
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab_size()
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+
+
 def node_counts(executor: CudaExecutor, max_nodes: int, num_rows: int, is_chain: bool = False) -> Sequence[int]:
     """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
     if is_chain:
@@ -362,7 +374,7 @@ def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory)
         )
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.
-        vocab_size=min(model.config.vocab_size, Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()),
+        vocab_size=min(model.config.vocab_size, _num_tokens(path)),
         context_length=options.context_length or most,
         max_running=options.max_running_requests,
         max_waiting=options.max_queued_requests,

@@ -21,7 +21,8 @@ from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
 from outrider.models.drafters.base import DraftModel, offered_projection
-from outrider.models.drafters.loader import load_draft_model, model_algorithm
+from outrider.models.drafters.kinds import model_algorithm
+from outrider.models.drafters.loader import load_draft_model
 from outrider.models.progress import ConsoleProgress
 
 _logger = get_logger(__name__)

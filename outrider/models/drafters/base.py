@@ -14,7 +14,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.decoder import DecoderLayer
-from outrider.models.drafters.config import HeadConfig
+from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
 from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_projection
 
@@ -83,9 +83,6 @@ class DraftModel(ABC):
     def new_kv(self, num_slots: int) -> KVCache:
         """A cache of the model's shape, dtype and device."""
         return KVCache(self.num_layers, num_slots, self.num_kv_heads, self.head_dim, self.dtype, self.device)
-
-
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
 
 class DraftHead(DraftModel):

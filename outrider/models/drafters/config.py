@@ -9,6 +9,7 @@ from typing import Any
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, get_bool, get_int
 
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 

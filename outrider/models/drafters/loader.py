@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +13,19 @@ from outrider.config.draft import DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
-from outrider.models.config import ModelConfig, get_int, read_json
-from outrider.models.drafters.base import EMBEDDING, OUTPUT, DraftHead, DraftModel
-from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.config import ModelConfig, read_json
+from outrider.models.drafters.base import DraftHead, DraftModel
+from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
+from outrider.models.drafters.kinds import draft_folder, head_config, head_name, model_algorithm, mtp_name
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
-from outrider.models.store import is_hub_id, resolve_model
+from outrider.models.shards import shard_paths, tensor_shapes
+from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from outrider.models.weights import open_shard, shard_paths, tensor_shapes
+from outrider.models.weights import open_shard
 
 _HEADS: dict[str, type[DraftHead]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3Head, "NEXTN": MtpHead}
-ALGORITHMS = (*_HEADS, "STANDALONE")
 
 
 def load_draft_model(
@@ -43,7 +44,7 @@ def load_draft_model(
         ConfigError: names the option, field, file or tensor that is at fault.
     """
     algorithm = model_algorithm(options.speculative_algorithm)
-    folder = _draft_folder(options, algorithm)
+    folder = draft_folder(options, algorithm)
     target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
     device = device or choose_device(options.device)
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
@@ -56,16 +57,6 @@ def load_draft_model(
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
     return head
-
-
-def model_algorithm(names: Collection[str]) -> str:
-    """The drafter with a model among `names`. Raises ConfigError unless it is one."""
-    found = [name for name in names if name != "NGRAM"]
-    if len(found) != 1 or found[0] not in ALGORITHMS:
-        raise ConfigError(
-            f"--speculative-algorithm {','.join(names)}: needs one of {', '.join(ALGORITHMS)} for a draft model"
-        )
-    return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +85,7 @@ def _load_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
 ) -> DraftHead:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    config = _head_config(algorithm, folder, stored, target)
+    config = head_config(algorithm, folder, stored, target)
     stored = _with_shared(stored, config, target, folder)
     allowed = _token_map(options, config.decoder.vocab_size)
     ids = _own_ids(stored.pop("d2t", None), config, folder)
@@ -152,37 +143,6 @@ def _fill(
             progress(done, total)
 
 
-def _head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
-    if algorithm == "NEXTN":
-        return mtp_config(ModelConfig.from_folder(folder), names)
-    found = "EAGLE3" if "layers.0.hidden_norm.weight" in names else "EAGLE"
-    if found != algorithm:
-        raise ConfigError(f"--speculative-algorithm {algorithm}: {folder} holds a head of {found}")
-    fields = read_json(folder / "config.json")
-    layers = hidden = None
-    if target is not None:
-        of_target = read_json(target / "config.json")
-        layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
-    if algorithm == "EAGLE3":
-        return eagle3_config(fields, names, layers, hidden)
-    if layers is None or hidden is None:
-        raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
-    return eagle_config(fields, names, layers, hidden)
-
-
-def _draft_folder(options: DraftOptions, algorithm: str) -> Path:
-    """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
-    name = options.speculative_draft_model_path
-    if name and options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
-        name = f"{name}@{options.speculative_draft_model_revision}"
-    if not name and algorithm != "NEXTN":
-        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; name its folder or hub id")
-    name = name or options.target_model_path
-    if not name:
-        raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
-    return resolve_model(name, needs_tokenizer=algorithm == "STANDALONE")
-
-
 def _stated_dtype(folder: Path) -> str:
     fields = read_json(folder / "config.json")
     return str(fields.get("dtype") or fields.get("torch_dtype") or "")
@@ -195,10 +155,6 @@ def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
 
 def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
     return None if ids is None else ids.to(device, torch.int32)
-
-
-MTP_PREFIX = "model.mtp_layers.0."
-MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,22 +170,6 @@ class StoredTensor:
         with open_shard(self.path) as shard:
             found: Tensor = shard.get_tensor(self.name)
         return found
-
-
-def head_name(name: str) -> str | None:
-    """Our name of an EAGLE or EAGLE-3 head's tensor; None for one that is not read."""
-    name = name.removeprefix("model.")
-    if name == "t2d" or name.endswith(".rotary_emb.inv_freq"):
-        return None
-    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
-
-
-def mtp_name(name: str) -> str | None:
-    """Our name of a tensor of a MiMo checkpoint; None for one of the target alone."""
-    if name.startswith(MTP_PREFIX):
-        rest = name.removeprefix(MTP_PREFIX)
-        return rest if rest.startswith(MTP_OUTSIDE) else f"layers.0.{rest}"
-    return {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get(name)
 
 
 def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:
@@ -276,20 +216,3 @@ def check_tensors(stored: Mapping[str, StoredTensor], expected: Mapping[str, Ten
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
-
-
-def algorithm_of(folder: Path) -> str:
-    """EAGLE3, EAGLE, NEXTN or STANDALONE, as `--speculative-algorithm` has it.
-
-    A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
-
-    Raises:
-        ConfigError: the folder has no safetensors.
-    """
-    names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
-    if any(name.startswith(MTP_PREFIX) for name in names):
-        return "NEXTN"
-    found = {head_name(name) for name in names}
-    if "layers.0.hidden_norm.weight" in found:
-        return "EAGLE3"
-    return "EAGLE" if "fc.weight" in found else "STANDALONE"

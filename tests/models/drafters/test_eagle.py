@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ from torch.nn import functional
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.kinds import check_drafter
 
 EAGLE_FIELDS = {**FIELDS, "architectures": ["LlamaForCausalLM"]}
 
@@ -89,6 +94,36 @@ def test_kinds_of_heads_are_told_apart(target: Any, tmp_path: Path) -> None:
     save_head(tmp_path / "head", EAGLE3_FIELDS, eagle3_tensors())
     with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .* holds a head of EAGLE3"):
         load_eagle(tmp_path)
+
+
+def test_a_language_model_as_a_head_and_a_head_as_a_language_model_are_named_as_such(
+    target: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    save_head(tmp_path / "head", EAGLE3_FIELDS, eagle3_tensors())
+
+    def check(algorithm: str, folder: Path) -> None:
+        options = DraftOptions(speculative_algorithm=(algorithm,), speculative_draft_model_path=str(folder))
+        check_drafter(replace(options, target_model_path=str(tmp_path / "target")), tmp_path / "target")
+
+    for algorithm in ("EAGLE", "EAGLE3"):
+        with pytest.raises(ConfigError, match=r"holds a language model, not a head; give .* STANDALONE"):
+            check(algorithm, tmp_path / "target")
+    with pytest.raises(ConfigError, match=r"STANDALONE: .* holds a head of EAGLE3; give .* EAGLE3"):
+        check("STANDALONE", tmp_path / "head")
+    check("EAGLE3", tmp_path / "head")
+    check("STANDALONE", tmp_path / "target")
+    (tmp_path / "head" / "tokenizer.json").write_text('{"other": 1}')
+    with pytest.raises(ConfigError, match=r"the tokenizer of .*head is \w{12}, the target's \w{12}"):
+        check("EAGLE3", tmp_path / "head")
+    save_tiny(tmp_path / "target", hidden_size=40)
+    with pytest.raises(ConfigError, match="hidden size"):
+        check("EAGLE3", tmp_path / "head")
+
+
+def test_fit_is_judged_without_torch() -> None:
+    code = "import outrider.models.drafters.kinds, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_target_must_be_given_and_fit(tmp_path: Path) -> None:

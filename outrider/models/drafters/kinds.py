@@ -1,0 +1,137 @@
+"""Which kind of drafter a folder holds, and whether it fits its target, by config.json and tensor names. Torch-free.
+
+What does not fit is refused here before any model is loaded, by `outrider up` before it starts a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from outrider.config.draft import DraftOptions
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig, get_int, read_json
+from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.shards import shard_paths, tensor_shapes
+from outrider.models.store import is_hub_id, resolve_model
+from outrider.models.store_folder import check_model_folder, hash_tokenizer
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+MTP_PREFIX = "model.mtp_layers.0."
+MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
+
+
+def model_algorithm(names: Collection[str]) -> str:
+    """The drafter with a model among `names`. Raises ConfigError unless it is one."""
+    found = [name for name in names if name != "NGRAM"]
+    if len(found) != 1 or found[0] not in ALGORITHMS:
+        raise ConfigError(
+            f"--speculative-algorithm {','.join(names)}: needs one of {', '.join(ALGORITHMS)} for a draft model"
+        )
+    return found[0]
+
+
+def head_name(name: str) -> str | None:
+    """Our name of an EAGLE or EAGLE-3 head's tensor; None for one that is not read."""
+    name = name.removeprefix("model.")
+    if name == "t2d" or name.endswith(".rotary_emb.inv_freq"):
+        return None
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+def mtp_name(name: str) -> str | None:
+    """Our name of a tensor of a MiMo checkpoint; None for one of the target alone."""
+    if name.startswith(MTP_PREFIX):
+        rest = name.removeprefix(MTP_PREFIX)
+        return rest if rest.startswith(MTP_OUTSIDE) else f"layers.0.{rest}"
+    return {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get(name)
+
+
+def algorithm_of(folder: Path) -> str:
+    """EAGLE3, EAGLE, NEXTN or STANDALONE, as `--speculative-algorithm` has it.
+
+    A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
+
+    Raises:
+        ConfigError: the folder has no safetensors.
+    """
+    names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
+    if any(name.startswith(MTP_PREFIX) for name in names):
+        return "NEXTN"
+    found = {head_name(name) for name in names}
+    if "layers.0.hidden_norm.weight" in found:
+        return "EAGLE3"
+    return "EAGLE" if "fc.weight" in found else "STANDALONE"
+
+
+def check_drafter(options: DraftOptions, target: Path) -> None:
+    """Refuse the draft model that the options name beside NGRAM, if it is of another kind or does not fit the target.
+
+    Raises:
+        ConfigError: names option, folder and both values.
+    """
+    algorithm = model_algorithm(options.speculative_algorithm)
+    folder = draft_folder(options, algorithm)
+    if algorithm == "STANDALONE":
+        ModelConfig.from_folder(folder)
+    else:
+        name_of = mtp_name if algorithm == "NEXTN" else head_name
+        names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
+        head_config(algorithm, folder, {name for name in names if name}, target)
+    own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
+    if own and own != wanted:
+        raise ConfigError(
+            f"--speculative-draft-model-path: the tokenizer of {folder} is {own[:12]}, the target's {wanted[:12]}; "
+            "use a draft that was made for this target"
+        )
+
+
+def check_kind(algorithm: str, folder: Path) -> None:
+    """Raise ConfigError, naming what is there and how it is used, unless the folder holds what `algorithm` takes."""
+    if algorithm == "NEXTN":
+        return
+    found = algorithm_of(folder)
+    # A target with an MTP head is a language model besides.
+    if found == algorithm or (algorithm == "STANDALONE" and found == "NEXTN"):
+        return
+    what = "a language model, not a head" if found == "STANDALONE" else f"a head of {found}"
+    raise ConfigError(
+        f"--speculative-algorithm {algorithm}: {folder} holds {what}; give --speculative-algorithm {found}, or another "
+        "--speculative-draft-model-path"
+    )
+
+
+def head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
+    """What a head's config.json says, beside the target's if there is one. Raises ConfigError where they do not fit."""
+    if algorithm == "NEXTN":
+        return mtp_config(ModelConfig.from_folder(folder), names)
+    fields = read_json(folder / "config.json")
+    layers = hidden = None
+    if target is not None:
+        of_target = read_json(target / "config.json")
+        layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
+    if algorithm == "EAGLE3":
+        return eagle3_config(fields, names, layers, hidden)
+    if layers is None or hidden is None:
+        raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
+    return eagle_config(fields, names, layers, hidden)
+
+
+def draft_folder(options: DraftOptions, algorithm: str) -> Path:
+    """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
+    name = options.speculative_draft_model_path
+    if name and options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
+        name = f"{name}@{options.speculative_draft_model_revision}"
+    if not name and algorithm != "NEXTN":
+        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; name its folder or hub id")
+    name = name or options.target_model_path
+    if not name:
+        raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
+    # Of a local folder its kind is told first: that a head has no tokenizer is no mistake of the head.
+    is_local = Path(name).expanduser().is_dir()
+    folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
+    check_kind(algorithm, folder)
+    if algorithm == "STANDALONE":
+        check_model_folder(folder)
+    return folder
