@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -22,13 +23,16 @@ from gateway.core.request import (
 )
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar, without_further_keys
 
 MAX_PROMPTS = 4096
 """The most that --max-prompts may allow."""
-NO_LANGUAGE = "grammars in another language are not supported: use a JSON schema, a regular expression or choices"
+NO_TAGS = "structural tags are not supported: use a JSON schema, a regular expression, choices or a grammar"
 _NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"
 
+EBNF = "A context-free grammar that derives the whole answer: Lark in llguidance's dialect (start), or GBNF (root)."
+Forms = list[tuple[str, Grammar]]
+"""Fields that say what the answer must be, and the grammars that they stand for."""
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Schema = dict[str, Any] | Text
 """A JSON schema as an object, or as JSON in a string."""
@@ -123,14 +127,17 @@ class JsonSchema(StrictModel):
     name: Annotated[Text, Field(max_length=64)] | None = Field(None, description="Taken and not used.")
     description: Text | None = Field(None, description="Taken and not used.")
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema; any object without it.")
-    strict: bool | None = Field(None, description="The schema is enforced in any case.")
+    strict: bool | None = Field(
+        None, description="Objects have no keys but those that the schema names, unless it says otherwise."
+    )
 
 
 class ResponseFormat(StrictModel):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "grammar"]
     json_schema: JsonSchema | None = None
+    grammar_: Text | None = Field(None, alias="grammar", description=EBNF)
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> ResponseFormat:
@@ -138,37 +145,44 @@ class ResponseFormat(StrictModel):
             problem = "is missing" if self.json_schema is None else f"does not go with type {self.type}"
             fix = "send the schema" if self.json_schema is None else "leave it out, or set type to json_schema"
             raise InvalidRequestError("response_format.json_schema", problem, fix)
+        if (self.type == "grammar") != (self.grammar_ is not None):
+            problem = "is missing" if self.grammar_ is None else f"does not go with type {self.type}"
+            fix = "send the grammar" if self.grammar_ is None else "leave it out, or set type to grammar"
+            raise InvalidRequestError("response_format.grammar", problem, fix)
         return self
 
     def grammar(self) -> tuple[str, Grammar] | None:
         """The field at fault if something is, and the grammar; None where any text will do."""
         if self.type == "text":
             return None
+        if self.grammar_ is not None:
+            return "response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_)
         if self.json_schema is None or self.json_schema.schema_ is None:
             return "response_format", Grammar(GrammarKind.JSON_OBJECT)
-        return "response_format.json_schema.schema", _schema_grammar(self.json_schema.schema_)
+        schema, strict = self.json_schema.schema_, bool(self.json_schema.strict)
+        return "response_format.json_schema.schema", _schema_grammar(schema, strict=strict)
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's: exactly one of the first four."""
+    """vLLM's: exactly one of the first five."""
 
     json_: Schema | None = Field(None, alias="json", description="A JSON schema.")
     regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
     choice: Choices | None = Field(None, description="Texts of which the answer is one.")
     json_object: bool | None = Field(None, description="Any JSON object.")
-    grammar: Annotated[Any, Only(why=NO_LANGUAGE)] = None
-    structural_tag: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    grammar: Text | None = Field(None, description=EBNF)
+    structural_tag: Annotated[Any, Only(why=NO_TAGS)] = None
     disable_fallback: bool | None = Field(None, description="Without effect: there is one grammar library.")
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_WHITESPACE)] = None
-    disable_additional_properties: Annotated[Any, Only(False, why="say it in the schema")] = None
+    disable_additional_properties: bool | None = Field(None, description="The same as strict of response_format.")
     whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [self.json_, self.regex, self.choice, self.json_object or None]
+        given = [self.json_, self.regex, self.choice, self.json_object or None, self.grammar]
         if sum(one is not None for one in given) != 1:
             raise InvalidRequestError(
-                "structured_outputs", "exactly one of json, regex, choice and json_object is needed", "set one"
+                "structured_outputs", "exactly one of json, regex, choice, json_object and grammar is needed", "set one"
             )
         return self
 
@@ -182,7 +196,10 @@ class FormatFields(StrictModel):
     guided_regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
     guided_choice: Choices | None = Field(None, description="Texts of which the answer is one.")
     guided_json_object: bool | None = Field(None, description="Any JSON object.")
-    guided_grammar: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    guided_grammar: Text | None = Field(None, description=EBNF)
+    json_schema: Schema | None = Field(None, description="guided_json under SGLang's name.")
+    regex: Text | None = Field(None, description="guided_regex under SGLang's name.")
+    ebnf: Text | None = Field(None, description="guided_grammar under SGLang's name.")
     guided_whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
     guided_decoding_backend: Text | None = Field(None, description="Taken and not used.")
 
@@ -209,31 +226,69 @@ class FormatFields(StrictModel):
     def _forms(self) -> list[tuple[str, Grammar]]:
         forms = [self.response_format.grammar() if self.response_format is not None else None]
         if (outputs := self.structured_outputs) is not None:
-            fields = (outputs.json_, outputs.regex, outputs.choice, outputs.json_object)
-            forms += _field_grammars("structured_outputs.", *fields)
-        forms += _field_grammars(
-            "guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_json_object
+            forms += _forms_of(
+                "structured_outputs.",
+                json=outputs.json_,
+                regex=outputs.regex,
+                choice=outputs.choice,
+                json_object=outputs.json_object,
+                grammar=outputs.grammar,
+                strict=bool(outputs.disable_additional_properties),
+            )
+        forms += _forms_of(
+            "guided_",
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            json_object=self.guided_json_object,
+            grammar=self.guided_grammar,
         )
+        forms += sglang_forms(self.json_schema, self.regex, self.ebnf)
         return [form for form in forms if form is not None]
 
 
-def _field_grammars(
-    prefix: str, schema: Schema | None, regex: str | None, choices: list[str] | None, json_object: bool | None
-) -> list[tuple[str, Grammar]]:
-    forms: list[tuple[str, Grammar]] = []
-    if schema is not None:
-        forms.append((f"{prefix}json", _schema_grammar(schema)))
+def _forms_of(
+    prefix: str,
+    *,
+    json: Schema | None,
+    regex: str | None,
+    choice: list[str] | None,
+    json_object: bool | None,
+    grammar: str | None,
+    strict: bool = False,
+) -> Forms:
+    """Fields whose names begin with `prefix`, and their grammars."""
+    forms: Forms = []
+    if json is not None:
+        forms.append((f"{prefix}json", _schema_grammar(json, strict=strict)))
     if regex is not None:
         forms.append((f"{prefix}regex", Grammar(GrammarKind.REGEX, regex)))
-    if choices is not None:
-        forms.append((f"{prefix}choice", Grammar.of_choices(choices)))
+    if choice is not None:
+        forms.append((f"{prefix}choice", Grammar.of_choices(choice)))
     if json_object:
         forms.append((f"{prefix}json_object", Grammar(GrammarKind.JSON_OBJECT)))
+    if grammar is not None:
+        forms.append((f"{prefix}grammar", Grammar(GrammarKind.EBNF, grammar)))
     return forms
 
 
-def _schema_grammar(schema: Schema) -> Grammar:
+def sglang_forms(schema: Schema | None, regex: str | None, ebnf: str | None, prefix: str = "") -> Forms:
+    """The form of the answer by SGLang's names: fields, and their grammars."""
+    forms: Forms = []
+    if schema is not None:
+        forms.append((f"{prefix}json_schema", _schema_grammar(schema)))
+    if regex is not None:
+        forms.append((f"{prefix}regex", Grammar(GrammarKind.REGEX, regex)))
+    if ebnf is not None:
+        forms.append((f"{prefix}ebnf", Grammar(GrammarKind.EBNF, ebnf)))
+    return forms
+
+
+def _schema_grammar(schema: Schema, *, strict: bool = False) -> Grammar:
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    if strict:
+        with suppress(ValueError, RecursionError):  # check_grammar says what is wrong with it
+            text = without_further_keys(text)
     return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 

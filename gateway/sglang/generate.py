@@ -13,12 +13,22 @@ from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import MAX_LOGPROBS, Job, SamplingFields, ServingFields, StopFields, Text, TokenIdList
 from gateway.http.responses import Body
-from gateway.openai.fields import MAX_PROMPTS, NO_LANGUAGE, GenerationBody, NamedRequests, Only, prompt_requests
+from gateway.openai.fields import (
+    EBNF,
+    MAX_PROMPTS,
+    NO_TAGS,
+    Forms,
+    GenerationBody,
+    NamedRequests,
+    Only,
+    prompt_requests,
+    sglang_forms,
+)
 from gateway.openai.generation import CollectedAnswer, GenerationRoute, ResponseBuilder
 from gateway.openai.logprobs import finite, prompt_positions
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import Grammar, check_grammar
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 
 _DEFAULT_NEW_TOKENS = 128
@@ -63,8 +73,8 @@ class GenerateSampling(SamplingFields, StopFields):
 
     json_schema: Text | None = Field(None, description="A JSON schema that the answer fits, as JSON in a string.")
     regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
-    ebnf: Annotated[Any, Only(why=NO_LANGUAGE)] = None
-    structural_tag: Annotated[Any, Only(why=NO_LANGUAGE)] = None
+    ebnf: Text | None = Field(None, description=EBNF)
+    structural_tag: Annotated[Any, Only(why=NO_TAGS)] = None
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description=f"Most tokens to generate. Default {_DEFAULT_NEW_TOKENS}; 0 tells of the prompt alone."
     )
@@ -75,23 +85,27 @@ class GenerateSampling(SamplingFields, StopFields):
 
     @model_validator(mode="after")
     def _one_form(self) -> GenerateSampling:
-        if self.json_schema is not None and self.regex is not None:
-            raise InvalidRequestError("sampling_params.regex", "does not go with json_schema", "send one of them")
-        if self.grammar is not None:
-            check_grammar(self.grammar, self.grammar_field)
+        forms = self._forms
+        if len(forms) > 1:
+            other = forms[0][0].rpartition(".")[2]
+            raise InvalidRequestError(forms[1][0], f"does not go with {other}", "send one of them")
+        for field, grammar in forms:
+            check_grammar(grammar, field)
         return self
 
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must be; None allows anything."""
-        if self.json_schema is not None:
-            return Grammar(GrammarKind.JSON_SCHEMA, self.json_schema)
-        return None if self.regex is None else Grammar(GrammarKind.REGEX, self.regex)
+        return next((grammar for _, grammar in self._forms), None)
 
     @property
     def grammar_field(self) -> str:
         """The field that says so."""
-        return "sampling_params.json_schema" if self.json_schema is not None else "sampling_params.regex"
+        return next((field for field, _ in self._forms), "grammar")
+
+    @property
+    def _forms(self) -> Forms:
+        return sglang_forms(self.json_schema, self.regex, self.ebnf, "sampling_params.")
 
 
 class GenerateBody(ServingFields, GenerationBody):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
@@ -84,6 +85,7 @@ _FIXES = {
     GrammarKind.JSON_SCHEMA: "leave out what is not supported, or split the schema",
     GrammarKind.REGEX: "use a regular expression without look-around and backreferences, and with small repetitions",
     GrammarKind.CHOICE: "send fewer or shorter texts",
+    GrammarKind.EBNF: "send Lark with a rule start, or GBNF with a rule root",
 }
 
 
@@ -129,7 +131,7 @@ def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary, field: str 
     """
     try:
         matcher = LLMatcher(vocabulary.tokenizer, source_of(grammar), log_level=0, limits=_LIMITS)
-    except ValueError as error:
+    except (ValueError, GbnfToLarkError, RecursionError, LookupError) as error:
         raise refusal(grammar, str(error), field) from None
     if not matcher.is_error():
         # The first mask is where a lexer that is too large shows.
@@ -152,6 +154,8 @@ def source_of(grammar: Grammar) -> str:
         case GrammarKind.CHOICE:
             # A JSON text is a literal of the library's language, too.
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar.choices))
+        case GrammarKind.EBNF:
+            return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
 
 
 def refusal(grammar: Grammar, reason: str, field: str | None = None) -> InvalidRequestError:

@@ -25,6 +25,8 @@ class GrammarKind(Enum):
     """The source is a regular expression that the whole answer matches."""
     CHOICE = "choice"
     """The source is a JSON list of texts, of which the answer is one."""
+    EBNF = "ebnf"
+    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,12 @@ def check_grammar(grammar: Grammar, field: str | None = None) -> None:
             _check_size(grammar.source, MAX_REGEX_BYTES, field)
             if not grammar.source:
                 raise InvalidRequestError(field, "is empty", "send a regular expression")
+        case GrammarKind.EBNF:
+            _check_size(grammar.source, MAX_SOURCE_BYTES, field)
+            if not grammar.source.strip():
+                raise InvalidRequestError(field, "is empty", "send a grammar with a rule named root or start")
+            if "%llguidance" in grammar.source:
+                raise InvalidRequestError(field, "gives orders to the grammar library", "remove %llguidance")
         case GrammarKind.CHOICE:
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
             choices = grammar.choices
@@ -106,6 +114,28 @@ def check_grammar(grammar: Grammar, field: str | None = None) -> None:
                 raise InvalidRequestError(field, f"holds {len(choices)} choices", f"send 1 to {MAX_CHOICES}")
             if not all(choices):
                 raise InvalidRequestError(field, "holds an empty choice", "send texts of at least one character")
+
+
+def without_further_keys(source: str) -> str:
+    """A JSON schema whose objects have no keys but those it names, unless it says otherwise: OpenAI's `strict`.
+
+    Schemas joined by allOf stay as they are: each would forbid the others' keys. Raises ValueError, RecursionError.
+    """
+    schema = json.loads(source)
+    level: list[Any] = [schema]
+    while level:
+        value = level.pop()
+        if isinstance(value, list):
+            level += value
+        elif isinstance(value, dict):
+            if value.get("type") == "object" or "properties" in value:
+                value.setdefault("additionalProperties", False)
+            for key, child in value.items():
+                if key in _NAMES and isinstance(child, dict):
+                    level += child.values()
+                elif key not in (*_DATA, "allOf"):
+                    level.append(child)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _check_size(source: str, limit: int, field: str) -> None:

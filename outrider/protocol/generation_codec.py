@@ -42,6 +42,8 @@ def encode_grammar(grammar: Grammar | None) -> common_pb2.Grammar | None:
             return common_pb2.Grammar(json_schema=grammar.source)
         case Grammar(kind=GrammarKind.REGEX):
             return common_pb2.Grammar(regex=grammar.source)
+        case Grammar(kind=GrammarKind.EBNF):
+            return common_pb2.Grammar(ebnf=grammar.source)
         case _:
             return common_pb2.Grammar(choice=common_pb2.Grammar.Choices(texts=grammar.choices))
 
@@ -55,12 +57,14 @@ def decode_grammar(message: common_pb2.Grammar) -> Grammar:
             return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
         case "regex":
             return Grammar(GrammarKind.REGEX, message.regex)
+        case "ebnf":
+            return Grammar(GrammarKind.EBNF, message.ebnf)
         case "choice":
             count = len(message.choice.texts)
             if count > MAX_CHOICES_ON_WIRE:
                 raise InvalidRequestError("grammar.choice", f"holds {count} choices", "send fewer")
             return Grammar.of_choices(list(message.choice.texts))
-    raise InvalidRequestError("grammar", "says nothing", "set json_object, json_schema, regex or choice")
+    raise InvalidRequestError("grammar", "says nothing", "set json_object, json_schema, regex, choice or ebnf")
 
 
 def encode_sampling(params: SamplingParams) -> common_pb2.SamplingParams:

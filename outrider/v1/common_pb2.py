@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\xf0\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobs\"\x9a\x01\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12.\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1c.outrider.v1.Grammar.ChoicesH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"D\n\x0bRoundReport\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x02 \x01(\r\"\xc0\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_rounds\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x07 \x01(\r\"~\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\xa0\x01\n\tRoundTree\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08\x64rafters\x18\x05 \x03(\r\x12\x0e\n\x06scores\x18\x06 \x03(\x02\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x03(\r\x12\x15\n\rdrafter_names\x18\x08 \x03(\t*v\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\xf0\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x06H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobs\"\xaa\x01\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12.\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1c.outrider.v1.Grammar.ChoicesH\x00\x12\x0e\n\x04\x65\x62nf\x18\x05 \x01(\tH\x00\x1a\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\tB\x06\n\x04kind\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"H\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"D\n\x0bRoundReport\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x02 \x01(\r\"\xc0\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_rounds\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12\x1c\n\x14num_reasoning_tokens\x18\x07 \x01(\r\"~\n\x0ePromptLogprobs\x12\r\n\x05start\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\"\xa0\x01\n\tRoundTree\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0f\n\x07parents\x18\x03 \x03(\x11\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08\x64rafters\x18\x05 \x03(\r\x12\x0e\n\x06scores\x18\x06 \x03(\x02\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x03(\r\x12\x15\n\rdrafter_names\x18\x08 \x03(\t*v\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_TOKENORIGIN']._serialized_start=1378
-  _globals['_TOKENORIGIN']._serialized_end=1496
-  _globals['_FINISHREASON']._serialized_start=1498
-  _globals['_FINISHREASON']._serialized_end=1593
+  _globals['_TOKENORIGIN']._serialized_start=1394
+  _globals['_TOKENORIGIN']._serialized_end=1512
+  _globals['_FINISHREASON']._serialized_start=1514
+  _globals['_FINISHREASON']._serialized_end=1609
   _globals['_SAMPLINGPARAMS']._serialized_start=42
   _globals['_SAMPLINGPARAMS']._serialized_end=538
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=352
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=400
   _globals['_GRAMMAR']._serialized_start=541
-  _globals['_GRAMMAR']._serialized_end=695
-  _globals['_GRAMMAR_CHOICES']._serialized_start=663
-  _globals['_GRAMMAR_CHOICES']._serialized_end=687
-  _globals['_TOKENLOGPROB']._serialized_start=697
-  _globals['_TOKENLOGPROB']._serialized_end=746
-  _globals['_TOKENLOGPROBS']._serialized_start=748
-  _globals['_TOKENLOGPROBS']._serialized_end=820
-  _globals['_ROUNDREPORT']._serialized_start=822
-  _globals['_ROUNDREPORT']._serialized_end=890
-  _globals['_USAGE']._serialized_start=893
-  _globals['_USAGE']._serialized_end=1085
-  _globals['_PROMPTLOGPROBS']._serialized_start=1087
-  _globals['_PROMPTLOGPROBS']._serialized_end=1213
-  _globals['_ROUNDTREE']._serialized_start=1216
-  _globals['_ROUNDTREE']._serialized_end=1376
+  _globals['_GRAMMAR']._serialized_end=711
+  _globals['_GRAMMAR_CHOICES']._serialized_start=679
+  _globals['_GRAMMAR_CHOICES']._serialized_end=703
+  _globals['_TOKENLOGPROB']._serialized_start=713
+  _globals['_TOKENLOGPROB']._serialized_end=762
+  _globals['_TOKENLOGPROBS']._serialized_start=764
+  _globals['_TOKENLOGPROBS']._serialized_end=836
+  _globals['_ROUNDREPORT']._serialized_start=838
+  _globals['_ROUNDREPORT']._serialized_end=906
+  _globals['_USAGE']._serialized_start=909
+  _globals['_USAGE']._serialized_end=1101
+  _globals['_PROMPTLOGPROBS']._serialized_start=1103
+  _globals['_PROMPTLOGPROBS']._serialized_end=1229
+  _globals['_ROUNDTREE']._serialized_start=1232
+  _globals['_ROUNDTREE']._serialized_end=1392
 # @@protoc_insertion_point(module_scope)

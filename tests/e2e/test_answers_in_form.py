@@ -77,6 +77,11 @@ def test_an_answer_has_its_least_number_of_tokens(client: openai.OpenAI) -> None
     assert len(text) > len(short)
 
 
+def test_a_grammar_is_answered_by_what_it_derives(client: openai.OpenAI) -> None:
+    text, reason = answers(client, 0.9, {"ebnf": 'root ::= "I am " [0-9]{2} (" years" | " months") " old."'})
+    assert re.fullmatch("I am [0-9]{2} (years|months) old[.]", text) and reason == "stop"
+
+
 def test_a_hostile_grammar_is_refused_by_name_and_harms_no_other_request(client: openai.OpenAI) -> None:
     others = client.chat.completions.create(model="smollm2", messages=ASK, max_tokens=24, temperature=0, stream=True)
     for extra, field in (

@@ -20,6 +20,7 @@ SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"cons
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=False))
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
+LARK = Grammar(GrammarKind.EBNF, 'start: "yes" | "no"')
 CHOICES = Grammar.of_choices(["yes", "no"])
 
 
@@ -32,7 +33,12 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": None}, None),
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
-    (wrapped(SCHEMA, strict=True, description="d"), OF_SCHEMA),
+    (wrapped(SCHEMA, strict=False, description="d"), OF_SCHEMA),
+    ({"json_schema": SCHEMA}, OF_SCHEMA),
+    ({"regex": "[0-9]+"}, DIGITS),
+    *(({name: LARK.source}, LARK) for name in ("guided_grammar", "ebnf")),
+    ({"structured_outputs": {"grammar": LARK.source}}, LARK),
+    ({"response_format": {"type": "grammar", "grammar": LARK.source}}, LARK),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, ANY_OBJECT),
     ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
     ({"structured_outputs": {"json": OF_SCHEMA.source}}, OF_SCHEMA),
@@ -48,6 +54,7 @@ SGLANG: list[tuple[dict[str, Any], Grammar | None]] = [
     ({}, None),
     ({"json_schema": OF_SCHEMA.source}, OF_SCHEMA),
     ({"regex": "[0-9]+"}, DIGITS),
+    ({"ebnf": LARK.source}, LARK),
 ]
 
 
@@ -94,12 +101,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (wrapped({"title": "x" * 70_000}), "response_format.json_schema.schema", "65536"),
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one of"),
-    ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "JSON schema"),
+    ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar", "is empty"),
+    ({"response_format": {"type": "grammar"}}, "response_format.grammar", "is missing"),
+    ({"ebnf": "%llguidance {}"}, "ebnf", "remove %llguidance"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "4096"),
     ({"guided_choice": []}, "guided_choice", "1 to 1024"),
     ({"guided_choice": ["a"] * 2000}, "guided_choice", "1024"),
-    ({"guided_grammar": "root ::= x"}, "guided_grammar", "JSON schema"),
+    ({"guided_grammar": "x" * 70_000}, "guided_grammar", "65536"),
     ({"guided_json": 7}, "guided_json", ""),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "does not go with guided_regex"),
     (wrapped({}) | {"guided_regex": "a"}, "guided_regex", "does not go with response_format"),
@@ -122,7 +131,7 @@ async def test_sglangs_names_are_those_of_its_body(world: World) -> None:
     for form, field in (
         ({"json_schema": '{"not": {}}'}, "sampling_params.json_schema.not"),
         ({"json_schema": "{}", "regex": "a"}, "sampling_params.regex"),
-        ({"ebnf": "root ::= x"}, "sampling_params.ebnf"),
+        ({"ebnf": ""}, "sampling_params.ebnf"),
     ):
         response = await world.http.post(GENERATE, json={"text": "hi", "sampling_params": form})
         assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text

@@ -1,0 +1,49 @@
+"""Context-free grammars in Lark and in GBNF, and schemas whose objects have no further keys."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.errors import InvalidRequestError
+from outrider.grammar.compiler import GrammarVocabulary, compile_grammar
+from outrider.grammar.spec import Grammar, GrammarKind, check_grammar, without_further_keys
+
+SOURCES = ['start: greeting ", " NAME\ngreeting: "hi" | "ho"\nNAME: /[a-c]+/', 'root ::= ("hi" | "ho") ", " [a-c]+']
+
+
+def ebnf(source: str) -> Grammar:
+    return Grammar(GrammarKind.EBNF, source)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_both_languages_derive_the_same_texts(vocabulary: GrammarVocabulary, source: str) -> None:
+    check_grammar(ebnf(source))
+    compiled = compile_grammar(ebnf(source), vocabulary)
+    for text, derived in (("ho, abc", True), ("he, abc", False), ("hi, d", False)):
+        matcher = compiled.matcher()
+        tokens = vocabulary.tokenizer.tokenize_str(text)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) is derived, text
+
+
+@pytest.mark.parametrize("source", ["start: missing", "root ::= (", "nothing", "root ::= " + "(" * 5000])
+def test_what_is_no_grammar_is_refused(vocabulary: GrammarVocabulary, source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="field") as caught:
+        compile_grammar(ebnf(source), vocabulary, "field")
+    assert caught.value.code == "invalid_grammar"
+
+
+def test_strict_schemas_have_no_further_keys_unless_they_say_so() -> None:
+    inner = {"type": "object", "properties": {"type": {"enum": [{"properties": {}}]}}}
+    schema = {
+        "properties": {"a": inner, "b": {"type": "object", "additionalProperties": True}},
+        "items": [{"anyOf": [{"type": "object"}]}],
+        "allOf": [{"properties": {"c": {}}}],
+    }
+    closed = json.loads(without_further_keys(json.dumps(schema)))
+    assert closed["additionalProperties"] is False
+    assert closed["properties"]["a"] == inner | {"additionalProperties": False}
+    assert closed["properties"]["b"]["additionalProperties"] is True
+    assert closed["items"][0]["anyOf"][0]["additionalProperties"] is False
+    assert closed["allOf"] == schema["allOf"]
