@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.reasoning import ReasoningStart
@@ -34,6 +34,10 @@ MAX_PROMPT_TOKENS = 1 << 20
 """More than any context; longer lists are refused before they take the event loop's time."""
 
 
+IGNORE_UNKNOWN_FIELDS: dict[str, bool] = {}
+"""The context of a validation that leaves out what it does not know."""
+
+
 class StrictModel(BaseModel):
     """Base of everything that a client may send."""
 
@@ -41,7 +45,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, data: Any) -> Any:
+    def _one_unknown_field(cls, data: Any, info: ValidationInfo) -> Any:
         # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
         if not isinstance(data, dict):
             return data
@@ -49,7 +53,8 @@ class StrictModel(BaseModel):
         unknown = next((name for name in data if name not in names), None)
         if unknown is None:
             return data
-        return {name: data[name] for name in names if name in data} | {unknown: None}
+        known = {name: data[name] for name in names if name in data}
+        return known if info.context is IGNORE_UNKNOWN_FIELDS else known | {unknown: None}
 
 
 def _encodable(text: str) -> str:

@@ -39,10 +39,10 @@ _OWN_PARTS = frozenset({"[key]", "@text", "@parts", "@texts", "@ids", "@lists", 
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
 
-def validate(model: type[M], data: Any) -> M:
-    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong."""
+def validate(model: type[M], data: Any, context: Any = None) -> M:
+    """`data` as `model`, in pydantic's `context`. Raises InvalidRequestError about the first field that is wrong."""
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=context)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)[0], model) from None
 

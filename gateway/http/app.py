@@ -34,14 +34,14 @@ from outrider.rpc.transport import is_local
 
 _logger = logs.get_logger(__name__)
 
-_OPEN_PATHS = frozenset({"/health", "/ready"})
+_OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 
 
 class RestApp:
     """The REST door as one ASGI application."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
-        """With `api_keys`, each with its tenant, all paths but /health, /ready and the page's need one of them."""
+        """With `api_keys`, each with its tenant, all paths but the page's and `_OPEN_PATHS` need one of them."""
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
         self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()

@@ -97,6 +97,13 @@ class Status(Body):
     status: Literal["ok", "ready", "not ready"]
 
 
+class Load(Body):
+    """Answer to GET /load, in vLLM's shape."""
+
+    server_load: int
+    """Requests in work."""
+
+
 class InfoRoutes:
     """Handlers of routes without a body."""
 
@@ -113,6 +120,8 @@ class InfoRoutes:
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/version", self._version),
             Route("/health", self._health),
+            Route("/ping", self._health),
+            Route("/load", self._load),
             Route("/health_generate", self._health_generate),
             Route("/ready", self._ready),
             Route("/metrics", self.metrics),
@@ -153,6 +162,9 @@ class InfoRoutes:
 
     async def _health(self, request: Request) -> Response:
         return _json(Status(status="ok"))
+
+    async def _load(self, request: Request) -> Response:
+        return _json(Load(server_load=self._gateway.gate.num_requests))
 
     async def _health_generate(self, request: Request) -> Response:
         """Whether a token can be had: one is generated."""

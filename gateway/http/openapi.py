@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from gateway.http.info import (
     DetokenizeBody,
     DetokenizeRequest,
+    Load,
     ModelBody,
     ModelInfo,
     ModelList,
@@ -105,6 +106,8 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
         "/version": make.get("The release of this gateway", Version, "401"),
         "/health_generate": make.get("Whether a token can be generated", Status, "401", "429", "503"),
         "/health": make.get("Whether the process serves", Status, security=[]),
+        "/ping": make.get("The same as /health, for load balancers that ask so", Status, security=[]),
+        "/load": make.get("How many requests are in work", Load, "401"),
         "/ready": make.ready(),
         "/metrics": {"get": {"summary": "Prometheus metrics", "responses": {"200": text}}},
         "/openapi.json": {"get": {"summary": "This document", "responses": {"200": {"description": "OpenAPI 3.1"}}}},

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from gateway.core.answer import Delta
+from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_LOGPROBS, Job, Text, TokenIdList
+from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, Text, TokenIdList
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
@@ -77,7 +77,11 @@ class CompletionRequest(OpenAIRequest):
         None, description="Another name of max_tokens."
     )
     suffix: Annotated[Any, Only("", why="insertion is not supported")] = None
-    best_of: Annotated[Any, Only(1, why="choosing the best of several answers is not supported")] = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None,
+        description="Answers to make, of which the n with the highest mean log-probability of their tokens are sent; "
+        "not in a stream. Default n.",
+    )
 
     @model_validator(mode="after")
     def _no_tokens_need_a_prompt_that_is_told(self) -> CompletionRequest:
@@ -89,10 +93,26 @@ class CompletionRequest(OpenAIRequest):
             )
         return self
 
+    @model_validator(mode="after")
+    def _best_of_at_least_n(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequestError("best_of", f"is below n, which is {self.n}", "send at least n, or leave it out")
+        if self.chooses and self.stream:
+            raise InvalidRequestError(
+                "best_of", "is known when all answers are whole, not in a stream", "set stream to false or leave it out"
+            )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether more answers are made than are sent."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
     def requests(self, max_prompts: int) -> NamedRequests:
         """The gateway's own requests, one a prompt. Raises InvalidRequestError."""
         prompt_values = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        common = self.common(self.logprobs) | {
+        common = self.common(0 if self.logprobs is None and self.chooses else self.logprobs) | {
+            "n": self.n if self.best_of is None else self.best_of,
             "num_prompt_logprobs": max((number for number in prompt_values if number is not None), default=None),
             # Verify commits a token in any case; of an answer without room it is dropped.
             "max_tokens": 1 if self.limit == 0 else self.limit,
@@ -157,6 +177,11 @@ class Echo:
         return lists
 
 
+def _mean_logprob(tokens: Sequence[Token]) -> float:
+    values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
 class CompletionBuilder(ChoicesBuilder):
     """Builds completions, whole or as events."""
 
@@ -168,20 +193,27 @@ class CompletionBuilder(ChoicesBuilder):
         """`echoes`: the prompt of each job, where it is given back."""
         super().__init__(model, jobs, body.stream_options)
         self._num_prompt_logprobs = body.prompt_logprobs
+        self._tells_logprobs = body.logprobs is not None
+        self._num_sent = (body.n or 1) if body.chooses else None
         self.prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         self._echoes = [echo for job, echo in zip(jobs, echoes, strict=True) for _ in range(job.n)] if echoes else []
 
     def whole(self) -> Completion:
         """See the base."""
         choices = []
-        for index, answer in enumerate(self._answers):
+        for place, index in enumerate(self._sent()):
+            answer = self._answers[index]
             prompt, prompt_logprobs = self._echo(index, answer)
             logprobs = completion_logprobs(
-                answer.tokens, self._tokenizer, len(prompt), with_end=bool(self._echoes), prompt=prompt_logprobs
+                answer.tokens if self._tells_logprobs else (),
+                self._tokenizer,
+                len(prompt),
+                with_end=bool(self._echoes),
+                prompt=prompt_logprobs,
             )
             choices.append(
                 CompletionChoice(
-                    index=index,
+                    index=place,
                     text=prompt + "".join(answer.text),
                     logprobs=logprobs,
                     finish_reason=finish_word(answer.finish_reason),
@@ -190,6 +222,17 @@ class CompletionBuilder(ChoicesBuilder):
                 )
             )
         return self._chunk(choices, usage=UsageBody.of(self._usage))
+
+    def _sent(self) -> list[int]:
+        """Indices of the answers that are sent: of each prompt the likeliest ones, where more were made."""
+        sent: list[int] = []
+        first = 0
+        while first < len(self._jobs):
+            made = range(first, first + self._jobs[first].n)
+            best = sorted(made, key=lambda index: -_mean_logprob(self._answers[index].tokens))
+            sent += made if self._num_sent is None else best[: self._num_sent]
+            first += len(made)
+        return sent
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[CompletionChoice]:
         index = delta.choice_index

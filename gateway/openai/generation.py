@@ -20,7 +20,7 @@ from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Account
-from gateway.core.request import Job
+from gateway.core.request import IGNORE_UNKNOWN_FIELDS, Job
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
@@ -321,7 +321,8 @@ class GenerationRoute(ABC, Generic[BodyT]):
     def _parse(self, body: dict[str, Any]) -> tuple[str, BodyT, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
         user = body.get("user")
-        parsed = validate(self.body_type, body)
+        context = IGNORE_UNKNOWN_FIELDS if self._options.ignore_unknown_fields else None
+        parsed = validate(self.body_type, body, context)
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @abstractmethod

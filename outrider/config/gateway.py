@@ -107,6 +107,9 @@ class GatewayOptions(ServiceOptions):
         "Names by which the REST door may be called, like example.org or *.example.org, comma separated, beside "
         "localhost and plain addresses; * for all. Unset: all, but localhost alone on loopback without keys and TLS.",
     )
+    ignore_unknown_fields: bool = option(
+        False, "Leave out fields of requests that are not known, as other servers do, instead of refusing them."
+    )
     no_page: bool = option(False, "Leave out the page at / of the REST door, where people can try the model.")
     affinity_tokens: int = option(
         64, "First tokens of a prompt that choose the replica, so that equal beginnings meet its cache.", minimum=1

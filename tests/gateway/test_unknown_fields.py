@@ -1,0 +1,40 @@
+"""Fields that are not known: refused with the nearest name, or left out where the operator wants it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway_world import World, open_world
+from scripted_verify import ScriptedVerify
+
+BODY = {
+    "messages": [{"role": "user", "content": "x", "mood": "good"}],
+    "max_token": 9,
+    "response_format": {"type": "text"},
+}
+
+
+async def test_they_are_refused_with_the_nearest_name(world: World) -> None:
+    response = await world.http.post("/v1/chat/completions", json=BODY)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] in ("max_token", "messages[0].mood")
+    del (body := {**BODY, "messages": [{"role": "user", "content": "x"}]})["response_format"]
+    error = (await world.http.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "max_token" and "did you mean max_tokens?" in error["message"]
+
+
+async def test_they_may_be_left_out_at_any_depth(verify: ScriptedVerify, tmp_path: Path) -> None:
+    async with open_world(verify, tmp_path, ignore_unknown_fields=True) as world:
+        world.verify.say("ok")
+        assert (await world.http.post("/v1/chat/completions", json=BODY)).status_code == 200
+        params = {"temperature": 0, "custom_params": {"a": 1}}
+        answer = await world.http.post("/generate", json={"text": "x", "sampling_params": params, "bootstrap": 1})
+        assert answer.status_code == 200
+        wrong = await world.http.post("/v1/chat/completions", json=BODY | {"temperature": 9})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
+
+
+async def test_probes_of_other_servers_are_answered(world: World) -> None:
+    for method in ("GET", "POST"):
+        assert (await world.http.request(method, "/ping")).json() == {"status": "ok"}
+    assert (await world.http.get("/load")).json() == {"server_load": 0}
