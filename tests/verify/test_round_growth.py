@@ -11,7 +11,7 @@ import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_request, run_all
-from local_draft import Guess, LocalDraft, chain, oracle
+from local_draft import Guess, LocalDraft, chain, noise, oracle
 from test_cuda_executor_cpu import check_same
 from threaded_engine import ThreadedEngine
 from torch import Tensor
@@ -193,6 +193,16 @@ def test_a_draft_service_and_the_round_itself_feed_the_same_rounds(
     assert accepted["test"] > 20 and accepted["ngram"] > 20, accepted
     assert sum(accepted.values()) == sum(answer.num_accepted for answer in answers)
     assert remote.num_resets == 0
+
+
+@pytest.mark.parametrize("growth", [Growth(3, 16), None])
+def test_a_draft_service_that_guesses_at_random_changes_nothing(
+    model: CausalLM, truth: list[Answer], made: Made, growth: Growth | None
+) -> None:
+    engine = start(made, model, WithFeatures(model), num_pages=24, growth=growth)
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)), Terms())
+    check_same(run_all(engine, jobs(), 4), truth)
+    assert engine.scheduler.num_preemptions > 0
 
 
 def test_a_useless_drafter_gives_way_to_a_draft_service(model: CausalLM, truth: list[Answer], made: Made) -> None:

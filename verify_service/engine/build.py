@@ -156,7 +156,7 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
 
 def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDraft | None:
     """The draft model that drafts inside rounds, if the options name one. Raises ConfigError."""
-    told = _named_draft(options, path)
+    told = named_draft(options, path)
     if told is None:
         return None
     names = told.speculative_algorithm
@@ -186,7 +186,7 @@ def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDra
     return RoundDraft(model, drafting, is_chain)
 
 
-def _named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
+def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
     """What is said of a draft model inside rounds, n-grams left to draft services; None if there is to be none."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
