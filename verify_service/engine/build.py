@@ -142,7 +142,7 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = ModelConfig.from_folder(path)
-    told = _named_draft(options, path)
+    told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
