@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from gateway.core.request import (
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_VALUES_BYTES,
     Chat,
     ClientRequest,
+    RequestMessage,
     RequestSampling,
 )
 from gateway.core.validation import validate
@@ -54,8 +57,12 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
             fields["prompt_token_ids"] = _bounded(message.prompt_token_ids.ids, MAX_PROMPT_TOKENS, "prompt_token_ids")
         case "chat":
             messages = _bounded(message.chat.messages, MAX_MESSAGES, "chat.messages")
-            fields["chat"] = _given(message.chat, Chat, leave_out={"messages"})
-            fields["chat"]["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+            fields["chat"] = _given(message.chat, Chat, leave_out={"messages", "template_values"})
+            fields["chat"]["messages"] = [
+                {"role": one.role, "content": one.content} | _given(one, RequestMessage) for one in messages
+            ]
+            if message.chat.template_values:
+                fields["chat"]["template_values"] = _json(message.chat.template_values, "chat.template_values")
         case _:
             raise InvalidRequestError(
                 "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
@@ -80,6 +87,16 @@ def _given(
         if message.HasField(name) if field.has_presence else value:
             fields[name] = value
     return fields
+
+
+def _json(text: str, field: str) -> Any:
+    if len(text) > MAX_TEMPLATE_VALUES_BYTES:
+        limit = MAX_TEMPLATE_VALUES_BYTES
+        raise InvalidRequestError(field, f"{len(text)} characters, over the limit of {limit}", "send less")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(field, "is no JSON", 'send an object, like {"enable_thinking": false}') from None
 
 
 def _bounded(values: Sequence[Any], limit: int, field: str) -> list[Any]:
@@ -107,6 +124,7 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         text_lengths=[len(t.text.encode()) for t in tokens],
         prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.prompt_logprobs],
         rounds=[TREE.encode(tree) for tree in delta.trees],
+        reasoning=delta.reasoning,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 from gateway_world import World, open_world
@@ -105,6 +106,25 @@ async def test_a_form_holds_from_the_first_token_and_other_doors_tell_all(thinke
     assert completion.choices[0].text == ANSWER
     request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x")
     assert "".join([message.text async for message in thinker.stub.Generate(request)]) == ANSWER
+
+
+async def test_grpc_has_it_where_it_is_asked_for(thinker: World) -> None:
+    messages = [
+        gateway_pb2.ChatMessage(role="assistant", content="Hi", reasoning_content="greet"),
+        gateway_pb2.ChatMessage(role="user", content="Hello"),
+        gateway_pb2.ChatMessage(role="user", content=""),
+    ]
+    chat = gateway_pb2.ChatMessages(messages=messages, template_values='{"prefix": "now: "}')
+    request = gateway_pb2.GatewayServiceGenerateRequest(chat=chat, separate_reasoning=True)
+    answer = [message async for message in thinker.stub.Generate(request)]
+    assert "".join(message.reasoning for message in answer) == "The user says hello. 🙂"
+    assert "".join(message.text for message in answer) == "Hello!"
+    assert answer[-1].usage.num_reasoning_tokens > 5
+    assert prompt(thinker) == "[assistant](greet)Hi[user]Hello[user][assistant]now: "
+    for values, problem in (("{", "is no JSON"), ("[" * 16000, "no JSON"), ("1", "an object"), (" " * 17000, "limit")):
+        request.chat.template_values = values
+        with pytest.raises(grpc.aio.AioRpcError, match=f"chat.template_values.*{problem}"):
+            [message async for message in thinker.stub.Generate(request)]
 
 
 async def test_without_a_parser_or_a_template_that_thinks_all_is_content(
