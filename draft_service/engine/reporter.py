@@ -103,7 +103,7 @@ class DraftReporter:
         return DraftEngineState(
             answers=answers,
             num_requests=len(requests),
-            num_nodes=requests.growth.num_live,
+            num_nodes=requests.growth.table.num_live,
             gauges=dict(self._drafter.gauges()),
             grown=_emptied(requests.growth.table.grown),
             commits={outcome.value: count for outcome, count in _emptied(requests.commits).items()},

@@ -129,7 +129,7 @@ class Requests:
         elif len(self._trees) >= self._options.max_requests:
             limit = f"{self._options.max_requests} requests are open"
             self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
-        elif not self.growth.has_memory:
+        elif not self.growth.table.has_memory:
             limit = f"{self._options.max_nodes} nodes are live"
             self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
         else:

@@ -194,6 +194,29 @@ class Refusal:
     detail: str
 
 
+ANY_SOURCE = range(256)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """Bounds of a grower's trees."""
+
+    num_nodes: int
+    """Live nodes below the root, whatever the credit."""
+    depth: int
+    """Draft tokens from the root."""
+    path_score: float
+    """Least natural-log chance, from the root, of a node worth sending."""
+    sources: range = ANY_SOURCE
+    """Numbers of the drafter's sources among those of all growers."""
+    shared: bool = False
+    """Whether another grower appends to the same trees."""
+
+    def most_nodes(self, credit: int, share: int) -> int:
+        """Live nodes that a tree may have; `share`: see TreeTable."""
+        return min(credit, self.num_nodes, share)
+
+
 class TreeTable:
     """All open trees: how many nodes they have, and which of them have something to send to verify."""
 
@@ -278,16 +301,6 @@ class Grower(ABC):
     def __init__(self, table: TreeTable) -> None:
         self.table = table
         self.declined = {}
-
-    @property
-    def num_live(self) -> int:
-        """Live nodes in all trees, whoever appended them."""
-        return self.table.num_live
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether another node fits."""
-        return self.table.has_memory
 
     @property
     @abstractmethod

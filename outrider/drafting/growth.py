@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeTable
+from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeLimits, TreeTable
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
@@ -22,24 +21,6 @@ _NOTHING = float("-inf")
 
 _Entry = tuple[float, int, int, int, float, int]
 """Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
-
-ANY_SOURCE = range(256)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLimits:
-    """Bounds of one tree."""
-
-    num_nodes: int
-    """Live nodes below the root, whatever the credit."""
-    depth: int
-    """Draft tokens from the root."""
-    path_score: float
-    """Least natural-log chance, from the root, of a node worth sending."""
-    sources: range = ANY_SOURCE
-    """Numbers of the drafter's sources among those of all growers."""
-    shared: bool = False
-    """Whether another grower appends to the same trees."""
 
 
 class TreeGrowth:
@@ -60,18 +41,12 @@ class TreeGrowth:
         self._number = 0
         self.restart()
 
-    @property
-    def num_live(self) -> int:
-        """Nodes below the root."""
-        return self.author.num_live
-
-    def has_room(self, num_nodes: int) -> bool:
-        """Whether a node may be appended, if each tree may have `num_nodes`."""
-        credit = self.author.credit
+    def has_room(self, share: int) -> bool:
+        """Whether a node may be appended, if each tree may have `share` nodes."""
         # Half of a shared tree is left to the model, whose nodes come later.
-        if self.limits.shared and not self.tree.has_sole_grower:
-            credit = (credit + 1) // 2
-        return self.num_live < min(credit, self.limits.num_nodes, num_nodes)
+        has_half = self.limits.shared and not self.tree.has_sole_grower
+        credit = (self.author.credit + 1) // 2 if has_half else self.author.credit
+        return self.author.num_live < self.limits.most_nodes(credit, share)
 
     def best(self) -> float:
         """Natural-log chance, from the root, of the best entry; -inf if none is worth it."""
@@ -181,7 +156,7 @@ class NodeGrowth(Grower):
     @property
     def idle(self) -> bool:
         """Whether there is nothing worth growing."""
-        return not self._growable or not self.has_memory
+        return not self._growable or not self.table.has_memory
 
     def open(self, tree: Tree) -> None:
         """Begin to grow a tree; the drafter may fail at that."""

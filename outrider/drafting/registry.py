@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, Grower, Tree, TreeTable
-from outrider.drafting.growth import ANY_SOURCE, NodeGrowth, TreeLimits
+from outrider.drafting.base import ANY_SOURCE, AnyDrafter, CombinedDrafter, Drafter, Grower, Tree, TreeLimits, TreeTable
+from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.errors import ConfigError

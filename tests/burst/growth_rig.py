@@ -211,7 +211,7 @@ class Rig:
         assert not growth._forest.num_run.any()
         growth._forest._compact()
         assert growth._forest.entries.count == 0
-        assert self.requests.growth.num_live == 0
+        assert self.requests.growth.table.num_live == 0
         for group in (
             batch_manager._contexts,
             batch_manager.rows,

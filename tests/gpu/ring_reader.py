@@ -8,10 +8,11 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
+from outrider.cuda_ipc import ExportedMemory
 from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
 from outrider.protocol.speculation import FeatureRing
-from verify_service.features.staging import RingPool, share_device_memory
+from verify_service.features.staging import RingPool
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -95,7 +96,7 @@ class Offerer:
 
 
 def _offer(pipe: Connection) -> None:
-    ring = RingPool(torch.device("cuda:0"), share_device_memory).lend()
+    ring = RingPool(torch.device("cuda:0"), ExportedMemory).lend()
     assert ring is not None
     offset = ring.take()
     assert offset is not None

@@ -14,13 +14,13 @@ from local_draft import oracle
 from ring_reader import Offerer, Reader
 from threaded_engine import ThreadedEngine
 
-from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ImportedMemory
+from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ExportedMemory, ImportedMemory
 from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
 from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, FeaturesBegin
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.features.staging import NUM_SLOTS, RING_BYTES, Ring, RingPool, share_device_memory
+from verify_service.features.staging import NUM_SLOTS, RING_BYTES, Ring, RingPool
 
 LAYERS = (0, 1, 3)
 WHERE = [pytest.param("cuda:0", marks=pytest.mark.gpu), pytest.param("cuda:1", marks=pytest.mark.multi_gpu)]
@@ -71,7 +71,7 @@ class ProjectedRingDraft(RingDraft, ProjectedDraft):
 
 
 def new_ring() -> Ring:
-    ring = RingPool(torch.device("cuda", 0), share_device_memory).lend()
+    ring = RingPool(torch.device("cuda", 0), ExportedMemory).lend()
     assert ring is not None, "no device memory can be shared"
     return ring
 

@@ -114,17 +114,17 @@ class RelayedConnection:
 
     @property
     def has_room(self) -> bool:
-        """See FeatureConnection."""
+        """See DraftConnection."""
         # What is told of rounds should find little before it.
         self._pipe.flush()
         return not self._pipe.backlog
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """See FeatureConnection."""
+        """See DraftConnection."""
         self._pipe.send(FeaturesOpen(self._session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
-        """See FeatureConnection."""
+        """See DraftConnection."""
         self._pipe.send(FeaturesToDraft(self._session, messages))
 
     def reset(self) -> None:

@@ -1,10 +1,9 @@
-"""What the feature sender needs of others: what to store, an executor that stores it, a session that carries it."""
+"""What the feature sender needs of others: what to store, an executor that stores it, a stream that carries it."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
-from outrider.protocol.speculation import Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Pending
 from verify_service.features.staging import FeatureStaging, Ring, StagedRows
@@ -152,18 +150,3 @@ class FeatureExecutor:
         if self._staging is None:
             self._staging = FeatureStaging(self._model.device)
         return self._staging
-
-
-@runtime_checkable
-class FeatureConnection(Protocol):
-    """A session that can carry features. Methods must not block."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether features should be sent now."""
-
-    def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
-
-    def send_features(self, messages: list[Features]) -> None:
-        """Queue features, in order. Their bytes are good during the call alone."""

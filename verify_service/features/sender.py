@@ -19,7 +19,7 @@ from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES,
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
-from verify_service.features.base import FeatureConnection, FeatureExecutor, FeatureLine, FeaturePlan
+from verify_service.features.base import FeatureExecutor, FeatureLine, FeaturePlan
 from verify_service.features.staging import STAGE_BYTES, StagedRows
 from verify_service.speculation.drafts import DraftConnection, DraftReplica, Drafts, SpeculativeRequest
 
@@ -110,11 +110,9 @@ class FeatureSender:
         layers = replica.terms.feature_layers if replica is not None else ()
         if replica is None or not layers:
             return
-        if self._executor is None or not isinstance(connection, FeatureConnection):
+        if self._executor is None:
             log.warning(
-                "draft %s takes features, which nothing here can store or send; %s",
-                connection.address,
-                _without(replica),
+                "draft %s takes features, which nothing here can store; %s", connection.address, _without(replica)
             )
             return
         if not self._executor.lends_features:
@@ -285,7 +283,7 @@ class FeatureSender:
             replica.line.open = True
 
     def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
-        if replica.line is not None or self._executor is None or not isinstance(replica.connection, FeatureConnection):
+        if replica.line is not None or self._executor is None:
             return
         layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
         width, dtype = self._row_format(self._executor, replica, projected)
@@ -350,7 +348,7 @@ class FeatureSender:
         """Send one batch of rows, if it is here and the connection has room; whether it was."""
         sending = self._sending[0]
         connection, line = sending.replica.connection, sending.replica.line
-        if not sending.rows.done() or not isinstance(connection, FeatureConnection) or line is None:
+        if not sending.rows.done() or line is None:
             return False
         alive = self._drafts.replicas.get(connection) is sending.replica
         if alive and not connection.has_room:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -72,7 +71,7 @@ class FeatureStaging:
     """Reads rows of a feature store. On a GPU a stream of its own gathers them, and copies them to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rings = RingPool(device, share_device_memory if device.type == "cuda" else None)
+        self.rings = RingPool(device, ExportedMemory if device.type == "cuda" else None)
         """Rings that drafts of this host read."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -97,10 +96,12 @@ class FeatureStaging:
         `after`: what must have run before. Rows may be written again by what is launched behind `join`.
         """
         size = len(slots) * store.size_of(parts) * store.dtype.itemsize
-        if size > STAGE_BYTES:
-            raise ValueError(f"{size} bytes of features at once, at most {STAGE_BYTES}")
         if ring is not None:
-            return self._read_to_ring(store, slots, parts, after, ring, size)
+            offset = ring.take()
+            if offset is None:
+                return None
+            gathered = self._gather(store, slots, parts, ring.rows(offset, size), after)
+            return StagedRows(None, gathered, partial(ring.give_back, offset), offset)
         if self._stream is None:
             image = torch.empty(size, dtype=torch.uint8)
             self._gather(store, slots, parts, image, None)
@@ -119,21 +120,6 @@ class FeatureStaging:
         if self._gathered is not None:
             torch.cuda.current_stream().wait_event(self._gathered)
             self._gathered = None
-
-    def _read_to_ring(
-        self,
-        store: FeatureStore,
-        slots: NDArray[np.int32],
-        parts: tuple[int, ...],
-        after: torch.cuda.Event | None,
-        ring: Ring,
-        size: int,
-    ) -> StagedRows | None:
-        offset = ring.take()
-        if offset is None:
-            return None
-        gathered = self._gather(store, slots, parts, ring.rows(offset, size), after)
-        return StagedRows(None, gathered, partial(ring.give_back, offset), offset)
 
     def _gather(
         self,
@@ -166,23 +152,14 @@ _END_BYTES = 256
 RING_BYTES = NUM_SLOTS * MAX_FEATURE_BYTES + 2 * _END_BYTES
 
 
-class SharedMemory(Protocol):
-    """Memory that other processes may map."""
-
-    handle: bytes
-    """Handle by which they do."""
-    rows: Tensor
-    """uint8 [num_bytes], where features are stored."""
-
-
-ShareMemory = Callable[[int, torch.device], SharedMemory]
-"""Makes some, of so many bytes; raises OSError or RuntimeError where it cannot."""
+ShareMemory = Callable[[int, torch.device], ExportedMemory]
+"""Makes memory that other processes may map; raises OSError or RuntimeError where it cannot."""
 
 
 class Ring:
     """A ring as one draft uses it: which of its slots are free. Released messages free them, so no order is needed."""
 
-    def __init__(self, memory: SharedMemory, description: FeatureRing) -> None:
+    def __init__(self, memory: ExportedMemory, description: FeatureRing) -> None:
         self.memory = memory
         self.description = description
         """Description by which the draft maps it."""
@@ -212,7 +189,7 @@ class RingPool:
     def __init__(self, device: torch.device, share: ShareMemory | None) -> None:
         self._device = device
         self._share = share
-        self._idle: list[tuple[SharedMemory, FeatureRing]] = []
+        self._idle: list[tuple[ExportedMemory, FeatureRing]] = []
 
     def lend(self) -> Ring | None:
         """A ring for a draft; None where no memory can be shared."""
@@ -234,11 +211,6 @@ class RingPool:
     def take_back(self, ring: Ring) -> None:
         """Its draft is gone, or does not use it."""
         self._idle.append((ring.memory, ring.description))
-
-
-def share_device_memory(num_bytes: int, device: torch.device) -> ExportedMemory:
-    """Device memory for a ring."""
-    return ExportedMemory(num_bytes, device)
 
 
 def _write_ends(rows: Tensor, magic: bytes) -> None:

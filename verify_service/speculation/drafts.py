@@ -15,6 +15,8 @@ from outrider.protocol.speculation import (
     Decline,
     DeclineReason,
     DraftMessage,
+    Features,
+    FeaturesBegin,
     Grow,
     Open,
     Pause,
@@ -59,6 +61,16 @@ class DraftConnection(Protocol):
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether features should be sent now."""
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Queue features, in order. Their bytes are good during the call alone."""
 
 
 @dataclass(eq=False, slots=True)

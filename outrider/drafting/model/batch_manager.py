@@ -7,8 +7,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Refusal, Tree
-from outrider.drafting.growth import TreeLimits
+from outrider.drafting.base import Refusal, Tree, TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures

@@ -116,22 +116,12 @@ class BurstInput:
             host["table_rows"][:] = shape.num_rows
 
     def fill(self, copy: int, burst: Burst) -> None:
-        """Describe a burst in one of the host's copies. Raises ValueError for one that is too large."""
-        seeds, rows, shape = burst.seeds, burst.rows, self._shape
-        count, num_rows = len(seeds), len(rows)
-        if count > shape.max_seeds or num_rows > shape.num_rows or not 1 <= burst.num_steps <= shape.max_steps:
-            raise ValueError(
-                f"a burst of {count} seeds, {num_rows} rows and {burst.num_steps} steps; the runner takes "
-                f"{shape.max_seeds}, {shape.num_rows} and 1 to {shape.max_steps}"
-            )
-        # A negative one is a large one without its sign.
-        if np.count_nonzero(seeds.rows.view(np.uint32) >= num_rows):
-            raise ValueError(f"seeds of rows outside the burst's {num_rows}")
-        host = self._host[copy]
+        """Describe a burst in one of the host's copies."""
+        host, count = self._host[copy], len(burst.seeds)
         header = host["header"]
         header[0], header[1], header[2], header[3] = 0, count, _bits(burst.floor), 0
-        host["seeds"][:, :count] = seeds.fields
-        _fill_rows(host, rows, self._shape.num_rows)
+        host["seeds"][:, :count] = burst.seeds.fields
+        _fill_rows(host, burst.rows, self._shape.num_rows)
 
     def clear(self) -> None:
         """Describe, on the device, a burst in which nothing can be run."""
@@ -147,7 +137,6 @@ class RerootInput:
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._line = REROOT_WORDS + shape.region
-        self._num_seeds = shape.max_width
         self._begin = SEED_HEADER_WORDS + NUM_FIELDS * shape.max_width
         self._turn = 0
         self._words = _StagedWords(self._begin + shape.num_rows * self._line, device)
@@ -163,10 +152,7 @@ class RerootInput:
         return self._words.device[self._begin : self._end(count)].view(count, self._line)
 
     def to_device(self, reroots: Reroots, count: int) -> None:
-        """Queue the copy of what the first `count` rows are told. Two of them may be pending.
-
-        Raises ValueError for more seeds than fit a step.
-        """
+        """Queue the copy of what the first `count` rows are told. Two of them may be pending."""
         end = self._end(count)
         words = self._words.host[self._turn]
         self._fill_seeds(words, reroots)
@@ -184,8 +170,6 @@ class RerootInput:
 
     def _fill_seeds(self, words: Words, reroots: Reroots) -> None:
         count = 0 if reroots.seeds is None else len(reroots.seeds)
-        if count > self._num_seeds:
-            raise ValueError(f"{count} further seeds; a step runs {self._num_seeds} nodes")
         words[FIRST_SEED], words[NUM_NEW_SEEDS] = reroots.first_seed, count
         if reroots.seeds is not None:
             words[SEED_HEADER_WORDS : self._begin].reshape(NUM_FIELDS, -1)[:, :count] = reroots.seeds.fields

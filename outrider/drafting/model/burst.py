@@ -244,12 +244,8 @@ class StepBuckets:
     def fit(self, width: int, num_rows: int, longest: int | None = None) -> StepBucket:
         """The bucket of a burst, with at least a node for each row if there is such a width.
 
-        `longest`: tokens of the longest context, None for any number. Raises ValueError for a burst that is too large.
+        `longest`: tokens of the longest context, None for any number.
         """
-        if not 1 <= width <= self.widths[-1] or not 0 <= num_rows <= self.rows[-1]:
-            raise ValueError(
-                f"a burst of width {width} over {num_rows} rows; the runner has {self.widths[-1]} and {self.rows[-1]}"
-            )
         rows = self.rows[bisect_left(self.rows, num_rows)]
         found = self.widths[bisect_left(self.widths, min(max(width, rows), self.widths[-1]))]
         short = longest is not None and 0 < self._short_context >= longest

@@ -162,64 +162,55 @@ def working_on(device: torch.device) -> AbstractContextManager[None]:
     """Device and inference mode for a thread. Finding them set takes a tenth of the time of setting them."""
     if torch.is_inference_mode_enabled() and (device.type != "cuda" or torch.cuda.current_device() == device.index):
         return nullcontext()
-    return _assign_row(device)
+    return _enter(device)
 
 
 @contextmanager
-def _assign_row(device: torch.device) -> Iterator[None]:
+def _enter(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
 
 
-class Projector:
-    """Brings features to a model's device and projects them, those of a message at once."""
+def project_features(model: DraftModel, features: object) -> Tensor:
+    """See BurstRunner.project; features that came together are projected at once."""
+    if not isinstance(features, Features):
+        with working_on(model.device):
+            return model.project(_copied(as_tensor(features), model))
+    part = features.rows
+    if not isinstance(part, PartOfRows):
+        return _project(model, features, features.data if part is None else part, features.count)
+    joined = part.joined
+    made: Tensor = joined.made(model, lambda: _project(model, features, joined.rows, joined.count))
+    # Called for each request: a view is all that is made.
+    return made[part.start : part.start + features.count]
 
-    def __init__(self, model: DraftModel) -> None:
-        self._model = model
 
-    def project(self, features: object) -> Tensor:
-        """See BurstRunner."""
-        if not isinstance(features, Features):
-            with working_on(self._model.device):
-                return self._model.project(self._taken(as_tensor(features)))
-        part = features.rows
-        if not isinstance(part, PartOfRows):
-            return self._project(features, features.data if part is None else part, features.count)
-        joined = part.joined
-        made: Tensor = joined.made(self, lambda: self._project(features, joined.rows, joined.count))
-        # Called for each request: a view is all that is made.
-        return made[part.start : part.start + features.count]
+def _project(model: DraftModel, features: Features, given: object, count: int) -> Tensor:
+    """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
+    dtype = _DTYPES[features.dtype]
+    with working_on(model.device):
+        if isinstance(given, Tensor):  # read from a ring: nobody else has it
+            rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)
+        elif isinstance(given, bytes | memoryview):
+            rows = _copied(torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1), model)
+        else:
+            raise ValueError(f"features must be bytes, not {type(given).__name__}")
+        return model.finish_product(rows) if features.projected else model.project(rows)
 
-    def join(self, parts: Sequence[object]) -> Tensor:
-        """See BurstRunner. A lone part is not copied."""
-        rows = [_moved(as_tensor(part), self._model.device, self._model.dtype) for part in parts]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _project(self, features: Features, given: object, count: int) -> Tensor:
-        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
-        dtype = _DTYPES[features.dtype]
-        with working_on(self._model.device):
-            if isinstance(given, Tensor):  # read from a ring: nobody else has it
-                rows = given.view(dtype).view(count, -1).to(self._model.device, self._model.dtype)
-            elif isinstance(given, bytes | memoryview):
-                rows = self._taken(torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1))
-            else:
-                raise ValueError(f"features must be bytes, not {type(given).__name__}")
-            return self._model.finish_product(rows) if features.projected else self._model.project(rows)
-
-    def _taken(self, rows: Tensor) -> Tensor:
-        """A copy on the model's device, whose source is free when this returns, though bursts may be under way."""
-        device, dtype = self._model.device, self._model.dtype
-        if device.type != "cuda":
-            return rows.to(device, dtype, copy=True)
-        if not rows.is_cuda:
-            return rows.to(dtype).pin_memory().to(device, non_blocking=True)
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
-            copied = rows.to(device, dtype, copy=True)
-        stream.synchronize()
-        copied.record_stream(torch.cuda.current_stream())
-        return copied
+def _copied(rows: Tensor, model: DraftModel) -> Tensor:
+    """A copy on the model's device, whose source is free when this returns, though bursts may be under way."""
+    device, dtype = model.device, model.dtype
+    if device.type != "cuda":
+        return rows.to(device, dtype, copy=True)
+    if not rows.is_cuda:
+        return rows.to(dtype).pin_memory().to(device, non_blocking=True)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        copied = rows.to(device, dtype, copy=True)
+    stream.synchronize()
+    copied.record_stream(torch.cuda.current_stream())
+    return copied
 
 
 def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
@@ -228,10 +219,10 @@ def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
         into.copy_(parts[0], non_blocking=True)
         return
     # What came without a projector may be elsewhere, and `cat` does not copy between devices.
-    torch.cat([_moved(part, into.device, into.dtype) for part in parts], out=into)
+    torch.cat([moved(part, into.device, into.dtype) for part in parts], out=into)
 
 
-def _moved(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def moved(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A part on a device and in a dtype. It mostly is, and comparing takes a tenth of a call of `to`."""
     return part if part.device == device and part.dtype == dtype else part.to(device, dtype)
 

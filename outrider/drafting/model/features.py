@@ -180,25 +180,20 @@ class PendingFeatures:
         self._join = join
         self._parts: list[tuple[int, int, Any]] = []  # start, end, values
 
-    def add(self, start: int, count: int, values: object, since: int) -> None:
+    def add(self, start: int, count: int, values: Any, since: int) -> None:
         """Keep features of positions `start`, ...; those before position `since` are dropped, held ones replaced."""
-        start, end, values = self._cut(start, start + count, values, since)
-        if end > start and (not self._parts or self._parts[-1][1] <= start):
-            self._parts.append((start, end, values))
-            self._join_small()
+        end, skipped = start + count, max(since - start, 0)
+        start, values = start + skipped, values[skipped:]
+        if start >= end:
             return
-        kept: list[tuple[int, int, Any]] = []
-        for part in self._parts:
-            if part[1] <= start or part[0] >= end:
-                kept.append(part)
-                continue
-            if part[0] < start:
-                kept.append((part[0], start, part[2][: start - part[0]]))
-            if part[1] > end:
-                kept.append((end, part[1], part[2][end - part[0] :]))
-        if end > start:
-            kept.append((start, end, values))
-        self._parts = sorted(kept, key=lambda part: part[0])
+        if self._parts and self._parts[-1][1] > start:
+            before = [(first, min(past, start), held[: start - first]) for first, past, held in self._parts]
+            behind = [(max(first, end), past, held[max(end - first, 0) :]) for first, past, held in self._parts]
+            parts = [*before, (start, end, values), *behind]
+            self._parts = [part for part in parts if part[0] < part[1]]
+            return
+        self._parts.append((start, end, values))
+        self._join_small()
 
     def end_from(self, start: int) -> int:
         """One past the last position of an unbroken run of features from `start` on; `start` if there is none."""
@@ -230,8 +225,3 @@ class PendingFeatures:
         small = self._parts[first:]
         if len(small) >= _SMALL:
             self._parts[first:] = [(begin, small[-1][1], self._join([values for _, _, values in small]))]
-
-    def _cut(self, start: int, end: int, values: Any, since: int) -> tuple[int, int, Any]:
-        if start < since:
-            return min(since, end), end, values[since - start :]
-        return start, end, values

@@ -10,8 +10,7 @@ from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Grower, Tree, TreeTable
-from outrider.drafting.growth import TreeLimits
+from outrider.drafting.base import Grower, Tree, TreeLimits, TreeTable
 from outrider.drafting.model.batch_manager import BatchManager
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.drafter import PART_SECONDS, GrowthOptions
@@ -187,8 +186,7 @@ class BurstGrowth(Grower):
             return False
         plan, planner = active.plan, self._planner
         excluded = {one.context for one in plan.forced}
-        misses = self._options.most_steps > 0 and not self._forest.has_foreign_nodes
-        followed = self._batch_manager.follow_ahead(excluded, misses=misses)
+        followed = self._batch_manager.follow_ahead(excluded, misses=self._options.most_steps > 0)
         for context in followed:
             if not planner.follows(plan, context):
                 active.is_outdated = True
@@ -218,9 +216,6 @@ class BurstGrowth(Grower):
             is_complete = follows and not context.steps_left
             if is_complete or context in behind or not self._forest.quotas[context.row]:
                 self.table.withheld.discard(context.tree.handle)
-
-    def forget_target(self) -> None:
-        """Nothing is kept of a target."""
 
     def take_counts(self) -> dict[str, float]:
         """Bursts, their steps and nodes, and prompt tokens."""

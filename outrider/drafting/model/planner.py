@@ -366,7 +366,7 @@ class Planner:
     def follows(self, plan: BurstPlan, context: DraftContext) -> bool:
         """Whether the burst under way can go on below a request's new root."""
         forest, row = self._forest, context.row
-        if not self._options.most_steps or forest.has_foreign_nodes or forest.quotas[row] <= 0 or row not in plan.rows:
+        if not self._options.most_steps or forest.quotas[row] <= 0 or row not in plan.rows:
             return False
         # A root that is in the pool may run without the target's feature, though that is here by now.
         is_waiting = context.lag > 0 and not context.root_run and self._is_known(plan, context)

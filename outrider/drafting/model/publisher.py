@@ -9,8 +9,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.base import TreeTable
-from outrider.drafting.growth import TreeLimits
+from outrider.drafting.base import TreeLimits, TreeTable
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
 from outrider.drafting.model.forest import DraftForest, places_within
@@ -260,5 +259,5 @@ class NodePublisher:
             or context.steps_left > 0
         ):
             return 0, 0, inf
-        limit, num_live = min(author.credit, self._limits.num_nodes, share), author.num_live
+        limit, num_live = self._limits.most_nodes(author.credit, share), author.num_live
         return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf

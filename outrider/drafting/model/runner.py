@@ -18,7 +18,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import short_tokens
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
-from outrider.drafting.model.device_memory import DeviceMemory, Projector, as_tensor, working_on
+from outrider.drafting.model.device_memory import DeviceMemory, as_tensor, moved, project_features, working_on
 from outrider.drafting.model.features import MemoryMapper
 from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
@@ -172,7 +172,6 @@ class BurstRunner(ABC):
         self._output = BurstOutput(shape, device)
         self._vocab_limit = options.vocab_limit or model.target_vocab_size
         self._proposer = self._make_proposer()
-        self._projector = Projector(model)
         self._launched: deque[PendingBurst] = deque()
         self._turn = 0
         self._step_seconds: dict[StepBucket, float] = {}
@@ -186,20 +185,17 @@ class BurstRunner(ABC):
     def open(self, row: int, sampling: SamplingParams) -> None:
         """A request begins in a free row."""
         self._run_launched()
-        self._check_row(row)
         self.memory.forget(row)
         self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
         """Its row is free."""
         self._run_launched()
-        self._check_row(row)
         self.memory.forget(row)
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """All context pages of the row, in order; they only ever grow at their end."""
         self._run_launched()
-        self._check_row(row)
         self.memory.set_pages(row, pages)
 
     @on_device
@@ -209,14 +205,12 @@ class BurstRunner(ABC):
         A sequence's first token, which has no KV of its own under a lag, is left out. If it raises, nothing is known
         of the KV of any of these rows.
         """
-        for extent in extents:
-            self._check_extent(extent)
         self._run_launched()
         self.memory.flush()
         given: Tensor | None = None
         if self.shape.feature_size:
             parts = [part for extent in extents for part in _of_run_tokens(extent, self.shape.lag)]
-            given = self._projector.join(parts) if parts else None
+            given = self.join(parts) if parts else None
         done = 0
         for chunks in _forwards(extents, self.shape.lag, self.options.chunk_size):
             count = sum(len(chunk.tokens) for chunk in chunks)
@@ -227,7 +221,6 @@ class BurstRunner(ABC):
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
         self._run_launched()
-        self._check_row(row)
         if slots:
             self.memory.move(row, slots, position)
 
@@ -238,21 +231,20 @@ class BurstRunner(ABC):
         in `rows`, or there as a part of what came together (outrider.drafting.model.features), or else a tensor
         [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
         """
-        return self._projector.project(features)
+        return project_features(self._model, features)
 
     @on_device
     def join(self, parts: Sequence[object]) -> Tensor:
-        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size]."""
-        return self._projector.join(parts)
+        """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
+
+        A lone part is not copied.
+        """
+        rows = [moved(as_tensor(part), self._model.device, self._model.dtype) for part in parts]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     @on_device
     def launch(self, burst: Burst) -> PendingBurst:
-        """Queue a burst; returns before it has run.
-
-        Raises ValueError for a burst that does not fit, or a third one beside two pending.
-        """
-        if len(self._launched) == NUM_COPIES:
-            raise ValueError(f"{NUM_COPIES} bursts are pending already")
+        """Queue a burst; returns before it has run. Two of them may be pending."""
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
         pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
@@ -298,19 +290,6 @@ class BurstRunner(ABC):
     def memory_mapper(self) -> MemoryMapper | None:
         """Maps device memory of other processes where the model runs; None where it does not run on a GPU."""
         return None
-
-    def _check_extent(self, extent: Extent) -> None:
-        self._check_row(extent.row)
-        size, sizes = self.shape.feature_size, [as_tensor(part).shape for part in extent.features]
-        if bool(sizes) != bool(size):
-            raise ValueError("features for a model that takes none" if sizes else "features are missing")
-        count = len(extent.tokens)
-        if sizes and (sum(rows for rows, *_ in sizes) != count or any(rest != [size] for _, *rest in sizes)):
-            raise ValueError(f"features of {[list(part) for part in sizes]} for {count} tokens of {size}")
-
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.shape.num_rows:
-            raise ValueError(f"row {row} of {self.shape.num_rows}")
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:  # noqa: B027
         """On a CPU: run what was launched, and end early if `interrupted()`."""
