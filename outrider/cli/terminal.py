@@ -37,7 +37,7 @@ def log_printer(console: Console) -> LineSink:
     return print_line
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> str:
     """Rows of cells as lines with columns, the numbered ones to the right; nothing is cut, whatever the width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -46,7 +46,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
             cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(gap.join(cells).rstrip())
     return "\n".join(lines)
 
 

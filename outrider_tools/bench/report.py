@@ -111,9 +111,11 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
     points = points_of(rows)
-    word = next((kind for kind, _, _ in points), "b")
+    words = {kind for kind, _, _ in points} or {"b"}
     figure, axes = pyplot.subplots(1, 4, figsize=(17, 4))
-    places = [place for _, place, _ in points]
+    # Side by side, whatever lies between them: loads mostly double from point to point.
+    places = range(len(points))
+    loads = [load_text(kind, size, with_kind=len(words) > 1) for kind, size, _ in points]
     axes[0].plot(places, [found.get("tokens_per_second", 0.0) for _, _, found in points], "o-")
     axes[0].set_ylabel("tokens/s")
     for panel, (metric, label) in zip(axes[1:3], _LATENCIES, strict=True):
@@ -123,7 +125,9 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         panel.set_ylabel(label)
         panel.legend(fontsize=8)
     for panel in axes[:3]:
-        panel.set_xlabel(_WORDS[word])
+        panel.set_xlabel(", ".join(_WORDS[word] for word in sorted(words)))
+        panel.set_xticks(places, loads)
+        panel.set_xlim(-0.5, max(len(points), 1) - 0.5)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     _draw_acceptance(axes[3], points)
@@ -144,12 +148,23 @@ def _draw_acceptance(panel: Any, points: Sequence[tuple[str, float, Mapping[str,
             int(name.rpartition("_")[2]): value for name, value in found.items() if name.startswith("accept_rate")
         }
         if depths:
-            panel.plot(sorted(depths), [depths[depth] for depth in sorted(depths)], ".-", label=f"{kind}{place:g}")
+            label = load_text(kind, place, with_kind=True)
+            panel.plot(sorted(depths), [depths[depth] for depth in sorted(depths)], ".-", label=label)
             panel.legend(fontsize=8)
+    if not panel.lines:
+        panel.text(0.5, 0.5, "not told", ha="center", transform=panel.transAxes)
+    panel.xaxis.get_major_locator().set_params(integer=True)
     panel.set_xlabel("depth in the tree")
     panel.set_ylabel("rounds that accepted it")
     panel.set_ylim(0, 1)
     panel.grid(alpha=0.3)
+
+
+def load_text(kind: str, size: float, *, with_kind: bool) -> str:
+    """A load as a tick has it: its size, or "all" for requests that are all sent at once."""
+    if not size:
+        return "all"
+    return f"{kind if with_kind else ''}{size:g}"
 
 
 def points_of(rows: Sequence[Row]) -> list[tuple[str, float, dict[str, float]]]:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from outrider.cli.options import MAX_SEED, number, whole_number
-from outrider.cli.terminal import make_console
+from outrider.cli.terminal import aligned, make_console
 from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
@@ -187,25 +186,24 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--save-detailed", action="store_true", help="Write every request's figures into --out, too.")
 
 
-WIDTH = 140
-"""Columns of the table, which is as wide in a file."""
 TIMED_PROMPTS = 4096
 """Random prompts of a point that is limited by time alone; then they begin anew."""
 PACKAGES = ("outrider", "grpcio", "httpx2")
 _SHOWN = (
-    ("requests_per_second", "req/s", 2),
-    ("tokens_per_second", "tok/s", 1),
-    ("ttft_ms_p50", "ttft p50", 0),
-    ("ttft_ms_p99", "p99", 0),
-    ("itl_ms_mean", "itl mean", 1),
-    ("itl_ms_p50", "p50", 1),
-    ("itl_ms_p90", "p90", 1),
-    ("itl_ms_p99", "p99", 1),
-    ("e2e_ms_p50", "e2e p50", 0),
-    ("e2e_ms_p99", "p99", 0),
-    ("accept_length", "accept", 2),
-    ("failed", "failed", 0),
+    ("requests_per_second", "", "req/s", 2),
+    ("tokens_per_second", "", "tok/s", 1),
+    ("ttft_ms_p50", "ttft", "p50", 0),
+    ("ttft_ms_p99", "ttft", "p99", 0),
+    ("itl_ms_mean", "itl", "mean", 1),
+    ("itl_ms_p50", "itl", "p50", 1),
+    ("itl_ms_p90", "itl", "p90", 1),
+    ("itl_ms_p99", "itl", "p99", 1),
+    ("e2e_ms_p50", "e2e", "p50", 0),
+    ("e2e_ms_p99", "e2e", "p99", 0),
+    ("accept_length", "", "accept", 2),
+    ("failed", "", "failed", 0),
 )
+"""Metrics of the table: their two lines of heading, and digits."""
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -220,8 +218,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console(color=not arguments.no_color, stderr=True)
     points = points_of(arguments)
     rows, runs = asyncio.run(_measure(arguments, points, console))
-    out = make_console(color=not arguments.no_color)
-    out.print(table_of(rows), width=max(out.width, WIDTH), soft_wrap=True)
+    print(table_of(rows))
     for one in runs:
         for code, count in errors_of(one.records).items():
             detail = next(record.detail for record in one.records if record.error == code)
@@ -333,24 +330,24 @@ def _tell(console: Console, so_far: LoadRun) -> None:
     failed = sum(errors_of(so_far.records).values())
     if console.is_terminal or round(so_far.window) % 10 == 0:
         console.print(
-            f"  {so_far.window:5.0f} s: {done} done, {len(so_far.records) - done} under way, {failed} failed",
+            f"  {so_far.window:5.0f} s: {done} done, {len(so_far.records) - done} under way, {failed} failed".ljust(60),
             end="\r" if console.is_terminal else "\n",
         )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The figures that a reader looks for first, a line for each case. Times are in ms."""
+def table_of(rows: Sequence[Row]) -> str:
+    """The figures that a reader looks for first, below the name of each case, within 80 columns. Times are in ms."""
     cases: dict[str, dict[str, float]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.metric] = row.value
-    table = Table(box=None)
-    table.add_column("case (times in ms)", no_wrap=True)
-    for _, title, _ in _SHOWN:
-        table.add_column(title, justify="right")
-    for case, found in cases.items():
-        cells = (f"{found[name]:.{digits}f}" if name in found else "" for name, _, digits in _SHOWN)
-        table.add_row(case, *cells)
-    return table
+    cells = [[above for _, above, _, _ in _SHOWN], [title for _, _, title, _ in _SHOWN]]
+    cells += [
+        [f"{found[name]:.{digits}f}" if name in found else "" for name, _, _, digits in _SHOWN]
+        for found in cases.values()
+    ]
+    above, titles, *figures = aligned(cells, right=range(len(_SHOWN)), gap=" ").splitlines()
+    named = [line for pair in zip(cases, figures, strict=True) for line in pair]
+    return "\n".join(["times in ms", above, titles, *named])
 
 
 def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[LoadRun]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib import import_module
@@ -126,6 +127,8 @@ def _add_drafter(group: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
+    # What follows takes seconds, and the first figures come behind it.
+    print(f"train: {arguments.algorithm} for {arguments.model} into {arguments.out}", file=sys.stderr, flush=True)
     folder = resolve_model(arguments.model)
     # By name: the command line imports without torch.
     module, torch = import_module("outrider_tools.training.run"), import_module("torch")

@@ -133,6 +133,7 @@ class Corpus:
             GenerationJob([*before, *first], options.question_temperature, options.question_tokens - len(first))
             for first in firsts
         ]
+        self._report.line(f"questions: inventing {count}, {min(options.num_rows, count)} at once")
         rows = min(options.num_rows, count)
         generator = Generator(self._model, rows, len(before) + options.question_tokens, stops, self._seed)
         answers = generator.run(
@@ -155,6 +156,7 @@ class Corpus:
             return Texts.join([], [])
         order = np.random.default_rng(self._seed).permutation(len(prompts))
         prompts = [prompts[i] for i in order]
+        self._report.line(f"answers: to {len(prompts)} questions, {min(options.num_rows, len(prompts))} at once")
         # A new generator, since its rows are longer; another seed, so that answers do not repeat questions' noise.
         generator = Generator(
             self._model,

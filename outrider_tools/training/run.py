@@ -55,6 +55,7 @@ def train(
     work = out / WORK_FOLDER
     work.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
+    report.line(f"loading {model_folder.name} on {device}")
     target = TargetModel(model_folder, device)
     options = resolved(options, target.config)
     form = ChatForm(model_folder)
@@ -65,6 +66,7 @@ def train(
     clock.lap("text")
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
 
+    report.line("preparing the drafter, and its first step")
     check_resumed(work, options)
     learner = make_learner(target, texts, options)
     module, ids = learner.module, learner.module.target_ids

@@ -14,7 +14,7 @@ from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import GrpcClient, RequestOptions, RestClient
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
-from outrider_tools.bench.report import Row, draw, points_of
+from outrider_tools.bench.report import Row, draw, load_text, points_of
 from outrider_tools.bench.requests import (
     ACCEPTED,
     BONUS,
@@ -27,6 +27,7 @@ from outrider_tools.bench.requests import (
     read_prompts,
 )
 from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
+from outrider_tools.cli.bench import table_of
 
 pytestmark = pytest.mark.xdist_group("live")
 
@@ -205,6 +206,23 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(monkeypatch: pytest.M
     assert main(["bench", "--connect=127.0.0.1:1", "--plot=x.png"]) == 2
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         draw([], Path("x.png"), "")
+
+
+def test_the_table_fits_80_columns_and_a_pipe() -> None:
+    names = ("requests_per_second", "tokens_per_second", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "e2e_ms_p99")
+    rows = [Row("llama-8b eagle3 split b64 greedy", name, 12345.678, "") for name in names]
+    rows += [Row("llama-8b eagle3 split b1 greedy", "accept_length", 3.25, "")]
+    lines = table_of(rows).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split()[:4] == ["req/s", "tok/s", "p50", "p99"] and lines[2].split()[-2:] == ["accept", "failed"]
+    assert lines[3] == "llama-8b eagle3 split b64 greedy" and lines[4].split()[:2] == ["12345.68", "12345.7"]
+    assert lines[5] == "llama-8b eagle3 split b1 greedy" and lines[6].split() == ["3.25"]
+
+
+def test_plots_have_a_tick_for_each_load() -> None:
+    loads = [("b", 0.0), ("b", 8.0), ("rate", 2.5)]
+    assert [load_text(*load, with_kind=False) for load in loads] == ["all", "8", "2.5"]
+    assert load_text("rate", 2.5, with_kind=True) == "rate2.5"
 
 
 def test_plots_order_cases_by_load() -> None:

@@ -39,7 +39,8 @@ def test_smoke_run_from_the_command_line(tiny_folder: Path, tmp_path: Path, caps
     words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path / "head"), "--smoke", "--device", "cpu"]
     words += ["--prompts", str(prompts), "--eval-prompts", str(held_out), "--draft-vocab-size", "150"]
     assert main([*words, "--feature-layers", "1,2,3", "--steps", "3"]) == 0
-    output = capsys.readouterr().out
+    output, told = capsys.readouterr()
+    assert told.startswith("train: EAGLE3 for ") and "loading " in told.splitlines()[1]
     assert "greedy, all" in output and "t1, writing" in output
     record = json.loads((tmp_path / "head" / "training.json").read_text())
     assert record["training"]["total_steps"] == 3
