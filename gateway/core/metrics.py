@@ -79,6 +79,17 @@ class GatewayMetrics:
         self.end_to_end = histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the end.", buckets=_E2E_BUCKETS
         )
+        self.queue_time = histogram(
+            "vllm:request_queue_time_seconds", "Of a request in verify's queue.", buckets=_TTFT_BUCKETS
+        )
+        self.prefill_time = histogram(
+            "vllm:request_prefill_time_seconds",
+            "From arrival to the first token, without the time in the queue.",
+            buckets=_TTFT_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "vllm:request_decode_time_seconds", "From a request's first token to its last.", buckets=_E2E_BUCKETS
+        )
         self.request_prompt = histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of each request.", buckets=_COUNT_BUCKETS
         )
@@ -162,11 +173,13 @@ class AnswerMeter:
         self._last = 0.0
         self._num_tokens = 0
         self._cached = 0
+        self._queued = 0.0
 
     def chunk(self, chunk: GenerationUpdate, delta: Delta) -> None:
         """Counts what came from verify and what of it reached the client."""
         num_tokens = len(delta.tokens)
         self._cached = max(self._cached, chunk.cached_prompt_tokens)
+        self._queued = max(self._queued, chunk.queue_seconds)
         if num_tokens:
             self._time(num_tokens)
             self._metrics.generation_tokens.labels(self._name).inc(num_tokens)
@@ -214,6 +227,10 @@ class AnswerMeter:
         metrics.request_prompt.labels(name).observe(num_prompt)
         metrics.request_generation.labels(name).observe(self._num_tokens)
         metrics.end_to_end.labels(name).observe(now - self._job.arrived)
+        if self._first is not None:
+            metrics.queue_time.labels(name).observe(self._queued)
+            metrics.prefill_time.labels(name).observe(max(0.0, self._first - self._job.arrived - self._queued))
+            metrics.decode_time.labels(name).observe(self._last - self._first)
         if self._first is not None and self._num_tokens > 1 and self._last > self._first:
             mean = (self._last - self._first) / (self._num_tokens - 1)
             metrics.request_per_token.labels(name).observe(mean)

@@ -180,6 +180,8 @@ class GenerationUpdate(msgspec.Struct, frozen=True, array_like=True):
     """Of prompt tokens that chunks of prefill have computed."""
     round_trees: Sequence[RoundTree] = ()
     """Of `rounds`, for a request that is traced."""
+    queue_seconds: float = 0.0
+    """Seconds that the request waited for its first place in a round, where it tells of tokens."""
     error: OutriderError | None = None
     """Why the answer ends without being complete; over gRPC it is the call's status."""
 
@@ -212,6 +214,7 @@ def join_updates(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
         cached_prompt_tokens=max(update.cached_prompt_tokens for update in updates),
         prompt_logprobs=[part for update in updates for part in update.prompt_logprobs],
         round_trees=[tree for update in updates for tree in update.round_trees],
+        queue_seconds=max(update.queue_seconds for update in updates),
         error=updates[-1].error,
     )
 

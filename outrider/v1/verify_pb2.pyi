@@ -50,7 +50,7 @@ class TokenSequence(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyServiceGenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "origins", "logprobs", "rounds", "finish_reason", "cached_prompt_tokens", "prompt_logprobs", "round_trees")
+    __slots__ = ("token_ids", "origins", "logprobs", "rounds", "finish_reason", "cached_prompt_tokens", "prompt_logprobs", "round_trees", "queue_seconds")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class VerifyServiceGenerateResponse(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUND_TREES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     origins: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenOrigin]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
@@ -67,7 +68,8 @@ class VerifyServiceGenerateResponse(_message.Message):
     cached_prompt_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptLogprobs]
     round_trees: _containers.RepeatedCompositeFieldContainer[_common_pb2.RoundTree]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_common_pb2.RoundReport, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., cached_prompt_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PromptLogprobs, _Mapping]]] = ..., round_trees: _Optional[_Iterable[_Union[_common_pb2.RoundTree, _Mapping]]] = ...) -> None: ...
+    queue_seconds: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_common_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[_common_pb2.RoundReport, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., cached_prompt_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.PromptLogprobs, _Mapping]]] = ..., round_trees: _Optional[_Iterable[_Union[_common_pb2.RoundTree, _Mapping]]] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class VerifyServiceGetInfoRequest(_message.Message):
     __slots__ = ()

@@ -17,6 +17,7 @@ from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 MODEL = "tiny/test-model"
 EOS = 2
 CONTEXT = 256
+QUEUE_SECONDS = 1e-6
 
 
 class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
@@ -112,6 +113,7 @@ class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
             if request.trace:
                 message.round_trees.append(self._tree(part, len(request.prompt_token_ids) + sent))
             message.cached_prompt_tokens = 0 if sent else 3 + request.choice_index
+            message.queue_seconds = QUEUE_SECONDS
             sent += len(part)
             if self.fail_after is not None and sent > self.fail_after:
                 raise RuntimeError("the engine broke")

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from gateway_world import World
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_verify import MODEL
+from scripted_verify import MODEL, QUEUE_SECONDS
 
 VLLM = {
     "vllm:num_requests_running": "gauge",
@@ -20,6 +20,9 @@ VLLM = {
     "vllm:time_per_output_token_seconds": "histogram",
     "vllm:request_time_per_output_token_seconds": "histogram",
     "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
     "vllm:spec_decode_num_drafts": "counter",
@@ -60,6 +63,9 @@ async def test_metrics_tell_what_happened(world: World) -> None:
     assert found["vllm:request_success_total", (("finished_reason", "stop"),)] == 2
     assert found["vllm:time_to_first_token_seconds_count", ()] == 2
     assert found["vllm:inter_token_latency_seconds_count", ()] == generated - 2
+    parts = [found[f"vllm:request_{part}_time_seconds_sum", ()] for part in ("queue", "prefill", "decode")]
+    assert parts[0] == 2 * QUEUE_SECONDS
+    assert sum(parts) <= found["vllm:e2e_request_latency_seconds_sum", ()] + 1e-6
     assert found["vllm:spec_decode_num_drafts_total", ()] == num_rounds
     assert found["vllm:spec_decode_num_draft_tokens_total", ()] == 4 * num_rounds
     accepted = found["vllm:spec_decode_num_accepted_tokens_total", ()]

@@ -153,6 +153,7 @@ class RoundCommit(NamedTuple):
             logprobs=self.result.logprobs[: len(self.tokens)],
             rounds=(RoundCounts(num_nodes, min(num_accepted, len(self.tokens))),),
             cached_prompt_tokens=self.entry.request.num_cached_prompt_tokens or 0,
+            queue_seconds=self.entry.request.queue_seconds,
             finish_reason=self.finish_reason,
             prompt_logprobs=prompt_logprobs,
             round_trees=(self._tree(),) if self.entry.request.params.trace else (),

@@ -34,6 +34,8 @@ class Request:
     """Order of admission; of equal priority the youngest is preempted first."""
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
+    queue_seconds: float = 0.0
+    """How long it waited for its first place in a round."""
     cached_len: int = 0
     num_cached_prompt_tokens: int | None = None
     """Prompt tokens that the radix cache had when the request was first admitted; None before that."""

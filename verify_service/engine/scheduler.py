@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -168,6 +169,7 @@ class Scheduler:
             self._memory.attach(request)
             if request.num_cached_prompt_tokens is None:
                 request.num_cached_prompt_tokens = request.cached_len
+                request.queue_seconds = time.monotonic() - request.arrived_at
             self.running.append(request)
             self.running.sort(key=_rank)
             if self._drafts.spec(request) is None:
