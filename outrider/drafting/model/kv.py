@@ -39,11 +39,6 @@ class SlotLease(NamedTuple):
     ends: Int32s
     """[B], one past the last."""
 
-    @property
-    def num_slots(self) -> int:
-        """Of all rows."""
-        return int(sum(self.ends.tolist())) - int(sum(self.starts.tolist()))
-
 
 class TreeSlots:
     """The tree regions of R rows. A slot is free, taken, leased to the burst that runs, or live.

@@ -106,20 +106,13 @@ def take_forced(
     return forced
 
 
-@dataclass(slots=True)
-class ForcedSeeds:
-    """Forced seeds in the form of a burst."""
+def encode_forced(
+    forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s
+) -> tuple[Int32s, Ints, list[object]]:
+    """Forced seeds as a burst takes them; `index` is the place in the burst of each row.
 
-    fields: Int32s
-    """[8, N], see Seeds."""
-    entries: Ints
-    """[N] entry of each root; -1 for other tokens, which are no entries."""
-    features: list[object]
-    """See Burst.features."""
-
-
-def encode_forced(forest: DraftForest, forced: Sequence[ForcedTokens], index: Int32s) -> ForcedSeeds:
-    """`index`: place in the burst of each row."""
+    Fields [8, N], see Seeds; [N] entry of each root, -1 for other tokens, which are no entries; see Burst.features.
+    """
     rows: list[int] = []
     parents: list[int] = []
     tokens: list[int] = []
@@ -156,7 +149,7 @@ def encode_forced(forest: DraftForest, forced: Sequence[ForcedTokens], index: In
     bases[:] = -np.inf
     bases[roots] = 0.0
     fields[0] = index[fields[0]]
-    return ForcedSeeds(fields, entries, parts)
+    return fields, entries, parts
 
 
 def land_forced(forest: DraftForest, one: ForcedTokens) -> None:
@@ -304,8 +297,7 @@ class Planner:
         entries = np.empty(num_forced + len(chosen), np.intp)
         parts: list[object] = []
         if forced:
-            layout = encode_forced(forest, forced, self._index)
-            fields[:, :num_forced], entries[:num_forced], parts = layout.fields, layout.entries, layout.features
+            fields[:, :num_forced], entries[:num_forced], parts = encode_forced(forest, forced, self._index)
         self._encode_chosen(chosen, chosen_rows, fields[:, num_forced:])
         entries[num_forced:] = chosen
         slots = forest.slots
@@ -323,7 +315,7 @@ class Planner:
             leased,
             most_steps,
             slot_limit,
-            leased.num_slots,
+            int((leased.ends - leased.starts).sum()),
             num_steps,
             contexts=[one.context for one in forced],
         )
@@ -421,13 +413,9 @@ class Planner:
         return reroots
 
     def _add_forced(self, plan: BurstPlan, reroots: Reroots) -> None:
-        layout = encode_forced(self._forest, plan.unsent, self._index)
-        reroots.seeds, reroots.first_seed, reroots.features = (
-            Seeds(layout.fields),
-            len(plan.collector.seeds),
-            layout.features,
-        )
-        plan.collector.add(layout.entries)
+        fields, entries, reroots.features = encode_forced(self._forest, plan.unsent, self._index)
+        reroots.seeds, reroots.first_seed = Seeds(fields), len(plan.collector.seeds)
+        plan.collector.add(entries)
         plan.contexts += [one.context for one in plan.unsent]
         plan.forced += plan.unsent
         plan.unsent = []
