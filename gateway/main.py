@@ -116,6 +116,7 @@ def build_gateway(options: GatewayOptions) -> Gateway:
         options.tokenizer,
         generation_config=options.generation_config == "auto",
         reasoning=options.reasoning_parser,
+        tool_calls=options.tool_call_parser,
     )
     token = read_secret(options.verify_auth_token, options.verify_auth_token_file, "--verify-auth-token")
     tls = peer_source(options, "verify")

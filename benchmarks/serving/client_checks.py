@@ -16,10 +16,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 TASKS = Path(__file__).parent / "client_tasks"
 HEALTH_NAMES = ("", "outrider.v1.GatewayService")
+WEATHER = "What is the weather in Rome, in celsius?"
 CHAT = "Repeat this list:\n- red apples\n- brown eggs\n- rye bread"
 
 
@@ -124,6 +125,45 @@ def openai(rest: str, _grpc: str) -> dict[str, Any]:
     return {"text": text, "accepted": sum(token["origin"] == "accepted" for token in tokens), "tokens": len(tokens)}
 
 
+def openai_tools(rest: str, _grpc: str) -> dict[str, Any]:
+    """OpenAI's own client with tools: a forced call, streamed, parsed into a model, its result sent back; a choice."""
+    import openai as library
+    from pydantic import BaseModel
+
+    class WeatherReport(BaseModel):
+        """Tells the weather."""
+
+        city: str
+        unit: Literal["celsius", "fahrenheit"]
+
+    client = library.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
+    tool: Any = library.pydantic_function_tool(WeatherReport)
+    messages: list[Any] = [{"role": "user", "content": WEATHER}]
+    named: Any = {"type": "function", "function": {"name": "WeatherReport"}}
+    asked: dict[str, Any] = {"model": model_name(rest), "tools": [tool], "max_completion_tokens": 96, "temperature": 0}
+    parsed = client.chat.completions.parse(messages=messages, tool_choice=named, **asked).choices[0]
+    (call,) = parsed.message.tool_calls or []
+    require(isinstance(call.function.parsed_arguments, WeatherReport), "the arguments are not parsed")
+    require(parsed.finish_reason == "tool_calls", f"it ended with {parsed.finish_reason}")
+    with client.chat.completions.stream(messages=messages, tool_choice="required", **asked) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    require("tool_calls.function.arguments.delta" in events, "no pieces of arguments")
+    (streamed,) = final.message.tool_calls or []
+    require(streamed.function.arguments == call.function.arguments, "the stream differs")
+    history = [
+        *messages,
+        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"function": {"parsed_arguments"}})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    asked["max_completion_tokens"] = 24
+    answer = client.chat.completions.create(messages=history, tool_choice="none", **asked).choices[0]
+    require(bool(answer.message.content) and not answer.message.tool_calls, "no answer in words")
+    chosen = client.chat.completions.create(messages=messages, tool_choice="auto", **asked).choices[0]
+    require(bool(chosen.message.content or chosen.message.tool_calls), "neither words nor a call")
+    return {"answer": answer.message.content, "arguments": call.function.arguments, "events": len(events)}
+
+
 def load_generator(rest: str, _grpc: str) -> dict[str, Any]:
     """As vLLM's load generator works: ready check, model, streamed completions, counters before and after."""
     import requests
@@ -202,6 +242,7 @@ CHECKS: dict[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] 
     "lm-eval": (lm_eval, ("lm-eval",)),
     "langchain": (langchain, ("langchain-openai", "langchain-core")),
     "openai": (openai, ("openai",)),
+    "openai-tools": (openai_tools, ("openai",)),
     "load-generator": (load_generator, ("requests",)),
     "health": (health, ("grpcio-health-checking",)),
 }

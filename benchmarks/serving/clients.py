@@ -22,7 +22,14 @@ from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
-CHECKS = ("openai", "langchain", "load-generator", "health", "lm-eval")
+CHECKS = (
+    "openai",
+    "langchain",
+    "openai-tools",
+    "load-generator",
+    "health",
+    "lm-eval",
+)
 PACKAGES = ("torch", "grpcio", "starlette")
 WORKER = Path(__file__).with_name("client_checks.py")
 

@@ -14,8 +14,12 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.reasoning import ReasoningStart
-from gateway.core.request import Chat, ClientRequest, Job, PromptEnd
+from gateway.core.request import Chat, ClientRequest, Job
+from gateway.core.tool_grammar import forced_grammar
+from gateway.core.tool_parser import ToolCalls
+from gateway.core.tool_prompt import chat_messages
 from outrider.errors import ContextLengthError, InvalidRequestError
+from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
@@ -35,14 +39,15 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
-    prompt_field, prompt, text = await _prompt(request, model, names)
+    calls, grammar = _tool_calls(request, model, names)
+    prompt_field, prompt, text = await _prompt(request, model, names, calls)
     # First: of a prompt that is much too long nothing more is looked at.
     max_tokens = _fit(len(prompt), request, model, prompt_field, names)
     check_ids(prompt, model.vocab_size, prompt_field)
     # A grammar holds from the first token on: what it allows is the answer.
-    splits = request.separate_reasoning and request.chat is not None and request.grammar is None
+    splits = request.separate_reasoning and request.chat is not None and grammar is None
     known = _given(GenerationRequest, request) | {
-        "sampling": _sampling(request, model),
+        "sampling": _sampling(request, model, grammar),
         "max_tokens": max_tokens,
         "disable_speculation": request.speculation == "off",
         "tenant": salted_tenant(request.cache_salt or ""),
@@ -57,10 +62,32 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
         arrived=arrived,
         keeps_stop=bool(request.include_stop_str_in_output),
         skips_special=request.skip_special_tokens is not False,
-        grammar_field=names.get("grammar", ""),
+        grammar_field=names.get("grammar", "") if grammar is request.grammar else names.get("chat.tools", "chat.tools"),
         prompt_only=request.prompt_only,
         reasoning=ReasoningStart.of(model.reasoning, text) if splits else None,
+        tool_calls=calls,
     )
+
+
+def _tool_calls(
+    request: ClientRequest, model: GatewayModel, names: FieldNames
+) -> tuple[ToolCalls | None, Grammar | None]:
+    """How calls of tools are found in the answers, and what the answers must be. Raises InvalidRequestError."""
+    chat, form = request.chat, model.tool_format
+    if chat is None or not chat.offered:
+        return None, request.grammar
+    if form is None:
+        if chat.is_forced:
+            raise InvalidRequestError(
+                names.get("chat.tool_choice", "chat.tool_choice"),
+                "calls are not read here (--tool-call-parser none)",
+                "send auto, and read them in the text",
+            )
+        return None, request.grammar
+    calls = ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
+    if not chat.is_forced:
+        return calls, request.grammar
+    return calls, forced_grammar(chat.offered, form, names.get("chat.tools", "chat.tools"))
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
@@ -79,15 +106,17 @@ def _bad_words(words: Sequence[str], model: GatewayModel) -> list[list[int]]:
     return [list(ids) for ids in known]
 
 
-def _sampling(request: ClientRequest, model: GatewayModel) -> SamplingParams:
-    fields = {**model.defaults.sampling, **_given(SamplingParams, request.sampling), "grammar": request.grammar}
+def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | None) -> SamplingParams:
+    fields = {**model.defaults.sampling, **_given(SamplingParams, request.sampling), "grammar": grammar}
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
     fields["top_k"] = max(0, fields.get("top_k", 0))
     return SamplingParams(**fields)
 
 
-async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames) -> tuple[str, list[int], str]:
+async def _prompt(
+    request: ClientRequest, model: GatewayModel, names: FieldNames, calls: ToolCalls | None
+) -> tuple[str, list[int], str]:
     """The prompt's field, as its door calls it, its token ids, and its text where it came as text."""
     if request.prompt_token_ids is not None:
         return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids, ""
@@ -96,6 +125,8 @@ async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames
     if request.chat is not None:
         field = names.get("chat.messages", "chat.messages")
         text = await _conversation(request.chat, model, field)
+        if calls is not None and calls.forced:
+            text += calls.form.forced_opening
     _check_size(text, model, field)
     # A chat template writes the beginning-of-sequence token itself.
     plain = request.chat is None
@@ -109,32 +140,24 @@ async def _prompt(request: ClientRequest, model: GatewayModel, names: FieldNames
 
 
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
-    messages = [message.model_dump() for message in chat.messages]
-    if sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS:
-        return render_chat(messages, model, field, chat.template_values, chat)
-    return await asyncio.to_thread(render_chat, messages, model, field, chat.template_values, chat)
+    is_short = sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS
+    if is_short and not chat.tools and not any(message.tool_calls for message in chat.messages):
+        return render_chat(chat, model, field)
+    return await asyncio.to_thread(render_chat, chat, model, field)
 
 
-def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    model: GatewayModel,
-    field: str,
-    values: Mapping[str, Any],
-    end: PromptEnd,
-) -> str:
-    """A conversation as the model's template writes it with further `values`, up to where `end` says.
-
-    Raises InvalidRequestError about `field`.
-    """
-    template = model.tokenizer.chat_template
+def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
+    """A conversation as the model's template writes it. Raises InvalidRequestError about `field`."""
+    template = model.tokenizer.tool_template if chat.offered else model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
-    known = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    messages, tools = chat_messages(chat, template)
     try:
-        if end.continue_final_message:
-            text = template.render(known, values, add_generation_prompt=False)
-            return _within_last_message(text, known, field)
-        return template.render(known, values, add_generation_prompt=end.add_generation_prompt is not False)
+        if chat.continue_final_message:
+            text = template.render(messages, chat.template_values, add_generation_prompt=False, tools=tools)
+            return _within_last_message(text, messages, field)
+        is_open = chat.add_generation_prompt is not False
+        return template.render(messages, chat.template_values, add_generation_prompt=is_open, tools=tools)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             field, f"the model's chat template refuses them: {error}", "check the roles and their order"

@@ -9,6 +9,7 @@ from gateway.core.detokenizer import StopMatcher
 from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
+from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
 from outrider.protocol.generation import (
     FinishReason,
     GenerationUpdate,
@@ -55,6 +56,8 @@ class Delta:
     """Of the prompt, as far as it tells."""
     reasoning: str = ""
     """What the model thinks, where that is told apart: final text, as `text` is."""
+    tool_calls: Sequence[ToolCallDelta] = ()
+    """Calls of tools, which are no part of the text."""
 
 
 class Answer:
@@ -63,7 +66,11 @@ class Answer:
     def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer) -> None:
         """`choice_index` is what its deltas are called."""
         self._choice_index = choice_index
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=job.skips_special)
+        calls = job.tool_calls
+        self._calls = None if calls is None else ToolCallParser(calls)
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=job.skips_special, shown=frozenset() if calls is None else calls.form.shown_tokens
+        )
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
         self._min_tokens = job.request.min_tokens
@@ -91,6 +98,7 @@ class Answer:
         reasoning, text = self._parts.take(final=self.finish_reason is not None)
         self.usage.num_reasoning_tokens = self._parts.num_tokens
         self._count(chunk, len(tokens))
+        text, calls = self._split(text)
         return Delta(
             self._choice_index,
             text,
@@ -102,7 +110,18 @@ class Answer:
             num_accepted=chunk.num_accepted_tokens,
             cached_tokens=chunk.cached_prompt_tokens,
             reasoning=reasoning,
+            tool_calls=calls,
         )
+
+    def _split(self, text: str) -> tuple[str, Sequence[ToolCallDelta]]:
+        """Final text without its calls of tools, and what is new of them."""
+        if self._calls is None:
+            return text, ()
+        said, calls = self._calls.push(text)
+        if self.finish_reason is None:
+            return said, calls
+        rest, more = self._calls.finish()
+        return said + rest, [*calls, *more]
 
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds where only the prompt is of interest: its one token is nobody's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from gateway.core.generation_config import GenerationDefaults
 from gateway.core.reasoning import ReasoningMarkers, find_markers
 from gateway.core.tokenizer import Tokenizer
+from gateway.core.tool_format import ToolFormat, find_format
 from outrider.errors import ConfigError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import VerifyInfo
@@ -37,6 +38,8 @@ class GatewayModel:
     """Of requests that leave fields of sampling out."""
     reasoning: ReasoningMarkers | None = None
     """What stands around what it thinks before it answers; None where it says nothing of the kind."""
+    tool_format: ToolFormat | None = None
+    """How it writes calls of tools; None leaves them in the text."""
 
     def check_name(self, name: str | None) -> None:
         """Raises NotFoundError unless `name` is empty or this model's."""
@@ -47,15 +50,23 @@ class GatewayModel:
 class Catalogue:
     """Holds the served model; all replicas must serve the same one, and one that comes back may bring another."""
 
-    def __init__(self, folder: Path | None = None, *, generation_config: bool = True, reasoning: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        generation_config: bool = True,
+        reasoning: str = "auto",
+        tool_calls: str = "auto",
+    ) -> None:
         """Without a folder, tokenizer and defaults are read from the one that verify names. Raises ConfigError.
 
-        `generation_config`: whether generation_config.json gives defaults of sampling. `reasoning`: the parser
-        of reasoning.
+        `generation_config`: whether generation_config.json gives defaults of sampling. `reasoning`, `tool_calls`: the
+        parsers of reasoning and of calls of tools.
         """
         self._folder = folder
         self._reads_defaults = generation_config
         self._reasoning = reasoning
+        self._tool_calls = tool_calls
         self._own_tokenizer = Tokenizer.load(folder) if folder is not None else None
         self._identity: dict[str, object] = {}
         """What all replicas must agree on; empty before the first one has reported."""
@@ -100,6 +111,7 @@ class Catalogue:
             reasoning = find_markers(self._reasoning, None if template is None else template.source)
             if reasoning is not None:
                 tokenizer.spell_out((reasoning.begin, reasoning.end))
+            template = tokenizer.tool_template
             digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
             self._model = GatewayModel(
                 name=info.model,
@@ -111,6 +123,7 @@ class Catalogue:
                 dtype=info.dtype,
                 defaults=defaults,
                 reasoning=reasoning,
+                tool_format=find_format(self._tool_calls, None if template is None else template.source),
             )
             self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)

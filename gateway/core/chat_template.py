@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -63,6 +64,8 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         environment.filters["tojson"] = _tojson
         self.source = source
+        self.knows_tools = re.search(r"\btools\b", source) is not None
+        """Whether it does anything with tools."""
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
@@ -70,13 +73,13 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid: {error}") from None
 
     @classmethod
-    def load(cls, folder: Path) -> ChatTemplate | None:
-        """The template of a model folder; None where it has none. Raises ConfigError."""
+    def load(cls, folder: Path, name: str = "default") -> ChatTemplate | None:
+        """The template of a model folder, by its name where it has several; None without one. Raises ConfigError."""
         config = read_config(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
         if isinstance(source, list):  # several by name
-            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+            source = next((t.get("template") for t in source if t.get("name") == name), None)
         if not isinstance(source, str):
             return None
         return cls(source, special_tokens(config))
@@ -87,6 +90,7 @@ class ChatTemplate:
         values: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The conversation as text, up to where the answer begins unless told otherwise. Raises ChatTemplateError.
 
@@ -101,7 +105,7 @@ class ChatTemplate:
                     **self._special_tokens,
                     "messages": [dict(m) for m in messages],
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
+                    "tools": [dict(tool) for tool in tools] or None,
                 }
             ):
                 length += len(piece)
@@ -110,7 +114,7 @@ class ChatTemplate:
                         f"the rendered conversation is longer than {MAX_RENDERED_CHARACTERS} characters"
                     )
                 pieces.append(piece)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise ChatTemplateError(str(error)) from None
         return "".join(pieces)
 

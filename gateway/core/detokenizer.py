@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _MAX_HELD_TOKENS = 16
 """Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
@@ -109,6 +109,24 @@ class WindowDetokenizer(Detokenizer):
         """Text of the first `number` pending tokens, or of all."""
         text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""
+
+
+class MarkDetokenizer(Detokenizer):
+    """Shows some special tokens, which end a character that is not complete."""
+
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
+        """`marks` are the tokens' texts by id."""
+        self._inner = inner
+        self._marks = marks
+
+    def push(self, token_id: int) -> str:
+        """See the base."""
+        mark = self._marks.get(token_id)
+        return self._inner.push(token_id) if mark is None else self._inner.finish() + mark
+
+    def finish(self) -> str:
+        """See the base."""
+        return self._inner.finish()
 
 
 class StopMatcher:

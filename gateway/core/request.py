@@ -7,6 +7,7 @@ Values are strict: a string is never taken for a number, nor a boolean for an in
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -16,8 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from gateway.core.reasoning import ReasoningStart
+from gateway.core.tool_parser import ToolCalls
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar
+from outrider.grammar.spec import MAX_DEPTH, Grammar
 from outrider.protocol.generation import GenerationRequest
 
 MAX_CHOICES = 16
@@ -26,6 +28,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_BAD_WORDS = 64
+MAX_TOOLS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPLATE_VALUES_BYTES = 16384
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
@@ -36,6 +39,7 @@ MAX_PROMPT_TOKENS = 1 << 20
 
 IGNORE_UNKNOWN_FIELDS: dict[str, bool] = {}
 """The context of a validation that leaves out what it does not know."""
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class StrictModel(BaseModel):
@@ -239,22 +243,95 @@ class PromptEnd(StrictModel):
         return self
 
 
+def _flat(value: dict[str, Any]) -> dict[str, Any]:
+    # By level with a list of our own, so that depth costs no stack; deeper ones would cost a template some.
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for outer in level
+            for child in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return value
+    raise PydanticCustomError(
+        "depth", "is nested over {limit} levels; move inner schemas to $defs and use $ref", {"limit": MAX_DEPTH}
+    )
+
+
+def _identifier(name: str) -> str:
+    if not _IDENTIFIER.fullmatch(name):
+        problem = "holds more than letters, digits, underscores, hyphens and dots; rename the function"
+        raise PydanticCustomError("identifier", problem)
+    return name
+
+
+class Tool(StrictModel):
+    """A function that the client can call for the model."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_identifier)] = Field(
+        description="Letters, digits, underscores, hyphens and dots."
+    )
+    description: Text | None = Field(None, description="What it does, for the model.")
+    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = Field(
+        None, description="A JSON schema of its arguments; none without it."
+    )
+    strict: bool | None = Field(None, description="Without effect: forced calls are held to their schema in any case.")
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """A JSON schema of its arguments."""
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+
+class ToolCall(StrictModel):
+    """A call in an earlier answer."""
+
+    id: Annotated[Text, Field(max_length=256)] = ""
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    arguments: Text = ""
+    """JSON, as the model wrote it."""
+
+
 class RequestMessage(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: Text
     name: Text | None = None
     reasoning_content: Text | None = None
     """What an assistant thought before it said this."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Of an assistant's message."""
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
+    """Of a tool's message: the call that it answers."""
 
 
 class Chat(PromptEnd):
-    """A conversation, oldest message first."""
+    """A conversation, oldest message first, and the tools that the answer may call."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     template_values: TemplateValues = Field(default_factory=dict)
     """Further values for the chat template, by name."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    """The tool that must be called, if it is one; goes with "required"."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold several calls."""
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool for tool in self.tools if self.tool_name in (None, tool.name)]
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required"
 
 
 class ClientRequest(OutputFields):
@@ -328,6 +405,8 @@ class Job:
     """The answer is not wanted: the one token that verify commits is dropped."""
     reasoning: ReasoningStart | None = None
     """How its reasoning is told apart; None where all is the answer's text."""
+    tool_calls: ToolCalls | None = None
+    """How calls are found in the answers; None where they are text alone."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

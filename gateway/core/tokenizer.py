@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from gateway.core.chat_template import ChatTemplate, read_config
-from gateway.core.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from gateway.core.detokenizer import ByteDetokenizer, Detokenizer, MarkDetokenizer, WindowDetokenizer
 from outrider.errors import ConfigError
 from outrider.models.store_folder import hash_tokenizer
 
@@ -27,6 +27,7 @@ class Tokenizer:
         inner: tokenizers.Tokenizer,
         *,
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         digest: str = "",
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -34,6 +35,8 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
+        """The chat template for requests with tools: some models have one of its own for them."""
         self.digest = digest
         """SHA-256 of tokenizer.json, hexadecimal."""
         self.config = dict(config or {})
@@ -41,7 +44,7 @@ class Tokenizer:
         decoders = _decoder_types(inner)
         self._byte_level = decoders == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in decoders
-        self._special = {t.content for t in inner.get_added_tokens_decoder().values() if t.special}
+        self._special = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items() if t.special}
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token, an upper bound of the text that one token stands for."""
@@ -59,7 +62,13 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more specific
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         config = read_config(folder / "tokenizer_config.json")
-        return cls(inner, chat_template=ChatTemplate.load(folder), digest=hash_tokenizer(folder), config=config)
+        return cls(
+            inner,
+            chat_template=ChatTemplate.load(folder),
+            tool_template=ChatTemplate.load(folder, "tool_use"),
+            digest=hash_tokenizer(folder),
+            config=config,
+        )
 
     @property
     def size(self) -> int:
@@ -75,18 +84,21 @@ class Tokenizer:
         """The text of token ids; special tokens are left out or spelled out."""
         return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Fresh state for one answer; special tokens are left out or spelled out."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """Fresh state for one answer; special tokens are left out, but those `shown`, or all spelled out."""
+        marks = {self._special[mark]: mark for mark in shown & self._special.keys()} if skip_special_tokens else {}
         if self._byte_level:
-            return ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
-        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        is_hidden = self._is_hidden if skip_special_tokens else self._is_unknown
-        return WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte)
+            inner: Detokenizer = ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
+        else:
+            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+            is_hidden = self._is_hidden if skip_special_tokens else self._is_unknown
+            inner = WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte)
+        return MarkDetokenizer(inner, marks) if marks else inner
 
     def spell_out(self, tokens: Collection[str]) -> None:
         """Makes special tokens part of the text, where the tokenizer works on bytes."""
         if self._byte_level:
-            self._special -= set(tokens)
+            self._special = {token: token_id for token, token_id in self._special.items() if token not in tokens}
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, special tokens spelled out; empty for an id without a token."""

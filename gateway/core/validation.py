@@ -35,7 +35,9 @@ _WANTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 
-_OWN_PARTS = frozenset({"[key]", "@text", "@parts", "@texts", "@ids", "@lists", "@items", "@message", "@reasoning"})
+_OWN_PARTS = frozenset(
+    {"[key]", "@text", "@parts", "@texts", "@ids", "@lists", "@items", "@message", "@reasoning", "@word", "@named"}
+)
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
 
@@ -51,6 +53,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
     """One finding in our words. `model` is what unknown fields are compared with."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     field = field_path(error["loc"])
+    if "within" in context:  # found by a look at the whole object
+        field += f".{context['within']}"
     if kind == "extra_forbidden":
         field = field or str(error["loc"][-1])  # named like a part of pydantic's own
         return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")

@@ -19,7 +19,7 @@ from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import special_tokens
 from gateway.core.metrics import CONTENT_TYPE
-from gateway.core.request import MAX_PROMPT_TOKENS, ClientRequest, PromptEnd, StrictModel, Text, TokenId
+from gateway.core.request import MAX_PROMPT_TOKENS, Chat, ClientRequest, PromptEnd, StrictModel, Text, TokenId
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
@@ -283,14 +283,17 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
     request = validate(TokenizeRequest, body)
     model.check_name(request.model)
     messages = [message.plain() for message in request.messages or ()]
+    ends = {name: getattr(request, name) for name in PromptEnd.model_fields}
+    fields = {"messages": messages, "template_values": request.template_values()} | ends
+    chat = validate(Chat, fields) if messages else None
     size = len(request.prompt or "") + sum(len(message["content"]) for message in messages)
-    return size, partial(_tokenize, model, request, messages)
+    return size, partial(_tokenize, model, request, chat)
 
 
-def _tokenize(model: GatewayModel, request: TokenizeRequest, messages: Sequence[Mapping[str, Any]]) -> bytes:
-    text, special = request.prompt or "", not messages
-    if messages:
-        text = render_chat(messages, model, "messages", request.template_values(), request)
+def _tokenize(model: GatewayModel, request: TokenizeRequest, chat: Chat | None) -> bytes:
+    text, special = request.prompt or "", chat is None
+    if chat is not None:
+        text = render_chat(chat, model, "messages")
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
     token_ids = model.tokenizer.encode(text, add_special_tokens=special)

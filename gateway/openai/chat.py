@@ -6,26 +6,37 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_LOGPROBS, MAX_MESSAGES, ClientRequest, Job, PromptEnd, StrictModel, Text
+from gateway.core.request import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ClientRequest,
+    Job,
+    PromptEnd,
+    StrictModel,
+    Text,
+)
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields
 from gateway.openai.generation import (
     ChoicesBuilder,
     CollectedAnswer,
-    FinishWord,
     GenerationRoute,
     UsageBody,
     finish_word,
 )
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
+from gateway.openai.tools import CallBody, CallDelta, CallMade, ToolBody, ToolChoice, check_tools, tool_fields
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
+from outrider.protocol.generation import FinishReason
 
-_NO_TOOLS = "tools are not supported"
+_NO_FUNCTIONS = "the old form of tools is not supported: use tools, tool_choice and tool_calls"
 _NO_AUDIO = "only text is supported"
 
 
@@ -50,24 +61,43 @@ Content = Annotated[
 class ChatMessage(StrictModel):
     """One message of a conversation. Fields that only answers have may be sent back empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(None, description="May be left out beside tool_calls.")
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
+    tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Calls of an earlier answer; of an assistant's message."
+    )
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = Field(
+        None, description="The call that a tool's message answers."
+    )
     refusal: Annotated[Any, Only(why="refusals are not supported")] = None
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
-    tool_calls: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    function_call: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
+
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            problem = "only an assistant's message has them; leave them out"
+            raise PydanticCustomError("tool_calls", problem, {"within": "tool_calls"})
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            problem = "tells which call a message of role tool answers; send it there, and there alone"
+            raise PydanticCustomError("tool_call_id", problem, {"within": "tool_call_id"})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "missing", {"within": "content"})
+        return self
 
     def plain(self) -> dict[str, Any]:
-        """The message as the chat template takes it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """The message as the gateway's own request has it."""
+        parts = self.content or ""
         return {
             "role": "system" if self.role == "developer" else self.role,
-            "content": content,
+            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
             "name": self.name,
             "reasoning_content": self.reasoning_content,
+            "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None,
+            "tool_call_id": self.tool_call_id,
         }
 
 
@@ -82,11 +112,17 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="Tell this many of the most likely tokens too; needs logprobs."
     )
-    tools: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    tool_choice: Annotated[Any, Only("none", "auto", why=_NO_TOOLS)] = None
-    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
-    functions: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    function_call: Annotated[Any, Only("none", "auto", why=_NO_TOOLS)] = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether the answer may call (auto, the default), must not, must, or must call one function."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
+    )
+    functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
+    function_call: Annotated[Any, Only("none", "auto", why=_NO_FUNCTIONS)] = None
     modalities: Annotated[Any, Only(["text"], why=_NO_AUDIO)] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported: drafts are made here")] = None
@@ -102,6 +138,14 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatCompletionRequest:
+        check_tools(self.tools or [], self.tool_choice)
+        if self.tools and self.tool_choice != "none" and self.grammar is not None:
+            field = self.grammar_field.partition(".")[0]
+            raise InvalidRequestError(field, "does not go with tools", "set tool_choice to none or leave it out")
+        return self
+
     def requests(self, max_prompts: int) -> NamedRequests:
         """The gateway's own request."""
         fields = self.common((self.top_logprobs or 0) if self.logprobs else None)
@@ -111,18 +155,24 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             "template_values": self.template_values(),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-        }
-        return [(validate(ClientRequest, fields), self.field_names | {"chat.messages": "messages"})]
+        } | tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        names = {"chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
+        return [(validate(ClientRequest, fields), self.field_names | names)]
+
+
+ChatFinishWord = Literal["stop", "length", "tool_calls"]
 
 
 class AssistantMessage(Body):
     """The answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the answer is calls alone."""
     refusal: None
     reasoning_content: str | None = None
     """What the model thought before it answered."""
+    tool_calls: list[CallMade] | None = None
 
 
 class ChatChoice(Body):
@@ -131,7 +181,7 @@ class ChatChoice(Body):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord
+    finish_reason: ChatFinishWord
     trace: TraceBody | None = None
 
 
@@ -155,6 +205,7 @@ class ChatDelta(Body):
     content: str | None = None
     reasoning_content: str | None = None
     """What the model thinks before it answers."""
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(Body):
@@ -163,7 +214,7 @@ class ChatChunkChoice(Body):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishWord | None
+    finish_reason: ChatFinishWord | None
     trace: TraceBody | None = None
 
 
@@ -179,6 +230,12 @@ class ChatCompletionChunk(Body):
     usage: UsageBody | None = None
 
 
+def _finish_word(reason: FinishReason | None, answer: CollectedAnswer) -> ChatFinishWord:
+    """OpenAI's word for the reason of a chat's end."""
+    word = finish_word(reason)
+    return "tool_calls" if word == "stop" and answer.calls.made else word
+
+
 class ChatBuilder(ChoicesBuilder):
     """Builds chat completions and their chunks."""
 
@@ -189,7 +246,7 @@ class ChatBuilder(ChoicesBuilder):
                 index=index,
                 message=_message(answer),
                 logprobs=chat_logprobs(answer.tokens, self._tokenizer),
-                finish_reason=finish_word(answer.finish_reason),
+                finish_reason=_finish_word(answer.finish_reason, answer),
                 **self._trace(index, answer.tokens, answer.trees),
             )
             for index, answer in enumerate(self._answers)
@@ -211,8 +268,12 @@ class ChatBuilder(ChoicesBuilder):
             if delta.text or not news:
                 news["content"] = delta.text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **trace)
+        if delta.tool_calls:
+            answer.calls.take(delta.tool_calls)
+            calls = ChatDelta(tool_calls=[CallDelta.of(call) for call in delta.tool_calls])
+            yield ChatChunkChoice(index=index, delta=calls, logprobs=None, finish_reason=None)
         if delta.finish_reason is not None:
-            reason = finish_word(delta.finish_reason)
+            reason = _finish_word(delta.finish_reason, answer)
             yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason)
 
     def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
@@ -220,8 +281,11 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def _message(answer: CollectedAnswer) -> AssistantMessage:
-    more = {"reasoning_content": reasoning} if (reasoning := "".join(answer.reasoning)) else {}
-    return AssistantMessage(role="assistant", content="".join(answer.text), refusal=None, **more)
+    text, calls = "".join(answer.text), answer.calls.made
+    more: dict[str, Any] = {"reasoning_content": reasoning} if (reasoning := "".join(answer.reasoning)) else {}
+    if calls:
+        more["tool_calls"] = calls
+    return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)
 
 
 class ChatRoute(GenerationRoute[ChatCompletionRequest]):

@@ -41,6 +41,7 @@ from gateway.http.responses import (
 )
 from gateway.openai.fields import GenerationBody, NamedRequests, StreamOptions
 from gateway.openai.logprobs import prompt_logprobs_body
+from gateway.openai.tools import CollectedCalls
 from gateway.openai.trace import trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
@@ -124,6 +125,7 @@ class CollectedAnswer:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    calls: CollectedCalls = field(default_factory=CollectedCalls)
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     trees: list[RoundTree] = field(default_factory=list)
@@ -200,6 +202,7 @@ class ResponseBuilder(ABC):
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
         answer.reasoning.append(delta.reasoning)
+        answer.calls.take(delta.tool_calls)
         if self._keeps_tokens(self._jobs[delta.choice_index]):
             answer.tokens.extend(delta.tokens)
             self._num_collected += _num_values(delta)

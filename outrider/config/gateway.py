@@ -57,6 +57,12 @@ class GatewayOptions(ServiceOptions):
         "kimi for ◁think▷, seed for <seed:think>; auto takes those that the chat template names.",
         choices=("auto", "none", "think", "mistral", "kimi", "seed"),
     )
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes calls of tools; auto looks for a format's marks in the chat template, none leaves calls "
+        "in the text.",
+        choices=("auto", "hermes", "llama3", "mistral", "json", "none"),
+    )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
     api_key_file: Path | None = option(
         None,

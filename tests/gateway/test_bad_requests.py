@@ -19,6 +19,15 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "x"}]
+CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+DEEP: dict[str, Any] = {}
+for _ in range(70):
+    DEEP = {"items": DEEP}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | fields}
+
 
 FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "temperature": 2.5}, "temperature", "invalid_value", "2"),
@@ -92,7 +101,12 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": "hello"}, "messages", "invalid_type", "a list"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter", "required"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type", "a string"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value", "'user'"),
+    (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value", "'user'"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_value", "role tool"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls",
+     "invalid_value", "assistant"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {}}]}]},
+     "messages[0].tool_calls[0].function.name", "missing_required_parameter", "required"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -100,7 +114,24 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
         "invalid_value",
         "'text'",
     ),
-    (CHAT, {"messages": HELLO, "tools": [{}]}, "tools", "unsupported_parameter", "[]"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, "tools[0].type", "missing_required_parameter", "required"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a b")]}, "tools[0].function.name", "invalid_value", "rename"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a"), tool("a")]}, "tools[1].function.name", "invalid_value", "twice"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a")] * 129}, "tools", "invalid_value", "128"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a", parameters=DEEP)]}, "tools[0].function.parameters",
+     "invalid_value", "64 levels"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a", parameters={"title": "x" * 70_000})], "tool_choice": "required"},
+     "tools[0].function.parameters", "invalid_value", "65536"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a", parameters={"not": {}})], "tool_choice": "required"},
+     "tools[0].function.parameters.not", "invalid_value", "say what is allowed"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "invalid_value",
+     "'required'"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
+     "tool_choice.function.name", "invalid_value", "none of the tools"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tools", "invalid_value", "tool_choice to auto"),
+    (CHAT, {"messages": HELLO, "tools": [tool("a")], "response_format": {"type": "json_object"}}, "response_format",
+     "invalid_value", "tool_choice to none"),
+    (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "unsupported_parameter", "use tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "grammar"}}, "response_format.type", "invalid_value",
      "'json_schema'"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),

@@ -74,7 +74,11 @@ async def test_models_are_listed(world: World) -> None:
         (Request(prompt="x", max_tokens=1000), ContextLengthError, "max_tokens"),
         (Request(prompt_token_ids={"ids": [1, 99999]}), InvalidRequestError, "prompt_token_ids[1]"),
         (Request(chat={"messages": []}), InvalidRequestError, "chat.messages"),
-        (Request(chat={"messages": [{"role": "tool", "content": "x"}]}), InvalidRequestError, "chat.messages[0].role"),
+        (
+            Request(chat={"messages": [{"role": "robot", "content": "x"}]}),
+            InvalidRequestError,
+            "chat.messages[0].role",
+        ),
     ],
 )
 async def test_every_wrong_field_is_named(world: World, request_: Any, kind: type[OutriderError], field: str) -> None:

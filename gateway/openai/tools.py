@@ -1,0 +1,154 @@
+"""Tools in the bodies of OpenAI's routes: what may be called, what was called, and what an answer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from gateway.core.request import StrictModel, Text, Tool, ToolCall
+from gateway.core.tool_grammar import check_tool
+from gateway.core.tool_parser import ToolCallDelta
+from gateway.http.responses import Body
+from outrider.errors import InvalidRequestError
+
+
+class ToolBody(StrictModel):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+    function: Tool
+
+
+class NamedFunction(StrictModel):
+    """One of the functions."""
+
+    name: Text
+
+
+class NamedChoice(StrictModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(StrictModel):
+    """What an earlier answer called."""
+
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    arguments: Text = Field("", description="JSON, as the answer had it.")
+
+
+class CallBody(StrictModel):
+    """A call of an earlier answer."""
+
+    id: Annotated[Text, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    index: int | None = Field(None, description="Taken and not used.")
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as the gateway's own request has it."""
+        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments).model_dump()
+
+
+def _choice_kind(value: Any) -> str:
+    return "@named" if isinstance(value, dict | NamedChoice) else "@word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("@word")] | Annotated[NamedChoice, Tag("@named")],
+    Discriminator(_choice_kind),
+]
+
+
+def check_tools(tools: Sequence[ToolBody], choice: str | NamedChoice | None) -> None:
+    """Raises InvalidRequestError about tools that cannot be, or that do not fit the choice."""
+    names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidRequestError(f"tools[{index}].function.name", f"{name!r} is there twice", "rename one")
+    if choice == "required" and not tools:
+        raise InvalidRequestError("tools", "missing", "send tools, or set tool_choice to auto")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        field, name = "tool_choice.function.name", choice.function.name[:64]
+        raise InvalidRequestError(field, f"{name!r} is none of the tools", "send the name of one")
+    is_forced = choice == "required" or isinstance(choice, NamedChoice)
+    for index, tool in enumerate(tools):
+        if is_forced:
+            check_tool(tool.function, f"tools[{index}].function.parameters")
+
+
+def tool_fields(tools: Sequence[ToolBody], choice: str | NamedChoice | None, parallel: bool | None) -> dict[str, Any]:
+    """Fields of a `Chat`, without the messages."""
+    fields: dict[str, Any] = {"tools": [tool.function.model_dump() for tool in tools]}
+    fields["parallel_tool_calls"] = parallel is not False
+    if isinstance(choice, NamedChoice):
+        return fields | {"tool_choice": "required", "tool_name": choice.function.name}
+    return fields | {"tool_choice": choice or "auto"}
+
+
+class FunctionMade(Body):
+    """What an answer calls."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class CallMade(Body):
+    """A call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionMade
+
+
+class FunctionDelta(Body):
+    """The name once, then pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Body):
+    """What a chunk adds to a call; the first one names it."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+    @classmethod
+    def of(cls, delta: ToolCallDelta) -> CallDelta:
+        """OpenAI's view of the news of a call."""
+        if not delta.id:
+            return cls(index=delta.index, function=FunctionDelta(arguments=delta.arguments))
+        function = FunctionDelta(name=delta.name, arguments=delta.arguments)
+        return cls(index=delta.index, id=delta.id, type="function", function=function)
+
+
+class CollectedCalls:
+    """The calls of one answer so far."""
+
+    def __init__(self) -> None:
+        self._heads: list[ToolCallDelta] = []
+        self._arguments: list[list[str]] = []
+
+    def take(self, deltas: Sequence[ToolCallDelta]) -> None:
+        """Adds what is new."""
+        for delta in deltas:
+            if delta.id:
+                self._heads.append(delta)
+                self._arguments.append([])
+            self._arguments[-1].append(delta.arguments)
+
+    @property
+    def made(self) -> list[CallMade]:
+        """All calls."""
+        return [
+            CallMade(id=head.id, type="function", function=FunctionMade(name=head.name, arguments="".join(arguments)))
+            for head, arguments in zip(self._heads, self._arguments, strict=True)
+        ]

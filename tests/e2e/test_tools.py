@@ -1,0 +1,66 @@
+"""The real model calls tools: with 135M the choice may be poor, but a forced call always fits its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from outrider.cli.cluster import Cluster
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/City"},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+    },
+    "required": ["city", "unit", "days"],
+    "$defs": {"City": {"type": "string", "maxLength": 16}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now", "description": "Tells the time."}},
+]
+SCHEMAS = {"weather": PLACE, "now": {"type": "object", "additionalProperties": False}}
+ASK: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+
+
+def test_a_forced_call_is_valid_and_the_same_with_and_without_speculation(cluster: Cluster) -> None:
+    with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0) as client:
+        choices: list[tuple[Any, float]] = [
+            ("required", 0.9),
+            ({"type": "function", "function": {"name": "weather"}}, 0.9),
+            ({"type": "function", "function": {"name": "weather"}}, 0.0),
+        ]
+        for choice, temperature in choices:
+            found = []
+            for speculation in ("on", "off"):
+                completion = client.chat.completions.create(
+                    model="smollm2",
+                    messages=ASK,
+                    tools=TOOLS,
+                    tool_choice=choice,
+                    temperature=temperature,
+                    seed=11,
+                    max_tokens=160,
+                    extra_body={"speculation": speculation},
+                )
+                answer = completion.choices[0]
+                assert answer.finish_reason == "tool_calls" and answer.message.content is None
+                (call,) = answer.message.tool_calls or []
+                found.append((call.function.name, call.function.arguments))
+            assert found[0] == found[1]
+            name, arguments = found[0]
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def test_openais_client_streams_parses_and_sends_results_back(cluster: Cluster) -> None:
+    from benchmarks.serving.client_checks import openai_tools
+
+    assert openai_tools(cluster.rest_url, cluster.gateway_address)["answer"]

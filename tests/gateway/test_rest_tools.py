@@ -1,0 +1,192 @@
+"""Tools from the body through the template to verify, and calls back from the answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_world import World, open_world
+from pydantic import BaseModel
+from scripted_verify import MODEL, ScriptedVerify
+from tiny_tokenizers import byte_level_tokenizer
+
+from outrider.protocol.generation_codec import decode_grammar
+
+CHAT = "/v1/chat/completions"
+HELLO: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
+PLACE = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+         "$defs": {"City": {"type": "string"}}}  # fmt: skip
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+WEATHER = '{"name": "weather", "arguments": {"city": "Rome é"}}'
+NOW = '{"name": "now", "arguments": {}}'
+TEMPLATES = {
+    "hermes": "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{# <tool_call> #}",
+    "mistral": "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# [TOOL_CALLS] #}",
+    "llama3": "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <|python_tag|> #}",
+    "json": "",
+}
+MESSAGES = (
+    "{% for m in messages %}[{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}] {{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %} call {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}"
+    "{% endfor %}{{ '\n' }}{% endfor %}>"
+)
+WRITTEN = {
+    "hermes": f"Let me see.\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
+    "mistral": f"Let me see.[TOOL_CALLS][{WEATHER}, {NOW}]",
+    "llama3": f"<|python_tag|>{WEATHER.replace('arguments', 'parameters')}; {NOW}",
+    "json": f"[{WEATHER}, {NOW}]",
+}
+
+
+def make_verify(folder: Path, form: str) -> ScriptedVerify:
+    """A model whose template is of a format, and whose openers are special tokens where models have them so."""
+    inner = byte_level_tokenizer()
+    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>"])
+    inner.save(str(folder / "tokenizer.json"))
+    # As templates without tools are, it would put calls that it is given nowhere.
+    template = TEMPLATES[form] + (MESSAGES if form != "json" else MESSAGES.replace("m.tool_calls", "m.nothing"))
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    verify = ScriptedVerify(folder)
+    verify.context_length = 1024
+    return verify
+
+
+def prompt(world: World) -> str:
+    """What verify was asked last, as text."""
+    return world.verify.tokenizer.decode(list(world.verify.requests[-1].prompt_token_ids), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_calls_of_every_format_come_back_whole_and_streamed(tmp_path: Path, form: str) -> None:
+    verify = make_verify(tmp_path, form)
+    async with open_world(verify, tmp_path) as world:
+        verify.say(WRITTEN[form])
+        client = world.openai().chat.completions
+        asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
+        whole = (await client.create(**asked)).choices[0]
+        calls = whole.message.tool_calls or []
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content == ("Let me see." if form in ("hermes", "mistral") else None)
+        found = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in calls]
+        assert found == [("function", "weather", {"city": "Rome é"}), ("function", "now", {})]
+        assert len({call.id for call in calls}) == 2
+        assert form != "mistral" or all(len(call.id) == 9 and call.id.isalnum() for call in calls)
+        assert "weather" in prompt(world) and not decoded_grammar(world)
+
+        stream = await client.create(stream=True, **asked)
+        choices = [chunk.choices[0] async for chunk in stream]
+        deltas = [call for choice in choices for call in choice.delta.tool_calls or []]
+        for index, call in enumerate(calls):
+            first, *others = [delta for delta in deltas if delta.index == index]
+            assert first.id and first.type == "function" and first.function.name == call.function.name
+            assert all((d.id, d.type, d.function.name) == (None, None, None) for d in others)
+            assert "".join(d.function.arguments for d in (first, *others)) == call.function.arguments
+        assert len([delta for delta in deltas if delta.index == 0]) > 3
+        assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
+
+        alone = await client.create(parallel_tool_calls=False, **asked)
+        assert [call.function.name for call in alone.choices[0].message.tool_calls or []] == ["weather"]
+        none = await client.create(tool_choice="none", **asked)
+        assert none.choices[0].message.tool_calls is None and "weather" not in prompt(world)
+
+
+def decoded_grammar(world: World) -> Any:
+    request = world.verify.requests[-1]
+    return json.loads(decode_grammar(request.grammar).source) if request.HasField("grammar") else None
+
+
+OPENINGS = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "json": ""}
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_a_forced_call_begins_behind_its_opener_and_is_held_to_its_schema(tmp_path: Path, form: str) -> None:
+    verify = make_verify(tmp_path, form)
+    async with open_world(verify, tmp_path) as world:
+        body = WEATHER.replace("arguments", "parameters") if form == "llama3" else WEATHER
+        verify.say(f"[{body}]" if form == "mistral" else body)
+        for choice, num_tools in (("required", 2), ({"type": "function", "function": {"name": "weather"}}, 1)):
+            fields = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}
+            response = await world.http.post(CHAT, json=fields)
+            answer = response.json()["choices"][0]
+            assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
+            assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome é"}'
+            assert prompt(world).endswith(">" + OPENINGS[form])
+            schema = decoded_grammar(world)
+            assert len(schema["$defs"]) == num_tools
+            held = schema["$defs"]["tool0"]
+            assert held["properties"]["city"]["$ref"] == "#/$defs/tool0/$defs/City" and not held["additionalProperties"]
+
+
+async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Path) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+             {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{broken"}}]  # fmt: skip
+    messages = [*HELLO, {"role": "assistant", "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "c1", "content": "21"}]  # fmt: skip
+    for form, wanted in (
+        ("hermes", '[assistant]  call c1 weather {"city": "Rome"} call c2 now "{broken"\n[tool c1] 21\n>'),
+        ("json", '[assistant] {"name": "weather", "arguments": {"city": "Rome"}}\n{"name": "now", "arguments": '
+                 '"{broken"}\n[user] Result of weather: 21\n>'),
+    ):  # fmt: skip
+        folder = tmp_path / form
+        folder.mkdir()
+        verify = make_verify(folder, form)
+        async with open_world(verify, folder) as world:
+            verify.say("21 degrees")
+            response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
+            assert response.json()["choices"][0]["message"] == {
+                "role": "assistant", "content": "21 degrees", "refusal": None}  # fmt: skip
+            assert prompt(world).endswith(wanted)
+            assert prompt(world).startswith("{" if form == "hermes" else "[system] You may call functions.")
+
+
+async def test_a_parser_may_be_named_or_left_out(tmp_path: Path) -> None:
+    verify = make_verify(tmp_path, "hermes")
+    verify.say(WRITTEN["json"])
+    async with open_world(verify, tmp_path, tool_call_parser="json") as world:
+        answer = (await world.http.post(CHAT, json={"messages": HELLO, "tools": TOOLS})).json()["choices"][0]
+        assert len(answer["message"]["tool_calls"]) == 2
+    other = tmp_path / "none"
+    other.mkdir()
+    async with open_world(verify, other, tool_call_parser="none") as world:
+        asked = {"messages": HELLO, "tools": TOOLS}
+        answer = (await world.http.post(CHAT, json=asked)).json()["choices"][0]
+        assert answer["message"]["content"] == WRITTEN["json"] and answer["finish_reason"] == "stop"
+        response = await world.http.post(CHAT, json=asked | {"tool_choice": "required"})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+
+
+async def test_a_call_that_is_cut_says_length(tmp_path: Path) -> None:
+    verify = make_verify(tmp_path, "hermes")
+    verify.say(WRITTEN["hermes"])
+    async with open_world(verify, tmp_path) as world:
+        fields = {"messages": HELLO, "tools": TOOLS, "max_tokens": 30, "n": 2}
+        for choice in (await world.http.post(CHAT, json=fields)).json()["choices"]:
+            assert choice["finish_reason"] == "length"
+
+
+class Weather(BaseModel):
+    """Tells the weather."""
+
+    city: str
+
+
+async def test_the_openai_client_parses_arguments_into_its_model(tmp_path: Path) -> None:
+    import openai
+
+    verify = make_verify(tmp_path, "hermes")
+    verify.say('{"name": "Weather", "arguments": {"city": "Rome"}}')
+    async with open_world(verify, tmp_path) as world:
+        completion = await world.openai().chat.completions.parse(
+            model=MODEL,
+            messages=HELLO,
+            tools=[openai.pydantic_function_tool(Weather)],
+            tool_choice={"type": "function", "function": {"name": "Weather"}},
+        )
+        (call,) = completion.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == Weather(city="Rome")

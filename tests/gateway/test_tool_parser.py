@@ -1,0 +1,146 @@
+"""Calls of tools are found in an answer however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.tool_format import FORMATS, find_format
+from gateway.core.tool_parser import ToolCallParser, ToolCalls
+
+NAMES = frozenset({"look_up", "add"})
+Calls = list[tuple[str, str]]
+
+
+def parse(form: str, pieces: Sequence[str], **options: Any) -> tuple[str, Calls]:
+    """The text, and name and arguments of each call, as a client puts them together."""
+    parser = ToolCallParser(ToolCalls(FORMATS[form], NAMES, **options))
+    text, calls = "", []
+    for said, deltas in [*map(parser.push, pieces), parser.finish()]:
+        text += said
+        for delta in deltas:
+            assert bool(delta.id) == bool(delta.name) == (delta.index == len(calls))
+            if delta.id:
+                calls.append((delta.name, ""))
+            name, arguments = calls[delta.index]
+            calls[delta.index] = (name, arguments + delta.arguments)
+    return text, calls
+
+
+ADD = ("add", '{"a": 1, "b": [2, "}"]}')
+LOOK = ("look_up", '{"text": "say \\"{hi\\" \\\\"}')
+ADD_JSON = f'{{"name": "{ADD[0]}", "arguments": {ADD[1]}}}'
+LOOK_JSON = f'{{"arguments": {LOOK[1]}, "name": "{LOOK[0]}"}}'
+LLAMA_JSON = f'{{"type": "function", "name": "{ADD[0]}", "parameters": {ADD[1]}}}'
+
+CASES: list[tuple[str, str, str, Calls]] = [
+    ("hermes", "hello\n", "hello\n", []),
+    ("hermes", f"<tool_call>\n{ADD_JSON}\n</tool_call>", "", [ADD]),
+    ("hermes", f"Let me see.\n\n<tool_call>{ADD_JSON}</tool_call>\n<tool_call>{LOOK_JSON}</tool_call>\n",
+     "Let me see.", [ADD, LOOK]),
+    ("hermes", f"<tool_call>{ADD_JSON}</tool_call> done <b>", "done <b>", [ADD]),
+    ("hermes", f"<tool_call>[{ADD_JSON}, {LOOK_JSON}]</tool_call>", "", [ADD, LOOK]),
+    ("hermes", "<tool_call> nothing </tool_call>", "<tool_call> nothing </tool_call>", []),
+    ("hermes", "<tool_call>{\"name\": 7}</tool_call>", "<tool_call>{\"name\": 7}</tool_call>", []),
+    ("hermes", "a <tool_cal", "a <tool_cal", []),
+    ("hermes", '<tool_call>{"name": "add", "argum', "", [("add", "")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
+    ("hermes", ADD_JSON, ADD_JSON, []),
+    ("llama3", LLAMA_JSON, "", [ADD]),
+    ("llama3", f"<|python_tag|>{LLAMA_JSON}; {LLAMA_JSON}", "", [ADD, ADD]),
+    ("llama3", '{"name": "somebody", "parameters": {}}', '{"name": "somebody", "parameters": {}}', []),
+    ("llama3", f"So: {LLAMA_JSON}", f"So: {LLAMA_JSON}", []),
+    ("mistral", f"[TOOL_CALLS] [{ADD_JSON}, {LOOK_JSON}]", "", [ADD, LOOK]),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{ADD[1]}[TOOL_CALLS]look_up{LOOK[1]}", "", [ADD, LOOK]),
+    ("mistral", "[1, 2] is [TOOL", "[1, 2] is [TOOL", []),
+    ("mistral", "[TOOL_CALLS]I would\nnot", "[TOOL_CALLS]I would\nnot", []),
+    ("json", f" \n{ADD_JSON}\n", "", [ADD]),
+    ("json", f"[{ADD_JSON}, {LOOK_JSON}]", "", [ADD, LOOK]),
+    ("json", '{"name": "add", "arguments": null}', "", [("add", "{}")]),
+    ("json", "[]", "[]", []),
+    ("json", "[1, 2] and {", "[1, 2] and {", []),
+    ("json", '{"a": {"name": "add"}} ', '{"a": {"name": "add"}} ', []),
+    ("json", "{", "{", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "answer", "text", "calls"), CASES)
+def test_text_and_calls_are_told_apart(form: str, answer: str, text: str, calls: Calls) -> None:
+    assert parse(form, [answer]) == (text, calls)
+    assert parse(form, list(answer)) == (text, calls)
+
+
+ALPHABET = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", ADD_JSON, LOOK_JSON, LLAMA_JSON,
+            "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "<", "add",
+            '{"name": "add", ', '"arguments": ', "é"]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(ALPHABET), max_size=12), st.data())
+def test_any_cut_into_pieces_gives_the_same(form: str, parts: list[str], data: st.DataObject) -> None:
+    answer = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
+    pieces = [answer[a:b] for a, b in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
+    options = {"forced": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
+    assert parse(form, pieces, **options) == parse(form, [answer], **options)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_text_without_calls_comes_through_unchanged(form: str, answer: str) -> None:
+    if FORMATS[form].opener not in answer or form == "json":
+        assert parse(form, [answer]) == (answer, [])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.tuples(st.sampled_from(sorted(NAMES)),
+       st.dictionaries(st.text(max_size=6), VALUES, max_size=3)), min_size=1, max_size=3), st.booleans())  # fmt: skip
+def test_every_call_that_is_written_is_read(form: str, written: list[tuple[str, Any]], ascii_only: bool) -> None:
+    made = FORMATS[form]
+    bodies = [
+        json.dumps({"name": name, made.arguments_key: arguments}, ensure_ascii=ascii_only)
+        for name, arguments in written
+    ]
+    if made.closer:
+        answer = "\n".join(f"{made.opener}\n{body}\n{made.closer}" for body in bodies)
+    elif form == "llama3":
+        answer = made.opener + "; ".join(bodies)
+    else:
+        answer = f"{made.opener}[{', '.join(bodies)}]"
+    text, calls = parse(form, [answer])
+    assert text == "" and [(name, json.loads(arguments)) for name, arguments in calls] == written
+    first = parse(form, [answer], parallel=False)[1]
+    assert first == calls[:1]
+
+
+def test_a_forced_answer_begins_behind_the_opener() -> None:
+    assert parse("hermes", [ADD_JSON], forced=True) == ("", [ADD])
+    assert parse("mistral", [f"[{ADD_JSON}]"], forced=True) == ("", [ADD])
+    assert parse("json", ['{"name": "add", "arguments": {}}'], forced=True) == ("", [("add", "{}")])
+
+
+def test_the_format_is_found_by_the_marks_of_the_template() -> None:
+    for template, name in (
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
+        ("within <tool_call></tool_call>", "hermes"),
+        ("<|python_tag|>", "llama3"),
+        ("{{ messages }}", "json"),
+        (None, "json"),
+    ):
+        assert find_format("auto", template) is FORMATS[name]
+    assert find_format("llama3", "<tool_call>") is FORMATS["llama3"]
+    assert find_format("none", "<tool_call>") is None
