@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
+from pathlib import Path
 from types import TracebackType
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from outrider.errors import ConfigError, UnavailableError
@@ -48,6 +52,39 @@ class MetricsServer:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+
+class ServiceCollector(Collector):
+    """Memory, CPU and files of a service: of its own process and of those below it, such as its engine's, in sum.
+
+    The time of the start and the limit of open files are the own process's.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        """Prometheus's usual process metrics."""
+        totals = {metric.name: metric for metric in ProcessCollector(registry=None).collect()}
+        for pid in _children(os.getpid()):
+            for metric in ProcessCollector(registry=None, pid=partial(int, pid)).collect():
+                if metric.name in _SUMMED and metric.name in totals:
+                    total = totals[metric.name]
+                    pairs = zip(total.samples, metric.samples, strict=True)
+                    total.samples = [own._replace(value=own.value + other.value) for own, other in pairs]
+        yield from totals.values()
+
+
+_SUMMED = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_cpu_seconds", "process_open_fds")
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Processes below one, where the system tells; those that end meanwhile are left out."""
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found = tasks.read_text().split()
+        except OSError:
+            continue
+        for child in map(int, found):
+            yield child
+            yield from _children(child)
 
 
 WANTS_KEY = "metrics_page_wants_key"

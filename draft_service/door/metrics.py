@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.platform_collector import PlatformCollector
-from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from draft_service.frames import GROWTH_SECONDS, DraftEngineState
+from outrider.metrics import ServiceCollector
 from outrider.protocol.speculation import DeclineReason
 from outrider.tree.author import Outcome
 
@@ -32,7 +32,7 @@ class DraftMetrics:
 
     def __init__(self, sources: tuple[str, ...]) -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
+        self.registry.register(ServiceCollector())
         PlatformCollector(registry=self.registry)
         grown = self._counter("outrider_draft_nodes_grown", "Tree nodes appended, by source.", "source")
         commits = self._counter("outrider_draft_commits", "Commits applied, by what they did to the tree.", "outcome")

@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from outrider.metrics import ServiceCollector
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.session import DraftDialer
 from verify_service.frames import RoundReport
@@ -36,7 +37,7 @@ class VerifyMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
+        registry.register(ServiceCollector())
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"outrider_verify_{name}", text, labels, registry=registry)
