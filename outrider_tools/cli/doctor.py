@@ -24,6 +24,7 @@ from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level, ok, problem
 from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
 from outrider_tools.doctor.models import check_models
+from outrider_tools.doctor.running import are_all_default, running_cluster, with_addresses
 from outrider_tools.doctor.services import check_services, endpoints_of
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
@@ -32,7 +33,11 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
-    parser.add_argument("--running", action="store_true", help="A service that does not answer is a problem.")
+    parser.add_argument(
+        "--running",
+        action="store_true",
+        help="A service that does not answer is a problem; looks at what outrider up runs unless addresses are given.",
+    )
     parser.add_argument(
         "--skip-models", action="store_true", help="Look at neither models nor GPUs, which takes seconds."
     )
@@ -68,8 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The options with each service told of those that it calls."""
-    linked = link(options)
+    """The options with each service told of those that it calls; with --running, as `outrider up` runs them."""
+    unsaid = arguments.verify is None and arguments.draft is None and are_all_default(options)
+    found = running_cluster() if arguments.running and unsaid else {}
+    linked = link(with_addresses(options, found) if found else options)
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level
 from outrider_tools.doctor.machine import check_disk
 from outrider_tools.doctor.models import check_devices, check_models
+from outrider_tools.doctor.running import running_cluster
 
 ELSEWHERE = [f"--{name}-address=127.0.0.1:0" for name in ("gateway", "verify", "draft")]
 ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draft-metrics-address="]
@@ -53,6 +55,25 @@ def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.C
     taken = [text for _, text in of(found, "port") if "taken by" in text]
     assert any("taken by a running gateway" in text for text in taken)
     assert any("an Outrider process (gateway, " in text for text in taken), "the REST door, which has no gRPC health"
+
+
+def test_what_outrider_up_runs_is_found(
+    live: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert running_cluster() == {}
+    for folder, gateway in (("outrider-lives", live.gateway_address), ("outrider-was-killed", "127.0.0.1:1")):
+        (tmp_path / folder).mkdir()
+        for name in ("gateway", "verify", "draft"):
+            address = gateway if name == "gateway" else live.address(name)
+            told = {"address": address, "metrics_address": "", "rest_address": ""}
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(told))
+    code, found = doctor(capsys, "--skip-models", "--running")
+    assert of(found, "gateway") == [("ok", f"gateway {live.gateway_address}: serves tiny (context 256)")]
+    assert [level for name in ("verify", "draft") for level, _ in of(found, name)] == ["ok", "ok"], (code, found)
+    (tmp_path / "outrider-lives" / "draft.json").unlink()
+    _, found = doctor(capsys, "--skip-models", "--running")
+    assert of(found, "draft") == []
 
 
 def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
