@@ -17,9 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.core.service import Gateway
 from gateway.http.body import BodyReader
+from gateway.http.docs import docs_page
 from gateway.http.info import InfoRoutes, TokenizerRoute, prepare_detokenize, prepare_tokenize
 from gateway.http.openapi import openapi
-from gateway.http.page import Page
+from gateway.http.page import PAGE_HEADERS, Page
 from gateway.http.responses import DOOR, HttpError, error_response, internal_error
 from gateway.openai.chat import ChatRoute
 from gateway.openai.completions import CompletionRoute
@@ -41,10 +42,11 @@ class RestApp:
     """The REST door as one ASGI application."""
 
     def __init__(self, gateway: Gateway, options: GatewayOptions, *, api_keys: Mapping[str, str] | None = None) -> None:
-        """With `api_keys`, each with its tenant, all paths but the page's and `_OPEN_PATHS` need one of them."""
+        """With `api_keys`, each with its tenant, all paths but pages and `_OPEN_PATHS` need one of them."""
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
-        self._openapi = json.dumps(openapi(authenticated=bool(api_keys))).encode()
+        document = openapi(authenticated=bool(api_keys))
+        self._openapi, self._docs_page = json.dumps(document).encode(), docs_page(document)
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -57,9 +59,10 @@ class RestApp:
             Route("/generate", GenerateRoute(gateway, options, bodies), methods=["POST"]),
             *InfoRoutes(gateway).routes(),
             Route("/openapi.json", self._document),
+            Route("/docs", self._docs),
         ]
         page = None if options.no_page else Page(needs_key=bool(api_keys))
-        self._open_paths = _OPEN_PATHS | (page.paths if page else frozenset())
+        self._open_paths = _OPEN_PATHS | {"/docs"} | (page.paths if page else frozenset())
         self._router = Router([*self.routes, *(page.routes() if page else ())], redirect_slashes=False)
         self._app: ASGIApp = self._serve
         if options.cors_origins:
@@ -122,6 +125,9 @@ class RestApp:
                 "invalid_api_key",
                 {"www-authenticate": "Bearer"},
             )
+
+    async def _docs(self, request: Request) -> Response:
+        return Response(self._docs_page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")

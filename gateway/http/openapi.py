@@ -86,6 +86,7 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
     make = _Document()
     model_name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     text = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    html = {"description": "HTML"}
     described = "Describe the served model, in SGLang's shape"
     paths = {
         "/v1/chat/completions": make.post(
@@ -110,6 +111,7 @@ def openapi(*, authenticated: bool) -> dict[str, Any]:
         "/load": make.get("How many requests are in work", Load, "401"),
         "/ready": make.ready(),
         "/metrics": {"get": {"summary": "Prometheus metrics", "responses": {"200": text}}},
+        "/docs": {"get": {"summary": "This document as a page for people", "responses": {"200": html}, "security": []}},
         "/openapi.json": {"get": {"summary": "This document", "responses": {"200": {"description": "OpenAPI 3.1"}}}},
     }
     _, schemas = models_json_schema(list(make.models.items()), ref_template="#/components/schemas/{model}")

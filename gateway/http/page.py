@@ -33,7 +33,7 @@ _POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -79,7 +79,7 @@ class Page:
 
     async def _serve(self, request: Request) -> Response:
         asset = self._assets[request.scope["path"]]
-        headers = {**_HEADERS, "etag": asset.etag}
+        headers = {**PAGE_HEADERS, "etag": asset.etag}
         if _matches(request.headers.get("if-none-match", ""), asset.etag):
             return Response(status_code=304, headers=headers)
         return Response(asset.body, headers={**headers, "content-type": asset.media_type})

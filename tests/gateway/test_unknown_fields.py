@@ -37,3 +37,13 @@ async def test_they_may_be_left_out_at_any_depth(verify: ScriptedVerify, tmp_pat
 async def test_probes_of_other_servers_are_answered(world: World) -> None:
     assert (await world.http.get("/ping")).json() == {"status": "ok"}
     assert (await world.http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_the_document_is_a_page_without_scripts_or_strange_addresses(world: World) -> None:
+    response = await world.http.get("/docs")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    text, document = response.text, (await world.http.get("/openapi.json")).json()
+    assert all(path in text for path in document["paths"])
+    assert all(f'id="{name}"' in text for name in document["components"]["schemas"])
+    assert "<script" not in text and "style=" not in text and "http:" not in text and "https:" not in text
