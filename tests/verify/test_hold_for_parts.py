@@ -159,9 +159,11 @@ def test_times_of_the_first_part_and_of_later_ones_are_told_apart() -> None:
         for node in range(1, 5):
             scene.first.part(node)
         scene.clock.now += ROUND
-    answers = scene.replica.health.misses
-    assert answers.more.typical == pytest.approx(5 * PART, rel=0.05)
-    assert answers.later.typical == pytest.approx(PART, rel=0.05)
+    scene.first.miss()
+    scene.clock.now += 4 * PART
+    assert scene.wait() >= 0.9 * PART
+    scene.first.part(1)
+    assert 0.9 * PART < scene.wait() < 2 * PART
 
 
 @pytest.mark.parametrize(("depth", "most"), [(3, 63), (99, 2)])
@@ -195,9 +197,9 @@ def test_a_message_without_nodes_is_no_part(scene: Scene) -> None:
 def test_choices_are_not_learned_from(scene: Scene) -> None:
     """Choices are also made in dry runs while a round runs, with whatever is there."""
     scene.first.part(1)
-    ends = scene.first.spec.wait.deep_end_chance
+    before = scene.wait()
     scene.plan().note_end_chances(1)
-    assert scene.first.spec.wait.end_chance == 0 and scene.first.spec.wait.deep_end_chance == ends > 0.8
+    assert scene.wait() == before >= PART
 
 
 nodes = st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(-3.0, -0.01)), min_size=1, max_size=40)
