@@ -97,7 +97,7 @@ class Status(Body):
     status: Literal["ok", "ready", "not ready"]
 
 
-class Load(Body):
+class ServerLoad(Body):
     """Answer to GET /load, in vLLM's shape."""
 
     server_load: int
@@ -164,7 +164,7 @@ class InfoRoutes:
         return _json(Status(status="ok"))
 
     async def _load(self, request: Request) -> Response:
-        return _json(Load(server_load=self._gateway.gate.num_requests))
+        return _json(ServerLoad(server_load=self._gateway.gate.num_requests))
 
     async def _health_generate(self, request: Request) -> Response:
         """Whether a token can be had: one is generated."""
