@@ -75,7 +75,6 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("/detokenize", {}, "tokens", "missing_required_parameter", "required"),
     ("/detokenize", {"tokens": [1, 7000]}, "tokens[1]", "invalid_value", "vocabulary"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]", "invalid_value", "0"),
-    (TEXT, {"prompt": "x", "best_of": 4}, "best_of", "unsupported_parameter", "1"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter", "leave it out"),
     (TEXT, {"prompt": "x", "@x": 1}, "@x", "unknown_parameter", "remove it"),
     (TEXT, {"prompt": "x", "[key]": 1}, "[key]", "unknown_parameter", "remove it"),
