@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.chaos.cases import CASES, ChaosCase
 from benchmarks.chaos.link import Link
-from benchmarks.chaos.load import KnownAnswer, Load, Record, answered_plainly, questions
+from benchmarks.chaos.load import ChaosLoad, KnownAnswer, Record, answered_plainly, questions
 from benchmarks.chaos.worlds import Setup, World, open_world
 from benchmarks.serving.soak import settle
 from outrider.config.base import parse_options
@@ -129,7 +129,7 @@ async def run_case(
     draw: random.Random,
 ) -> CaseOutcome:
     """Bring a fault over services under load."""
-    async with Load(world.cluster.gateway_address, asked, clients) as load:
+    async with ChaosLoad(world.cluster.gateway_address, asked, clients) as load:
         await load.answers(WARM_ANSWERS)
         await load.accepted()
         started = time.monotonic()

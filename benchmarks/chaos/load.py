@@ -118,7 +118,7 @@ async def answered_plainly(address: str, asked: Sequence[KnownAnswer], at_once: 
         await channel.close()
 
 
-class Load:
+class ChaosLoad:
     """Clients that ask one question after the other until stopped. Use it with `async with`."""
 
     def __init__(self, address: str, asked: Sequence[KnownAnswer], clients: int) -> None:
@@ -131,7 +131,7 @@ class Load:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> ChaosLoad:
         self._channel = open_channel(self._address)
         stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         self._tasks = [asyncio.create_task(self._client(stub)) for _ in range(self._clients)]

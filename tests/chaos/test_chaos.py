@@ -10,7 +10,7 @@ from tiny_service import metric
 
 from benchmarks.chaos.cases import CASES, ChaosCase, stopped
 from benchmarks.chaos.link import Link
-from benchmarks.chaos.load import KnownAnswer, Load
+from benchmarks.chaos.load import ChaosLoad, KnownAnswer
 from benchmarks.chaos.proxy import Proxy
 from benchmarks.chaos.relay import Relay
 from benchmarks.chaos.worlds import World
@@ -36,7 +36,7 @@ def parameters() -> list[object]:
     return made
 
 
-async def trouble(load: Load, world: World, case: ChaosCase, befallen: int) -> None:
+async def trouble(load: ChaosLoad, world: World, case: ChaosCase, befallen: int) -> None:
     """Wait until the fault has shown itself, and the load has gone on in spite of it."""
     if case.may_refuse:
         await load.until(lambda: load.record.failed or load.record.refused)
@@ -67,7 +67,7 @@ async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_
     async def num_peers() -> float:
         return await asyncio.to_thread(metric, page, "outrider_verify_draft_connected")
 
-    async with Load(world.cluster.gateway_address, known, CLIENTS) as load, asyncio.timeout(10):
+    async with ChaosLoad(world.cluster.gateway_address, known, CLIENTS) as load, asyncio.timeout(10):
         await load.accepted()
         async with stopped(world, random.Random(), "draft"):
             while await num_peers():
@@ -81,11 +81,11 @@ async def test_the_load_counts_tokens_that_are_not_the_expected_ones(world: Worl
     first = known[0]
     other = (first.token_ids[0] + 1) % 61
     spoilt = KnownAnswer(first.request, (*first.token_ids[:5], other, *first.token_ids[5:]), first.text)
-    async with Load(world.cluster.gateway_address, [spoilt], 1) as load:
+    async with ChaosLoad(world.cluster.gateway_address, [spoilt], 1) as load:
         await load.answers(1)
     assert load.record.wrong > 1
     short = KnownAnswer(first.request, first.token_ids[:-1], first.text + "x")
-    async with Load(world.cluster.gateway_address, [short], 1) as load:
+    async with ChaosLoad(world.cluster.gateway_address, [short], 1) as load:
         await load.answers(1)
     assert load.record.wrong and load.record.wrong_texts
 
@@ -96,7 +96,7 @@ async def test_no_token_is_wrong_nothing_leaks_and_drafts_are_accepted_again(
     world: World, name: str, known: list[KnownAnswer]
 ) -> None:
     case, befallen = CASES[name], num_befallen(world)
-    async with Load(world.cluster.gateway_address, known, CLIENTS) as load:
+    async with ChaosLoad(world.cluster.gateway_address, known, CLIENTS) as load:
         await load.answers(2)
         await load.accepted()
         async with case.fault(world, random.Random(name)):
