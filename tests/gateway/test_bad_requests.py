@@ -131,7 +131,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "response_format": {"type": "json_object"}}, "response_format",
      "invalid_value", "tool_choice to none"),
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "unsupported_parameter", "use tools"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "grammar"}}, "response_format.type", "invalid_value",
+    (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format.type", "invalid_value",
      "'json_schema'"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),
     (CHAT, {"messages": HELLO, "stream_options": {}}, "stream_options", "invalid_value", "stream"),
