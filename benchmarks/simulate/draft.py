@@ -235,6 +235,7 @@ class DraftService:
     def _charge(self) -> None:
         """Have host work take its time."""
         costs, grown, rows = self._costs, self.growth, self.requests.__len__
+        table = grown.table
         for owner, name, ms in (
             (grown._planner, "plan", lambda *_: costs.plan),
             (grown._planner, "take", lambda *_: costs.merge + costs.merge_row * rows()),
@@ -242,8 +243,8 @@ class DraftService:
             (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
             (grown._publisher, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
             (grown._batch_manager, "_look_at", lambda *_: costs.look),
-            (grown.table, "appended", lambda tree, source, count=1: costs.append * count),
-            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * grown.num_live / max(rows(), 1)),
+            (table, "appended", lambda tree, source, count=1: costs.append * count),
+            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * table.num_live / max(rows(), 1)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
 
