@@ -232,8 +232,8 @@ class RoundDrafts:
         self.drafter.capture(
             shapes, [ChoiceShape(size, rows) for rows in {shape.rows for shape in shapes} for size in sizes(rows)]
         )
-        for shape in shapes:
-            self._costs[shape.rows] = self._measure(shape, sizes(shape.rows)[-1])
+        largest = {shape.rows: shape for shape in shapes}
+        self._costs = {rows: self._measure(shape, sizes(rows)[-1]) for rows, shape in largest.items()}
 
     def _shape(self, bucket: Bucket) -> RoundShape:
         """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow."""

@@ -182,10 +182,6 @@ class RoundDrafter:
             self.steps.run(step)
         self.choices.run(ChoiceShape(num_nodes, shape.rows))
 
-    def drop(self) -> None:
-        """Forget the trees that were grown last."""
-        self.grown.order.fill_(-1)
-
     def step_shape(self, num_rows: int) -> StepBucket:
         """Shape of steps behind rounds of so many rows: some nodes for each request, and depth rather than width."""
         width = min(max(_LEAST_WIDTH, 2 * num_rows), self.shape.max_width)
