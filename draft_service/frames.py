@@ -36,20 +36,16 @@ class DrafterProfile(msgspec.Struct, frozen=True, array_like=True):
     """Names of the sizes that it tells."""
 
 
-class ServeTarget(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """door -> engine: the next sessions are of a target with this tokenizer."""
-
-    tokenizer_hash: str
-    """SHA-256 of tokenizer.json, hexadecimal; empty if verify does not say."""
-    anew: bool
-    """Whether it is another target than before; no session is open then."""
-
-
 class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """door -> engine: a session with a verify service began, under a number that is never used again."""
+    """door -> engine: a session with a verify service began, under a number that is never used again.
+
+    All sessions that are open at a time have the same target.
+    """
 
     session: int
     vocab_size: int
+    tokenizer_hash: str
+    """SHA-256 of the target's tokenizer.json, hexadecimal; empty if verify does not say."""
     parts: list[int] | None
     """Numbers of the drafters that guess for it; None for all."""
     line_token: str = ""
@@ -91,8 +87,6 @@ class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: what a turn of the engine brought."""
 
     messages: list[ToVerify]
-    num_handled: dict[int, int]
-    """`FromVerify` frames that were handled since the last time, by session."""
 
 
 class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -127,9 +121,8 @@ class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """door -> engine: a features stream of a session began, under a number that is never used again."""
+    """door -> engine: the features stream of a session began; there is one at most."""
 
-    stream: int
     session: int
     begin: FeaturesBegin
     """Where it has a ring to map, `FeatureStreamReady` answers."""
@@ -138,34 +131,34 @@ class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class FeatureStreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """door -> engine: it has ended; its ring is to be unmapped."""
 
-    stream: int
+    session: int
 
 
 class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """door -> engine: features that came in one message; `FeaturesTaken` answers."""
 
-    stream: int
+    session: int
     features: list[Features]
 
 
 class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """door -> engine: the next bytes of the drafter's projection; `ProjectionAnswer` answers."""
 
-    stream: int
+    session: int
     offset: int
 
 
 class FeatureStreamReady(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """engine -> door: features may come."""
 
-    stream: int
+    session: int
     uses_ring: bool
 
 
 class FeaturesTaken(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door: the next `FeaturePieces` of the stream are done with."""
+    """engine -> door: the next `FeaturePieces` of the session are done with."""
 
-    stream: int
+    session: int
     broken: bool
     """Whether its ring cannot be read any more."""
 
@@ -173,13 +166,13 @@ class FeaturesTaken(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """engine -> door: bytes of the drafter's projection."""
 
-    stream: int
+    session: int
     part: ProjectionPart
     total: int
     """Bytes of all of it."""
 
 
-FromDoor = Start[DraftOptions] | Stop | ServeTarget | SessionUp | SessionDown | FromVerify | Drain | AskState
+FromDoor = Start[DraftOptions] | Stop | SessionUp | SessionDown | FromVerify | Drain | AskState
 FromEngine = TurnUpdates | DraftEngineState | LineLost
 FeaturesFromDoor = FeatureStreamUp | FeatureStreamDown | FeaturePieces | AskProjection
 FeaturesFromEngine = FeatureStreamReady | FeaturesTaken | ProjectionAnswer

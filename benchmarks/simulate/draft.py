@@ -226,7 +226,7 @@ class DraftService:
         self._actor.spend("say", self._costs.say * len(messages))
         self._said += messages
 
-    def _flush(self, *, idle: bool) -> None:
+    def _flush(self) -> None:
         self.totals.update(self.growth.take_counts())
         if self._said:
             said, self._said = self._said, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,7 +29,6 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
 
     def __init__(self) -> None:
         super().__init__(features_from_engine)
-        self._numbers = itertools.count(1)
         self._streams: dict[int, FeatureStream] = {}
 
     async def open(self, session: int, begin: FeaturesBegin) -> FeatureStream:
@@ -38,9 +36,8 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
 
         A beginning without a ring waits for nothing.
         """
-        number = next(self._numbers)
-        stream = self._streams[number] = FeatureStream(self, number)
-        self.send(FeatureStreamUp(number, session, begin))
+        stream = self._streams[session] = FeatureStream(self, session)
+        self.send(FeatureStreamUp(session, begin))
         if begin.ring is not None:
             try:
                 stream.uses_ring = await stream.ready
@@ -49,29 +46,29 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
                 raise
         return stream
 
-    def forget(self, number: int) -> None:
-        """A stream has ended."""
-        if self._streams.pop(number, None) is not None:
-            self.send(FeatureStreamDown(number))
+    def forget(self, session: int) -> None:
+        """The stream of a session has ended."""
+        if self._streams.pop(session, None) is not None:
+            self.send(FeatureStreamDown(session))
 
     def receive(self, frame: FeaturesFromEngine) -> None:
         """See FrameConnection."""
         # A stream that ended meanwhile is not there any more.
-        if (stream := self._streams.get(frame.stream)) is not None:
+        if (stream := self._streams.get(frame.session)) is not None:
             stream.receive(frame)
 
 
 class FeatureStream:
     """One features stream on its way to the engine, which takes its messages in their order."""
 
-    def __init__(self, remote: RemoteFeatures, number: int) -> None:
+    def __init__(self, remote: RemoteFeatures, session: int) -> None:
         self.uses_ring = False
         self.broken = False
         """Whether its ring cannot be read any more."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether the engine has mapped the ring."""
         self._remote = remote
-        self._number = number
+        self._session = session
         self._part: asyncio.Future[tuple[ProjectionPart, bool]] | None = None
         self._handed_over: deque[tuple[int, int]] = deque()
         """Last sequence number and bytes of each message that the engine has not taken."""
@@ -99,7 +96,7 @@ class FeatureStream:
             self._num_held_bytes += num_bytes
             if self._num_held_bytes > MAX_HELD_BYTES:
                 self._may_read.clear()
-            self._remote.send(FeaturePieces(self._number, features))
+            self._remote.send(FeaturePieces(self._session, features))
             await self._remote.writable()
         return len(pieces) - len(features)
 
@@ -112,12 +109,12 @@ class FeatureStream:
     async def projection_part(self, offset: int) -> tuple[ProjectionPart, bool]:
         """The bytes of the drafter's projection from `offset` on, and whether they are the last."""
         self._part = asyncio.get_running_loop().create_future()
-        self._remote.send(AskProjection(self._number, offset))
+        self._remote.send(AskProjection(self._session, offset))
         return await self._part
 
     def close(self) -> None:
         """It has ended."""
-        self._remote.forget(self._number)
+        self._remote.forget(self._session)
 
     def receive(self, frame: FeaturesFromEngine) -> None:
         """Handle a frame of the engine."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
+from draft_service.door.handshake import Target
 from draft_service.frames import (
     AskState,
     DraftEngineState,
@@ -16,7 +17,6 @@ from draft_service.frames import (
     FromEngine,
     FromVerify,
     LineLost,
-    ServeTarget,
     SessionDown,
     SessionUp,
     TurnUpdates,
@@ -26,37 +26,23 @@ from outrider.errors import OutriderError, OverloadedError, UnavailableError
 from outrider.host.process import EngineConnection
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
-MAX_UNREAD_BATCHES = 256
-"""Batches of messages that may wait for the engine before the stream is read no further."""
 _STATE_SECONDS = 1.0
 """How long an engine may take to tell its state; then the last one is what is known."""
 _DRAIN_POLL_SECONDS = 0.05
 
 
 class VerifySession:
-    """Bounded queues between the engine and one speculation stream's tasks. Used on the event loop alone.
+    """A speculation stream, and the bounded queue of what the engine answers it. Used on the event loop alone.
 
-    `admit` holds the reader back while too much of what verify sends waits for the engine. What the engine answers
-    waits here; a verify service that does not read loses its session and harms no other.
+    A verify service that does not read loses its session and harms no other.
     """
 
-    def __init__(
-        self, vocab_size: int, max_queued: int, parts: frozenset[int] | None = None, line_token: str = ""
-    ) -> None:
+    def __init__(self, max_queued: int) -> None:
         self.number = 0
         """Number under which the engine knows it; 0 before its begin and after its end."""
-        self.vocab_size = vocab_size
-        """Token ids at or past this are illegal."""
-        self.parts = parts
-        """Numbers of the drafters that guess for it; None for all."""
-        self.line_token = line_token
-        """Names the session where its verify engine may call the engine here; empty if it may not."""
         self._max_queued = max_queued
         self._outbound: deque[DraftMessage] = deque()
         self._has_outbound = asyncio.Event()
-        self._num_unread = 0
-        self._may_read = asyncio.Event()
-        self._may_read.set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Whoever waits for it is told why; nobody has to.
         self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
@@ -103,19 +89,6 @@ class VerifySession:
             else:
                 self._over.set_exception(error)
 
-    async def admit(self) -> None:
-        """Wait until the engine has caught up; before each batch that is handed to it."""
-        await self._may_read.wait()
-        self._num_unread += 1
-        if self._num_unread >= MAX_UNREAD_BATCHES:
-            self._may_read.clear()
-
-    def batches_done(self, count: int) -> None:
-        """The engine has handled so many admitted batches."""
-        self._num_unread -= count
-        if self._num_unread <= MAX_UNREAD_BATCHES // 2:
-            self._may_read.set()
-
 
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
@@ -130,27 +103,29 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self._sessions: dict[int, VerifySession] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}
 
-    def attach(self, session: VerifySession) -> None:
-        """A session began."""
+    def attach(
+        self, session: VerifySession, target: Target, parts: Collection[int] | None = None, line_token: str = ""
+    ) -> None:
+        """A session began.
+
+        `parts`: numbers of the drafters that guess for it; None for all. `line_token`: names the session where its
+        verify engine may call the engine here; empty if it may not.
+        """
         session.number = next(self._numbers)
         self._sessions[session.number] = session
-        parts = None if session.parts is None else sorted(session.parts)
-        self.send(SessionUp(session.number, session.vocab_size, parts, session.line_token))
+        numbers = None if parts is None else sorted(parts)
+        self.send(SessionUp(session.number, target.vocab_size, target.tokenizer_hash, numbers, line_token))
 
-    def submit(self, session: VerifySession, messages: Sequence[VerifyMessage]) -> None:
-        """Have a batch of an admitted session's messages applied."""
+    def submit(self, session: VerifySession, messages: list[VerifyMessage]) -> None:
+        """Have a batch of a session's messages applied."""
         if session.number:
-            self.send(FromVerify(session.number, list(messages)))
+            self.send(FromVerify(session.number, messages))
 
     def detach(self, session: VerifySession) -> None:
         """Have everything of a session freed."""
         del self._sessions[session.number]
         self.send(SessionDown(session.number))
         session.number = 0
-
-    def serve_target(self, tokenizer_hash: str, *, anew: bool) -> None:
-        """The next sessions are of this target; `anew` if it is another one than before."""
-        self.send(ServeTarget(tokenizer_hash, anew))
 
     async def drain(self) -> None:
         """Open no more requests; returns once none is open, or the engine is gone."""
@@ -200,9 +175,6 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
             # A session that ended meanwhile is not there any more.
             if (session := self._sessions.get(answers.session)) is not None:
                 session.send(answers.messages)
-        for number, count in updates.num_handled.items():
-            if (session := self._sessions.get(number)) is not None:
-                session.batches_done(count)
 
     def _take_state(self, state: DraftEngineState) -> None:
         self.state = state

@@ -139,12 +139,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
             check_same_target(target, self._target)
-        anew = not self._sessions and target != self._target
         self._target = target
-        self._engine.serve_target(target.tokenizer_hash, anew=anew)
         line = answer.hello.line
-        session = VerifySession(target.vocab_size, self._options.max_queued, answer.parts, line.token if line else "")
-        self._engine.attach(session)
+        session = VerifySession(self._options.max_queued)
+        self._engine.attach(session, target, answer.parts, line.token if line else "")
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session
@@ -195,11 +193,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 messages = decode_verify(part)
             except InvalidRequestError:
                 messages = self._decode_each(session, part)
-            said = [message for message in messages if not isinstance(message, Hello)]
+            said: list[VerifyMessage] = [message for message in messages if not isinstance(message, Hello)]
             if len(said) < len(messages):
                 self._metrics.dropped["unexpected"].inc(len(messages) - len(said))
             if said:
-                await session.admit()
+                # No stream is read faster than the engine works.
+                await self._engine.writable()
                 self._engine.submit(session, said)
             await asyncio.sleep(0)  # other sessions have their turn
 

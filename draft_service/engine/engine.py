@@ -20,7 +20,6 @@ from draft_service.frames import (
     FeatureStreamUp,
     FromDoor,
     FromVerify,
-    ServeTarget,
     SessionDown,
     SessionUp,
 )
@@ -73,6 +72,8 @@ class DraftEngine:
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
         self._features = FeatureReceiver(features, drafter, mapper, self._apply, self._fail_features)
         self._ports: dict[int, SessionPort] = {}
+        self._target: tuple[int, str] | None = None
+        """Size and tokenizer of the vocabulary that the newest session brought."""
         self._garbage = GarbageCollector()
         self._stopping = False
         self._num_turns = 0
@@ -108,7 +109,7 @@ class DraftEngine:
         if growth.has_work and (growth.idle or self._num_turns % _TURNS_PER_WORK == 0):
             growth.work(perf_counter() + _SLICE_SECONDS)
         self.requests.send_nodes()
-        self._reporter.flush(idle=growth.idle)
+        self._reporter.flush()
         self._maintain()
 
     def _maintain(self) -> None:
@@ -139,23 +140,15 @@ class DraftEngine:
 
     def _handle(self, frame: FromDoor | FeaturesFromDoor | LineMessages) -> None:
         match frame:
-            case LineMessages():
+            case LineMessages() | FromVerify():
                 self._apply(frame.session, frame.messages)
-            case FromVerify():
-                self._apply(frame.session, frame.messages)
-                self._reporter.handled(frame.session)
             case SessionUp():
-                parts = None if frame.parts is None else frozenset(frame.parts)
-                self._ports[frame.session] = SessionPort(frame.session, frame.vocab_size, parts, self._reporter)
+                self._begin(frame)
             case SessionDown():
                 self.inbox.ended.discard(frame.session)
                 self.requests.detach(self._ports.pop(frame.session))
-            case ServeTarget():
-                if frame.anew:
-                    self.requests.growth.forget_target()
-                self.requests.grammars.serve(frame.tokenizer_hash)
             case AskState():
-                self._reporter.flush(idle=True)
+                self._reporter.flush()
                 self._reporter.tell_state(frame.number)
             case Drain():
                 self.requests.draining = True
@@ -165,6 +158,16 @@ class DraftEngine:
                 self._features.handle(frame)
             case Start():
                 raise InternalError("the door started twice")
+
+    def _begin(self, up: SessionUp) -> None:
+        """A session began; what was learned from the text of another target is forgotten."""
+        target = (up.vocab_size, up.tokenizer_hash)
+        if target != self._target:
+            self._target = target
+            self.requests.growth.forget_target()
+            self.requests.grammars.serve(up.tokenizer_hash)
+        parts = None if up.parts is None else frozenset(up.parts)
+        self._ports[up.session] = SessionPort(up.session, up.vocab_size, parts, self._reporter)
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
         """Do what a session's messages ask, unless it has ended meanwhile."""

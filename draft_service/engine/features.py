@@ -82,7 +82,7 @@ class FeatureReceiver:
             case FeatureStreamUp():
                 self._begin(frame)
             case FeatureStreamDown():
-                stream = self._streams.pop(frame.stream)
+                stream = self._streams.pop(frame.session)
                 stream.ended = True
                 if stream.ring is not None and stream not in self._mapping:
                     stream.ring.close()
@@ -94,28 +94,28 @@ class FeatureReceiver:
         for stream in [stream for stream in self._mapping if not stream.mapping]:
             self._mapping.remove(stream)
             if not stream.ended:
-                self._pipe.send(FeatureStreamReady(stream.up.stream, stream.ring is not None))
+                self._pipe.send(FeatureStreamReady(stream.up.session, stream.ring is not None))
             elif stream.ring is not None:
                 stream.ring.close()
 
     def _begin(self, up: FeatureStreamUp) -> None:
         mapper = self._mapper if up.begin.ring is not None else None
-        stream = self._streams[up.stream] = _Stream(up, mapper)
+        stream = self._streams[up.session] = _Stream(up, mapper)
         if mapper is not None:
             self._mapping.append(stream)
         elif up.begin.ring is not None:
-            self._pipe.send(FeatureStreamReady(up.stream, False))
+            self._pipe.send(FeatureStreamReady(up.session, False))
 
     def _take(self, frame: FeaturePieces) -> None:
-        stream = self._streams[frame.stream]
-        ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
+        stream, session = self._streams[frame.session], frame.session
+        ring, row_bytes = stream.ring, stream.up.begin.row_bytes
         try:
             self._apply(session, with_rows(frame.features, row_bytes, ring.read if ring is not None else None))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
             self._fail(session, frame.features)
-        self._pipe.send(FeaturesTaken(frame.stream, ring is not None and ring.broken))
+        self._pipe.send(FeaturesTaken(session, ring is not None and ring.broken))
 
     def _send_projection(self, frame: AskProjection) -> None:
         matrix = self._drafter.needs.projection
@@ -124,4 +124,4 @@ class FeatureReceiver:
         data = memoryview(matrix.data).cast("B")
         piece = bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES])
         part = ProjectionPart(matrix.num_columns, matrix.dtype, frame.offset, piece)
-        self._pipe.send(ProjectionAnswer(frame.stream, part, len(data)))
+        self._pipe.send(ProjectionAnswer(frame.session, part, len(data)))

@@ -19,8 +19,6 @@ _Key = TypeVar("_Key")
 
 STATE_SECONDS = 0.25
 """Least time between two states that were not asked for."""
-_MAX_UNTOLD_BATCHES = 32
-"""Batches that were handled before the door is told of that alone; mostly it is told beside an answer."""
 
 
 class DraftReporter:
@@ -40,9 +38,6 @@ class DraftReporter:
         self._lines = lines
         self._clock = clock
         self._answers: dict[int, list[DraftMessage]] = {}
-        self._num_handled: Counter[int] = Counter()
-        self._num_untold = 0
-        """Sum of `_num_handled`."""
         self._state_at = float("-inf")
         self._changed = False
         self._slices = [0] * (len(GROWTH_SECONDS) + 1)
@@ -52,21 +47,13 @@ class DraftReporter:
         """Answers for a session."""
         self._answers.setdefault(session, []).extend(messages)
 
-    def handled(self, session: int) -> None:
-        """A batch of a session was handled."""
-        self._num_handled[session] += 1
-        self._num_untold += 1
-
-    def flush(self, *, idle: bool) -> None:
-        """Send the answers; `idle` that nothing more is to be expected soon."""
+    def flush(self) -> None:
+        """Send the answers."""
         self._changed = True
         self._answer_on_lines()
-        if self._answers or self._num_untold >= _MAX_UNTOLD_BATCHES or (idle and self._num_untold):
-            answers = [ToVerify(session, parts) for session, parts in self._answers.items()]
-            self._pipe.send(TurnUpdates(answers, dict(self._num_handled)))
+        if self._answers:
+            self._pipe.send(TurnUpdates([ToVerify(session, parts) for session, parts in self._answers.items()]))
             self._answers.clear()
-            self._num_handled.clear()
-            self._num_untold = 0
         elif self._pipe.backlog:
             self._pipe.flush()
 

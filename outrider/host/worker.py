@@ -35,7 +35,7 @@ class BuiltEngine(Generic[ServedT]):
     served: ServedT
     """What the door is told of it."""
     run: Callable[[], bool]
-    """Serves the door until it says Stop or hangs up; returns whether that is how it ended."""
+    """Serves the door until it says Stop; returns whether it did: it may hang up, and the engine may fail."""
 
 
 def run_worker(

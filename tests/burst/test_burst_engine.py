@@ -11,6 +11,7 @@ from draft_engine_thread import engine_thread
 from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
 
+from draft_service.door.handshake import Target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
@@ -18,12 +19,14 @@ from outrider.drafting.base import Needs
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.protocol.speculation import Close, Commit, DraftMessage, Grow, Open
 
+TARGET = Target(VOCAB, "")
+
 
 class Heeding(VerifySession):
     """A session that has verify's mirror take what comes, and tells when enough has."""
 
     def __init__(self, request: Verify) -> None:
-        super().__init__(VOCAB, 1024)
+        super().__init__(1024)
         self.request = request
         self.grows: list[Grow] = []
         self._heard = asyncio.Event()
@@ -52,7 +55,7 @@ async def test_a_session_gets_a_tree_and_figures_are_counted() -> None:
     session = Heeding(request := Verify(1, [1] * 40))
     async with engine_thread(drafter, DraftOptions()) as thread:
         thread.remote.on_state = metrics.take
-        thread.remote.attach(session)
+        thread.remote.attach(session, TARGET)
         thread.remote.submit(session, [opening(request, 20)])
         await session.until(lambda: len(request.held()) >= 20)
         request.check()
@@ -77,7 +80,7 @@ async def test_a_late_commit_message_changes_nothing() -> None:
     runner = ScriptedRunner(scripted, shape())
     session = Heeding(request := Verify(1, [1, 2, 3]))
     async with engine_thread(ModelDrafter(runner, ("standalone",), Needs()), DraftOptions()) as thread:
-        thread.remote.attach(session)
+        thread.remote.attach(session, TARGET)
         thread.remote.submit(session, [opening(request, 10)])
         await session.until(lambda: len(request.held()) >= 10)
         late = Commit(1, 1, [2], 0, 0, None, 10)
@@ -93,7 +96,7 @@ async def test_a_device_that_fails_in_a_burst_ends_the_engine(fault: str) -> Non
     setattr(runner, fault, (lambda burst: error) if fault == "wait_fault" else error)
     request = Verify(1, [1] * 40)
     async with engine_thread(ModelDrafter(runner, ("standalone",), Needs()), DraftOptions()) as thread:
-        thread.remote.attach(session := Heeding(request))
+        thread.remote.attach(session := Heeding(request), TARGET)
         thread.remote.submit(session, [opening(request, 20)])
         await asyncio.wait_for(thread.remote.lost(), 20)
     assert thread.exit_codes == [1]

@@ -11,6 +11,7 @@ import pytest
 from draft_engine_thread import engine_thread
 from draft_fakes import GREEDY, SignallingDrafter, commit_message, open_message
 
+from draft_service.door.handshake import Target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.engine.inbox import DraftInbox
@@ -24,8 +25,8 @@ from draft_service.frames import (
     FeatureStreamUp,
     FromDoor,
     FromVerify,
-    ServeTarget,
     SessionDown,
+    SessionUp,
     features_from_door,
     from_door,
     from_engine,
@@ -34,6 +35,8 @@ from outrider.config.draft import DraftOptions
 from outrider.host.frames import FrameReader, Ready, Start, Stop, pack
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
+
+TARGET = Target(100, "hash")
 
 
 def crossed(frame: FromDoor) -> FromDoor:
@@ -120,7 +123,7 @@ class Listening(VerifySession):
     """Keeps what it is sent, turn by turn."""
 
     def __init__(self) -> None:
-        super().__init__(100, 1024)
+        super().__init__(1024)
         self.turns: asyncio.Queue[list[object]] = asyncio.Queue()
 
     def send(self, messages: object) -> None:
@@ -134,8 +137,8 @@ async def test_an_engine_answers_each_session_and_forgets_those_that_end() -> No
     drafter = SignallingDrafter()
     async with engine_thread(drafter, DraftOptions()) as thread:
         remote, first, second = thread.remote, Listening(), Listening()
-        remote.attach(first)
-        remote.attach(second)
+        remote.attach(first, TARGET)
+        remote.attach(second, TARGET)
         remote.submit(first, [open_message([1, 2])])
         remote.submit(second, [open_message([5]), commit_message(9, [1])])
         (grow,) = (one for one in await first.next() if isinstance(one, Grow))
@@ -151,13 +154,25 @@ async def test_an_engine_answers_each_session_and_forgets_those_that_end() -> No
     assert thread.exit_codes == [0]
 
 
-async def test_the_door_is_told_how_much_was_read() -> None:
-    async with engine_thread(SignallingDrafter(), DraftOptions()) as thread:
-        session = VerifySession(100, 1024)
-        thread.remote.attach(session)
-        for number in range(1000):  # more than may be unread at once
-            await asyncio.wait_for(session.admit(), 20)
-            thread.remote.submit(session, [commit_message(number + 1, [1])])
+async def test_a_flood_waits_until_the_engine_reads() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        _, remote = await asyncio.get_running_loop().create_unix_connection(RemoteDraftEngine, sock=ours)
+        session = VerifySession(1024)
+        remote.attach(session, TARGET)
+        num_sent = 0
+        waiting = asyncio.create_task(remote.writable())
+        await asyncio.sleep(0)
+        while waiting.done():
+            remote.submit(session, [commit_message(1, [1] * 10_000)])
+            num_sent += 1
+            waiting = asyncio.create_task(remote.writable())
+            await asyncio.sleep(0)
+        assert num_sent < 1000, "it is bounded"
+        reading = asyncio.create_task(asyncio.to_thread(lambda: list(iter(lambda: theirs.recv(1 << 20), b""))))
+        await asyncio.wait_for(waiting, 20)
+        remote.close()
+        await reading
 
 
 async def test_another_target_is_forgotten_for_before_its_sessions_come() -> None:
@@ -172,12 +187,13 @@ async def test_another_target_is_forgotten_for_before_its_sessions_come() -> Non
             super().open(request)  # type: ignore[arg-type]
 
     async with engine_thread(Forgetting(), DraftOptions()) as thread:
-        session = Listening()
-        thread.remote.serve_target("hash", anew=True)
-        thread.remote.attach(session)
-        thread.remote.submit(session, [open_message([1])])
-        await session.next()
-    assert calls == ["forget", "open"]
+        for target in (TARGET, TARGET, Target(100, "another")):
+            session = Listening()
+            thread.remote.attach(session, target)
+            thread.remote.submit(session, [open_message([1])])
+            await session.next()
+            thread.remote.detach(session)
+    assert calls == ["forget", "open", "open", "forget", "open"]
 
 
 async def test_a_door_that_hangs_up_ends_the_engine_with_1() -> None:
@@ -226,11 +242,11 @@ def test_counts_become_metrics_and_add_up() -> None:
 
 
 def test_all_frames_of_the_door_cross() -> None:
-    for frame in (ServeTarget("hash", True), SessionDown(3), Stop()):
+    for frame in (SessionUp(3, 100, "hash", [1], "token"), SessionDown(3), Stop()):
         assert crossed(frame) == frame
     opened = open_message([1, 2, 3])
     assert opened.sampling == GREEDY
     ring = FeatureRing("here", "cuda:0", bytes(64), 1 << 24, bytes(32))
-    up = FeatureStreamUp(1, 2, FeaturesBegin("", (2, 7), 64, "float16", ring))
+    up = FeatureStreamUp(2, FeaturesBegin("", (2, 7), 64, "float16", ring))
     (body,) = FrameReader().feed(bytes(pack(up)))
     assert features_from_door.decode(body) == up

@@ -11,6 +11,7 @@ import torch
 from draft_engine_thread import EngineThread, engine_thread
 from draft_fakes import VOCAB, Guesses, ScriptedDrafter, evenly, open_message
 
+from draft_service.door.handshake import Target
 from draft_service.door.remote import VerifySession
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
@@ -24,7 +25,7 @@ class Listening(VerifySession):
     """A session that keeps what comes."""
 
     def __init__(self) -> None:
-        super().__init__(VOCAB, 1024)
+        super().__init__(1024)
         self.received: asyncio.Queue[DraftMessage] = asyncio.Queue()
 
     def send(self, messages: list[DraftMessage]) -> None:
@@ -34,7 +35,7 @@ class Listening(VerifySession):
 
 def open_session(thread: EngineThread) -> Listening:
     session = Listening()
-    thread.remote.attach(session)
+    thread.remote.attach(session, Target(VOCAB, ""))
     thread.remote.submit(session, [open_message([1, 2])])
     return session
 

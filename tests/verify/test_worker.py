@@ -244,9 +244,12 @@ def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None
 
 
 def test_a_door_that_hangs_up_stops_the_engine(wire: Wire) -> None:
-    inbox = serving_inbox(wire)
+    stops: list[str] = []
+    inbox = SocketInbox(wire.pipe)
+    engine = SimpleNamespace(drafts=None, stop=lambda: stops.append("stop"))
+    inbox.serve(engine, VerifyReporter(wire.pipe))  # type: ignore[arg-type]
     wire.door.close()
-    assert inbox.take(20) == [] and inbox.stopped
+    assert inbox.take(20) == [] and stops and not inbox.stopped, "nobody asked for it"
 
 
 def test_the_door_needs_no_torch() -> None:

@@ -144,7 +144,7 @@ class SocketInbox:
     def __init__(self, pipe: Pipe[FromDoor]) -> None:
         """To be used after `serve`: an engine is built with its inbox."""
         self.stopped = False
-        """Whether the door asked for the end, or is gone."""
+        """Whether the door asked for the end."""
         self._pipe = pipe
         self._actions: deque[Action] = deque()
         self._requests: dict[int, Request] = {}
@@ -183,10 +183,10 @@ class SocketInbox:
         frames = self._pipe.receive()
         for frame in frames:
             self._handle(frame)
-        if self._pipe.closed and not self.stopped:
-            self._handle(Stop())
+        if self._pipe.closed:
+            self._engine.stop()
         # Behind the door's frames: a session that is over is not read.
-        return self._lines.take() or bool(frames) or self.stopped
+        return self._lines.take() or bool(frames) or self.stopped or self._pipe.closed
 
     def _handle(self, frame: FromDoor) -> None:
         """One frame, in the order of arrival. What it asks for is done when the engine takes its actions."""
