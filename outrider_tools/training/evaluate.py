@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.figures import Counts, Evaluation, Figures, Flags, Tally, loops
+from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, figures_of, loops
 from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import ChatForm, Question
@@ -48,50 +48,42 @@ def evaluate(
     """
     _check(target, model)
     tree = tree or TreeShape()
-    tallies: list[tuple[str, bool, Tally]] = []
+    counted: list[tuple[str, bool, AnswerCounts]] = []
     for number, category in enumerate(answers.categories):
-        sequence = answers.texts.sequence(number)
-        token_ids = torch.from_numpy(sequence.astype(np.int64)).to(target.device)
-        first = int(answers.texts.prompt_lens[number])
-        agree, accepts = _measure(target, model, answers, number, token_ids, max(depth, tree.depth), tree)
-        tally = Tally(depth, tree.depth)
-        # Chains may be deeper than the rates.
-        tally.count(agree, accepts, first)
-        tallies.append((category, loops(answers.texts.answer(number).tolist()), tally))
+        found = _count(target, model, answers, number, depth, tree)
+        counted.append((category, loops(answers.texts.answer(number).tolist()), found))
         if on_progress is not None:
             on_progress(number + 1, len(answers.categories))
-    names = dict.fromkeys(category for category, _, _ in tallies if category)
-    whole = _sum(tally for _, _, tally in tallies)
-    if whole is None:
+    if not counted:
         raise ConfigError("there are no answers to evaluate with")
-    by_category = {name: _sum(tally for category, _, tally in tallies if category == name) for name in names}
+    parts = [[one for _, looped, one in counted if looped is wanted] for wanted in (False, True)]
+    without_loops, in_loops = (figures_of(part, tree.depth) if part else None for part in parts)
+    names = dict.fromkeys(category for category, _, _ in counted if category)
     return Evaluation(
         temperature=answers.temperature,
-        all=whole,
-        without_loops=_sum(tally for _, looped, tally in tallies if not looped),
-        loops=_sum(tally for _, looped, tally in tallies if looped),
-        categories={name: found for name, found in by_category.items() if found is not None},
+        all=figures_of([one for _, _, one in counted], tree.depth),
+        without_loops=without_loops,
+        loops=in_loops,
+        categories={
+            name: figures_of([one for category, _, one in counted if category == name], tree.depth) for name in names
+        },
     )
 
 
-def _measure(
-    target: CausalLM,
-    model: DraftModel,
-    answers: Answers,
-    number: int,
-    token_ids: Tensor,
-    depth: int,
-    tree: TreeShape,
-) -> tuple[Flags, Counts]:
-    """What `teacher_forced` gives for an answer, and the accepted nodes [T] of trees."""
+def _count(
+    target: CausalLM, model: DraftModel, answers: Answers, number: int, depth: int, tree: TreeShape
+) -> AnswerCounts:
+    """Of the answer of that number."""
+    token_ids = torch.from_numpy(answers.texts.sequence(number).astype(np.int64)).to(target.device)
+    first = int(answers.texts.prompt_lens[number])
     draft = read_text(target, model, token_ids)
-    seed = answers.seeds[number]
-    ranking = CandidateRanker(model, answers.temperature, seed, token_ids.shape[0] + depth + 1)
-    agree = teacher_forced(draft, ranking, depth)
-    first_root = int(answers.texts.prompt_lens[number]) - 1
+    # Chains may be deeper than the rates.
+    most = max(depth, tree.depth)
+    ranking = CandidateRanker(model, answers.temperature, answers.seeds[number], token_ids.shape[0] + most + 1)
+    agree = teacher_forced(draft, ranking, most)
     # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
-    accepts = tree_accepts(draft, ranking, tree, first_root, all_roots=target.device.type == "cuda")
-    return agree, accepts.cpu().numpy()
+    accepts = tree_accepts(draft, ranking, tree, first - 1, all_roots=target.device.type == "cuda")
+    return AnswerCounts.of(agree, accepts.cpu().numpy(), first, depth, tree.depth)
 
 
 @torch.inference_mode()
@@ -141,15 +133,6 @@ def _hits(draft: TextRollout, ranking: CandidateRanker, rows: Tensor, places: Te
     """Whether the best token after each place [N] is the text's."""
     guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
     return torch.cat(guesses) == draft.following(places + 1)
-
-
-def _sum(tallies: Iterable[Tally]) -> Figures | None:
-    whole: Tally | None = None
-    for tally in tallies:
-        if whole is None:
-            whole = Tally(tally.depth, tally.chain.depth)
-        whole.add(tally)
-    return None if whole is None else whole.figures()
 
 
 def _check(target: CausalLM, model: DraftModel) -> None:

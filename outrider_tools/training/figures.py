@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,86 +83,73 @@ class Evaluation:
     categories: dict[str, Figures]
 
 
-@dataclass(slots=True)
-class Replay:
-    """Rounds being counted."""
+@dataclass(frozen=True, slots=True)
+class AnswerCounts:
+    """What is counted of one answer.
 
-    depth: int
-    tokens: int = 0
-    rounds: int = 0
-    reached: NDArray[np.int64] = field(init=False)
+    Attributes:
+        tokens: of the answer.
+        hits: by depth, at how many places the guess is right.
+        possible: by depth, of how many.
+        chain: accepted tokens of each round with a chain.
+        tree: likewise, with a tree.
+    """
 
-    def __post_init__(self) -> None:
-        self.reached = np.zeros(self.depth, np.int64)
+    tokens: int
+    hits: list[int]
+    possible: list[int]
+    chain: list[int]
+    tree: list[int]
 
-    def walk(self, accepts: Counts, first: int, last: int) -> None:
-        """`accepts` [T]: draft tokens accepted after each root. The answer is tokens `first` to `last` - 1.
+    @classmethod
+    def of(cls, agree: Flags, tree_accepts: Counts, first: int, depth: int, rounds_depth: int) -> AnswerCounts:
+        """From `agree` bool [at least both depths, T] as teacher_forced gives it, and accepted nodes [T] of trees.
 
-        The first round's root is the prompt's last token. The last round ends with the answer.
-        """
-        root = first - 1
-        while root < last - 1:
-            accepted = int(accepts[root])
-            self.reached[:accepted] += 1
-            self.rounds += 1
-            root += accepted + 1
-        self.tokens += last - first
-
-    def add(self, other: Replay) -> None:
-        """Count what another one has counted."""
-        self.tokens += other.tokens
-        self.rounds += other.rounds
-        self.reached += other.reached
-
-    def figures(self) -> ReplayedRounds:
-        """What came of it."""
-        rounds = max(1, self.rounds)
-        return ReplayedRounds(self.tokens / rounds, self.rounds, (self.reached / rounds).tolist())
-
-
-@dataclass(slots=True)
-class Tally:
-    """Everything that is counted of some answers. `depth` is of the rates, `rounds_depth` of chains and trees."""
-
-    depth: int
-    rounds_depth: int
-    answers: int = 0
-    hits: NDArray[np.int64] = field(init=False)
-    possible: NDArray[np.int64] = field(init=False)
-    chain: Replay = field(init=False)
-    tree: Replay = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.hits, self.possible = np.zeros(self.depth, np.int64), np.zeros(self.depth, np.int64)
-        self.chain, self.tree = Replay(self.rounds_depth), Replay(self.rounds_depth)
-
-    def count(self, agree: Flags, tree_accepts: Counts, first: int) -> None:
-        """An answer: `agree` bool [depth, T] as teacher_forced gives it, accepted nodes [T], the answer's first place.
-
-        Only guesses of the answer's own tokens count. The first round begins at the prompt's last token.
+        The answer is tokens `first` to T - 1, and only guesses of those count. `depth` is of the rates, `rounds_depth`
+        of chains.
         """
         length = agree.shape[1]
-        for step in range(self.depth):
-            roots = slice(max(1, first - 1 - step), length - step - 1)
-            self.hits[step] += int(agree[step, roots].sum())
-            self.possible[step] += max(0, roots.stop - roots.start)
-        self.chain.walk(run_lengths(agree[: self.rounds_depth]), first, length)
-        self.tree.walk(tree_accepts, first, length)
-        self.answers += 1
+        roots = [slice(max(1, first - 1 - step), length - step - 1) for step in range(depth)]
+        return cls(
+            tokens=length - first,
+            hits=[int(agree[step, places].sum()) for step, places in enumerate(roots)],
+            possible=[max(0, places.stop - places.start) for places in roots],
+            chain=replay(run_lengths(agree[:rounds_depth]), first),
+            tree=replay(tree_accepts, first),
+        )
 
-    def add(self, other: Tally) -> None:
-        """Count what another one has counted."""
-        self.answers += other.answers
-        self.hits += other.hits
-        self.possible += other.possible
-        self.chain.add(other.chain)
-        self.tree.add(other.tree)
 
-    def figures(self) -> Figures:
-        """What came of it."""
-        rates: list[float] = (self.hits / np.maximum(self.possible, 1)).tolist()
-        deep = rates[DEEP - 1] / rates[0] if len(rates) >= DEEP and rates[0] > 0 else 0.0
-        return Figures(self.answers, self.tree.tokens, rates, deep, self.chain.figures(), self.tree.figures())
+def replay(accepts: Counts, first: int) -> list[int]:
+    """Accepted tokens of each round, from those after each root [T]; the answer is tokens `first` to T - 1.
+
+    The first round's root is the prompt's last token. The last round ends with the answer.
+    """
+    accepted, root = [], first - 1
+    while root < len(accepts) - 1:
+        accepted.append(int(accepts[root]))
+        root += accepted[-1] + 1
+    return accepted
+
+
+def figures_of(answers: Sequence[AnswerCounts], rounds_depth: int) -> Figures:
+    """Of at least one answer."""
+    tokens = sum(answer.tokens for answer in answers)
+    hits, possible = (np.sum([getattr(answer, name) for answer in answers], 0) for name in ("hits", "possible"))
+    rates: list[float] = (hits / np.maximum(possible, 1)).tolist()
+    return Figures(
+        answers=len(answers),
+        tokens=tokens,
+        rates=rates,
+        deep_over_first=rates[DEEP - 1] / rates[0] if len(rates) >= DEEP and rates[0] > 0 else 0.0,
+        chain=_rounds([count for answer in answers for count in answer.chain], tokens, rounds_depth),
+        tree=_rounds([count for answer in answers for count in answer.tree], tokens, rounds_depth),
+    )
+
+
+def _rounds(accepted: list[int], tokens: int, depth: int) -> ReplayedRounds:
+    num_rounds = max(1, len(accepted))
+    reached = [sum(count > step for count in accepted) / num_rounds for step in range(depth)]
+    return ReplayedRounds(tokens / num_rounds, len(accepted), reached)
 
 
 def run_lengths(agree: Flags) -> Counts:

@@ -18,7 +18,7 @@ from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 from outrider_tools.training.evaluate import evaluate
-from outrider_tools.training.figures import Replay, Tally, loops
+from outrider_tools.training.figures import AnswerCounts, ReplayedRounds, figures_of, loops, replay
 from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import ChatForm, Question
@@ -94,10 +94,10 @@ def test_figures_equal_those_of_drafting_node_by_node(
     found = result.all
     assert (found.answers, found.tokens) == (len(given.texts), tokens)
     assert found.rates == pytest.approx([hit / count for hit, count in zip(hits, possible, strict=True)])
-    for name, replay in (("chain", found.chain), ("tree", found.tree)):
-        assert replay.rounds == rounds[name]
-        assert replay.accept_length == pytest.approx(tokens / rounds[name])
-        assert replay.reached == pytest.approx([count / rounds[name] for count in reached[name]])
+    for name, told in (("chain", found.chain), ("tree", found.tree)):
+        assert told.rounds == rounds[name]
+        assert told.accept_length == pytest.approx(tokens / rounds[name])
+        assert told.reached == pytest.approx([count / rounds[name] for count in reached[name]])
     assert found.rates[0] > 0 and found.tree.accept_length > 1
     assert sum(part.tokens for part in result.categories.values()) == tokens
     assert result.categories["letters"].answers == 2
@@ -171,15 +171,15 @@ def test_answers_in_loops_are_reported_apart(target: TargetModel, drafters: dict
 
 
 def test_rounds_follow_from_what_is_accepted() -> None:
-    replay = Replay(3)
     # Roots 2, 5 and 6; the last round is cut by the answer's end.
-    replay.walk(np.array([0, 0, 2, 3, 3, 0, 1, 0]), 3, 8)
-    assert (replay.rounds, replay.tokens, replay.reached.tolist()) == (3, 5, [2, 1, 0])
-    tally = Tally(2, 2)
+    assert replay(np.array([0, 0, 2, 3, 3, 0, 1, 0]), 3) == [2, 0, 1]
     agree = np.ones((2, 6), np.bool_)
     agree[0, 5:] = agree[1, 4:] = False
-    tally.count(agree, np.zeros(6, np.int64), 3)
-    assert tally.possible.tolist() == [3, 3] and tally.figures().rates == [1.0, 1.0]
+    counts = AnswerCounts.of(agree, np.array([0, 0, 1, 0, 0, 0]), 3, 2, 2)
+    assert counts.possible == [3, 3] and counts.tree == [1, 0]
+    figures = figures_of([counts, counts], 2)
+    assert figures.rates == [1.0, 1.0] and (figures.answers, figures.tokens) == (2, 6)
+    assert figures.tree == ReplayedRounds(1.5, 4, [0.5, 0.0])
 
 
 def test_a_drafter_of_another_size_is_refused(target: TargetModel, drafters: dict[str, DraftModel]) -> None:
