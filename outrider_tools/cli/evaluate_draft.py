@@ -12,7 +12,8 @@ from typing import Any
 from outrider.cli.options import whole_number
 from outrider.errors import ConfigError
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.cli.train import ALGORITHMS, pick_device
+from outrider_tools.cli.train import pick_device
+from outrider_tools.training.options import ALGORITHMS, TreeShape
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
     drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
-    shapes = import_module("outrider_tools.training.rollout")
-    tree = shapes.TreeShape(arguments.nodes, arguments.depth, arguments.branching)
+    tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     with import_module("outrider_tools.training.report").Report() as report:
         evaluations = stage.measure(
             target,

@@ -1,67 +1,75 @@
-"""What `outrider train` was asked for, as values."""
+"""What `outrider train` was asked for, as values; a `flag` is an option of the command line, too."""
 
 from __future__ import annotations
 
-import json
-import os
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from outrider.errors import ConfigError
+from outrider.cli.options import number, whole_number
 
+ALGORITHMS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
 OPTIMIZERS = ("adamw", "muon")
+
+
+def flag(default: Any, group: str, help: str, **how: Any) -> Any:
+    """A field that the command line may set, in that group of options; `how` is for `add_argument`."""
+    return field(default=default, metadata={"group": group, "help": help, **how})
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ArgumentTypeError(f"{text}: expected numbers with commas between them") from None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
     """How a drafter is trained. `steps` 0 fits as many as `minutes` allow, by the speed of the first ones."""
 
-    steps: int = 0
-    minutes: float = 2.0
-    batch_tokens: int = 16384
-    """Of each process; so a step on several GPUs sees several times as many."""
-    optimizer: str = "muon"
-    """One of OPTIMIZERS: "muon" moves the new 2-D weights by Muon, and what begins as the target's own by AdamW."""
-    learning_rate: float = 1e-3
-    """Peak rate of AdamW for weights that begin at random."""
-    muon_learning_rate: float = 5e-3
-    """Peak rate of Muon; scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
+    steps: int = flag(0, "training", "Training steps; instead of --minutes.", type=whole_number(1, 10**8))
+    minutes: float = flag(2.0, "training", "Minutes of training, text apart. Default: 2.", type=float)
+    batch_tokens: int = flag(
+        16384, "training", "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7)
+    )
+    unroll: int = flag(8, "training", "Steps on own features. Default: 8.", type=whole_number(1, 32))
+    hit_weight: float = flag(
+        0.0,
+        "training",
+        "EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
+        "0 to 1. Default: 0.",
+        type=number(0, 1),
+    )
+    decay: float = flag(1.0, "training", "Weight of such a step against the one before. Default: 1.", type=float)
+    learning_rate: float = flag(1e-3, "training", "Peak learning rate. Default: 0.001.", type=float)
+    """Of AdamW, for weights that begin at random."""
+    optimizer: str = flag("muon", "training", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
+    """What begins as the target's own is moved by AdamW in any case."""
+    muon_learning_rate: float = flag(5e-3, "training", "Muon's peak learning rate. Default: 0.005.", type=float)
+    """Scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
+    average: float = flag(0.0, "training", "Export a running average that keeps this share, as 0.999.", type=float)
+    """0 is off."""
+    packed: bool = flag(True, "training", "Batches of any shape on a GPU.", action="store_false")
+    """On a GPU: batches padded to one shape."""
+    compile: bool = flag(True, "training", "Compile nothing.", action="store_false")
+    """On a GPU, of batches of one shape: compile the pieces of a step."""
     output_share: float = 0.3
     """Learning rate of the output matrix and the norm before it, as a share: they begin as the target's own."""
     warmup_share: float = 0.04
     final_share: float = 0.02
     """Learning rate at the end, as a share of its peak."""
-    unroll: int = 8
-    """Steps that the drafter runs on its own features (training-time test)."""
-    decay: float = 1.0
-    """Weight of an unrolled step against the one before it."""
-    hit_weight: float = 0.0
-    """Of EAGLE-3 heads: share of the hit loss (`loss.Teaching`) beside the cross-entropy, 0 to 1."""
     clip: float = 1.0
-    average: float = 0.0
-    """How much of the running average of the weights each step keeps, as 0.999; the average is what is exported. 0 is
-    off."""
-    packed: bool = True
-    """On a GPU: batches padded to one shape."""
-    compile: bool = True
-    """On a GPU, of batches of one shape: compile the pieces of a step."""
     seed: int = 0
     save_seconds: float = 60.0
 
 
 STATE_FILE = "state.safetensors"
-# What a state on disk fits to, and the options that decide it.
-DRAFTER_FILE = "drafter.json"
-DRAFTER_OPTIONS = {
-    "algorithm": "algorithm",
-    "draft_vocab_size": "draft-vocab-size",
-    "feature_layers": "feature-layers",
-    "intermediate_size": "intermediate-size",
-    "feature_weight": "feature-weight",
-    "layers": "layers",
-    "hidden": "hidden",
-    "init_from": "init-from",
-}
 # Weight of the features' distance in the loss, by the kind of head: EAGLE's own paper learns from both.
 FEATURE_WEIGHTS = {"EAGLE": 0.5}
 
@@ -70,25 +78,25 @@ FEATURE_WEIGHTS = {"EAGLE": 0.5}
 class CorpusOptions:
     """How much text, of what kind."""
 
-    tokens: int = 10_000_000
-    """Answer tokens to make; a little more come, since answers that have begun are finished."""
-    invented: int = -1
+    tokens: int = flag(10_000_000, "text", "Answer tokens to make. Default: 10 million.", type=whole_number(1, 10**10))
+    """A little more come, since answers that have begun are finished."""
+    invented: int = flag(-1, "text", "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
     """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
-    opened: float = 0.6
-    """Share of them whose first words are given (`openings`), so that they are of many kinds."""
+    opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=float)
+    """By `openings`, so that they are of many kinds."""
+    temperatures: tuple[float, ...] = flag(
+        (0.0, 0.0, 0.8, 1.0), "text", "Answers take these in turn. Default: 0,0,0.8,1.", type=_numbers
+    )
+    text_minutes: float = flag(0.0, "text", "Bound on questions, and on answers. Default: none.", type=float)
+    """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
+    num_rows: int = flag(1024, "text", "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
     given_repeats: int = 1
     """Answers to each given question."""
     question_tokens: int = 192
     answer_tokens: int = 512
     question_temperature: float = 1.0
-    temperatures: tuple[float, ...] = (0.0, 0.0, 0.8, 1.0)
-    """Answers take these in turn."""
     held_out: int = 64
     """Invented questions that are left out, for the evaluation."""
-    text_minutes: float = 0.0
-    """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
-    num_rows: int = 1024
-    """Conversations at once."""
     seed: int = 0
 
 
@@ -106,25 +114,46 @@ class RunOptions:
     """Paths and devices apart, all of it goes into the record."""
 
     algorithm: str = "EAGLE3"
-    """As `--speculative-algorithm` has it: EAGLE3, EAGLE, NEXTN or STANDALONE."""
-    prompts: Path | None = None
-    eval_prompts: Path | None = None
-    text: Path | None = None
-    """A folder in which an earlier run has left its text; none is made then."""
-    init_from: Path | None = None
-    """The folder of an EAGLE-3 head of this target that the training begins as."""
-    draft_vocab_size: int = 0
-    """Of EAGLE-3 heads; the other kinds have the target's vocabulary. 0 is that of `init_from`, or 8192."""
-    feature_layers: tuple[int, ...] = ()
-    """Of EAGLE-3 heads; empty takes those of `init_from`, or the default ones."""
-    intermediate_size: int = 0
-    """Of an EAGLE-3 head's MLP; 0 is that of `init_from`, or the target's."""
-    own_feature_weight: float | None = None
-    """Of the distance to the target's features in the loss of EAGLE and NEXTN; None takes the kind's own."""
-    layers: int = 4
-    """Of STANDALONE models."""
-    hidden: int = 0
-    """Hidden size of STANDALONE models; 0 is the target's."""
+    """One of ALGORITHMS."""
+    prompts: Path | None = flag(None, "text", "JSONL of questions to train on, beside those it invents.", type=Path)
+    eval_prompts: Path | None = flag(None, "text", "JSONL of questions to evaluate with; never trained on.", type=Path)
+    text: Path | None = flag(
+        None, "text", "Take the text that an earlier run left in this --out; make none.", type=Path
+    )
+    init_from: Path | None = flag(
+        None,
+        "drafter",
+        "EAGLE3: begin as this head of the same target, a folder or hub id, with its sizes and vocabulary.",
+    )
+    draft_vocab_size: int = flag(
+        0,
+        "drafter",
+        "EAGLE3: tokens that it may guess. Default: 8192, or as --init-from.",
+        type=whole_number(1, 10**6),
+    )
+    intermediate_size: int = flag(
+        0,
+        "drafter",
+        "EAGLE3: width of its MLP. Default: the target's, or as --init-from.",
+        type=whole_number(0, 10**6),
+    )
+    feature_layers: tuple[int, ...] = flag(
+        (), "drafter", "EAGLE3: layers whose input it reads, as in 2,15,27 (30's default).", type=_layers
+    )
+    own_feature_weight: float | None = flag(
+        None,
+        "drafter",
+        "EAGLE, NEXTN: weight of the distance to the target's features in the loss. Default: EAGLE 0.5, NEXTN 0.",
+        type=float,
+    )
+    """None takes the kind's own."""
+    layers: int = flag(4, "drafter", "STANDALONE: its layers. Default: 4.", type=whole_number(1, 1000))
+    hidden: int = flag(
+        0,
+        "drafter",
+        "STANDALONE: its hidden size; the target's heads keep their size. Default: the target's.",
+        type=whole_number(0, 10**6),
+    )
     eval_new_tokens: int = 256
     eval_temperatures: tuple[float, ...] = (0.0, 1.0)
     corpus: CorpusOptions = field(default_factory=CorpusOptions)
@@ -138,24 +167,9 @@ class RunOptions:
             return self.own_feature_weight
         return FEATURE_WEIGHTS.get(self.algorithm, 0.0)
 
-
-def check_resumed(work: Path, options: RunOptions) -> None:
-    """Compare the drafter with the one whose training `work` holds the state of, and write down which it is.
-
-    Raises:
-        ConfigError: it is another one.
-    """
-    wanted = json.loads(json.dumps({name: getattr(options, name) for name in DRAFTER_OPTIONS}, default=str))
-    path = work / DRAFTER_FILE
-    if (work / STATE_FILE).exists() and path.exists():
-        found = json.loads(path.read_text("utf-8"))
-        for name, option in DRAFTER_OPTIONS.items():
-            if found.get(name) != wanted[name]:
-                raise ConfigError(
-                    f"{work} holds the state of a training with another --{option} ({found.get(name)}, not "
-                    f"{wanted[name]}); choose another --out or remove it"
-                )
-    # All processes of a training write the same.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(wanted) + "\n", "utf-8")
-    os.replace(part, path)
+    @property
+    def of_drafter(self) -> dict[str, Any]:
+        """What decides which drafter is trained, by the names on the command line."""
+        own = ("draft_vocab_size", "feature_layers", "intermediate_size", "layers", "hidden", "init_from")
+        names = ("algorithm", "feature_weight", *own)
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}

@@ -18,7 +18,7 @@ from outrider_tools.training.corpus import WORK_FOLDER, run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
 from outrider_tools.training.figures import length_table, rate_table
-from outrider_tools.training.options import STATE_FILE, RunOptions, check_resumed
+from outrider_tools.training.options import STATE_FILE, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
 from outrider_tools.training.report import Report
@@ -67,10 +67,10 @@ def train(
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
 
     report.line("preparing the drafter, and its first step")
-    check_resumed(work, options)
     learner = make_learner(target, texts, options)
     module, ids = learner.module, learner.module.target_ids
-    history = Trainer(learner, texts, options.trainer, work / STATE_FILE, ranks).run(report.point)
+    trainer = Trainer(learner, texts, options.trainer, work / STATE_FILE, ranks, options.of_drafter)
+    history = trainer.run(report.point)
     ranks.close()
     if not ranks.is_main:
         return

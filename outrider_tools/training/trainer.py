@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,34 +108,34 @@ def save_state(
     os.replace(part, path)
 
 
-def load_state(path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights, in host memory, and the record; the optimizers' state goes to them.
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What `save_state` wrote. Tensors are in host memory."""
 
-    Raises:
-        ConfigError: the file is not what `save_state` wrote.
-    """
-    weights: dict[str, Tensor] = {}
-    states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
-    try:
-        with safe_open(path, "pt") as file:
-            record: dict[str, Any] = json.loads(file.metadata()[_RECORD])
-            for key in file.keys():  # noqa: SIM118
-                kind, _, name = key.partition(".")
-                if kind == "weights":
-                    weights[name] = file.get_tensor(key)
-                elif kind == "optimizer":
-                    place, number, name = name.split(".", 2)
-                    # Another number of optimizers is another training, which the record tells.
-                    if int(place) < len(states):
-                        states[int(place)].setdefault(int(number), {})[name] = file.get_tensor(key)
-                else:
-                    raise ValueError(f"{kind} is unknown")
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no state of a training ({error}); remove it") from None
-    # Groups follow from options, which the record holds.
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return weights, record
+    weights: dict[str, Tensor]
+    optimizers: dict[int, dict[int, dict[str, Tensor]]]
+    """State of each optimizer's parameters, by number."""
+    record: dict[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> StoredState:
+        """Raises ConfigError where the file is not what `save_state` wrote."""
+        try:
+            with safe_open(path, "pt") as file:
+                state = cls({}, {}, json.loads(file.metadata()[_RECORD]))
+                for key in file.keys():  # noqa: SIM118
+                    kind, _, name = key.partition(".")
+                    if kind == "weights":
+                        state.weights[name] = file.get_tensor(key)
+                    elif kind == "optimizer":
+                        place, number, name = name.split(".", 2)
+                        values = state.optimizers.setdefault(int(place), {}).setdefault(int(number), {})
+                        values[name] = file.get_tensor(key)
+                    else:
+                        raise ValueError(f"{kind} is unknown")
+                return state
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is no state of a training ({error}); remove it") from None
 
 
 # Steps that are run before the speed is taken, and that it is then taken over.
@@ -181,12 +181,17 @@ class Trainer:
         options: TrainerOptions,
         state_path: Path | None = None,
         ranks: RankGroup | None = None,
+        drafter: Mapping[str, Any] | None = None,
     ) -> None:
+        """`drafter`: options by name that a state must have been saved with, beside the trainer's own."""
         self.history = History(total_steps=options.steps)
         self.learner = learner
         self._ranks = ranks or RankGroup()
         self._device = next(learner.module.parameters()).device
         self._options = options
+        # As JSON has it: lists for tuples, text for paths.
+        must_fit = {**asdict(options), "processes": self._ranks.count, **(drafter or {})}
+        self._must_fit: dict[str, Any] = json.loads(json.dumps(must_fit, default=str))
         self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape)
         self._state_path = state_path
         self._step = self._first_step = 0
@@ -320,9 +325,8 @@ class Trainer:
             return
         record = {
             "step": self._step,
-            "processes": self._ranks.count,
             "history": asdict(self.history),
-            "options": asdict(self._options),
+            "options": self._must_fit,
         }
         weights = dict(self.learner.module.state_dict())
         if self._average is not None:
@@ -330,19 +334,23 @@ class Trainer:
         save_state(self._state_path, weights, self._optimizers, record)
 
     def _resume(self, path: Path) -> None:
-        weights, record = load_state(path, self._optimizers)
-        given = {**asdict(self._options), "processes": self._ranks.count}
-        # Options that are younger than the state had no other value then.
-        options = {**asdict(TrainerOptions()), **record["options"], "processes": record["processes"]}
-        changed = [name for name in given if name not in FREE and options.get(name) != given[name]]
-        if changed:
-            raise ConfigError(
-                f"{path} is the state of a training with another {changed[0]} "
-                f"({options.get(changed[0])}, not {given[changed[0]]}); choose another folder or remove it"
-            )
+        state = StoredState.load(path)
+        record = state.record
+        # Trainer options that are younger than the state had no other value then.
+        options = {**asdict(TrainerOptions()), **record["options"]}
+        for name, value in self._must_fit.items():
+            if name not in FREE and options.get(name, value) != value:
+                raise ConfigError(
+                    f"{path} is the state of a training with another {name} ({options[name]}, not {value}); "
+                    "choose another folder or remove it"
+                )
+        # Groups follow from options, which fit.
+        for place, optimizer in enumerate(self._optimizers):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state.optimizers.get(place, {}), "param_groups": groups})
         if self._average is not None:
-            self._average.load(weights)
-        self.learner.module.load_state_dict(weights)
+            self._average.load(state.weights)
+        self.learner.module.load_state_dict(state.weights)
         self._step = int(record["step"])
         history = record["history"]
         self.history = History(

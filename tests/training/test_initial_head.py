@@ -15,7 +15,7 @@ from training_world import make_head, make_trainer, random_texts, run_ahead
 from outrider.errors import ConfigError
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head
-from outrider_tools.training.options import RunOptions, check_resumed
+from outrider_tools.training.options import RunOptions
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.trainer import Trainer
 
@@ -151,9 +151,16 @@ def test_options_that_the_head_decides_may_not_differ(target: TargetModel, folde
     assert resolved(RunOptions(), target.config).draft_vocab_size == 8192
 
 
-def test_a_training_that_began_as_another_head_is_not_taken_up(folder: Path, tmp_path: Path) -> None:
-    check_resumed(tmp_path, RunOptions(init_from=folder))
-    (tmp_path / "state.safetensors").touch()
-    check_resumed(tmp_path, RunOptions(init_from=folder))
+def test_a_training_that_began_as_another_head_is_not_taken_up(
+    target: TargetModel, folder: Path, tmp_path: Path
+) -> None:
+    texts, path = random_texts(target, 12, 6, 30), tmp_path / "state.safetensors"
+    options = resolved(RunOptions(init_from=folder, trainer=OPTIONS.trainer), target.config)
+
+    def trainer(given: RunOptions) -> Trainer:
+        return Trainer(make_learner(target, texts, options), texts, options.trainer, path, drafter=given.of_drafter)
+
+    trainer(options).run(stop_after=2)
+    trainer(options)
     with pytest.raises(ConfigError, match="another --init-from"):
-        check_resumed(tmp_path, RunOptions())
+        trainer(replace(options, init_from=None))

@@ -85,7 +85,8 @@ def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
     assert not (tmp_path / "work" / "texts.safetensors").exists()
     capsys.readouterr()
     other = "EAGLE3" if kind == "EAGLE" else "EAGLE"
-    assert main([*words, "--algorithm", other]) == 2
+    sizes = ["--draft-vocab-size", "150", "--feature-layers", "1,2,3"]
+    assert main([*words, "--algorithm", other, *sizes]) == 2
     assert f"another --algorithm ({kind.upper()}, not {other})" in capsys.readouterr().err
 
 
