@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -33,16 +34,27 @@ FieldNames = Mapping[str, str]
 
 async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
-    arrived = time.monotonic()
     names = names or {}
+    try:
+        return await _admit(request, model, request_id, names)
+    except InvalidRequestError as error:
+        ours = next((name for name in names if re.match(rf"{re.escape(name)}(\W|$)", error.field)), "")
+        if not ours:
+            raise
+        field = names[ours] + error.field.removeprefix(ours)
+        raise type(error)(field, error.problem, error.fix, code=error.code) from None
+
+
+async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames) -> Job:
+    arrived = time.monotonic()
     model.check_name(request.model)
     sampling = request.sampling
-    check_ids(sampling.logit_bias or (), model.vocab_size, names.get("logit_bias", "sampling.logit_bias"))
+    check_ids(sampling.logit_bias or (), model.vocab_size, "sampling.logit_bias")
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
-    calls, grammar = _tool_calls(request, model, names)
-    prompt_field, prompt, text = await _prompt(request, model, names, calls)
+    calls, grammar = _tool_calls(request, model)
+    prompt_field, prompt, text = await _prompt(request, model, calls)
     # First: of a prompt that is much too long nothing more is looked at.
-    max_tokens = _fit(len(prompt), request, model, prompt_field, names)
+    max_tokens = _fit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
     # A grammar holds from the first token on: what it allows is the answer.
     splits = request.separate_reasoning and request.chat is not None and grammar is None
@@ -69,9 +81,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
     )
 
 
-def _tool_calls(
-    request: ClientRequest, model: GatewayModel, names: FieldNames
-) -> tuple[ToolCalls | None, Grammar | None]:
+def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls | None, Grammar | None]:
     """How calls of tools are found in the answers, and what the answers must be. Raises InvalidRequestError."""
     chat, form = request.chat, model.tool_format
     if chat is None or not chat.offered:
@@ -79,7 +89,7 @@ def _tool_calls(
     if form is None:
         if chat.is_forced:
             raise InvalidRequestError(
-                names.get("chat.tool_choice", "chat.tool_choice"),
+                "chat.tool_choice",
                 "calls are not read here (--tool-call-parser none)",
                 "send auto, and read them in the text",
             )
@@ -87,7 +97,7 @@ def _tool_calls(
     calls = ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
     if not chat.is_forced:
         return calls, request.grammar
-    return calls, forced_grammar(chat.offered, form, names.get("chat.tools", "chat.tools"))
+    return calls, forced_grammar(chat.offered, form, "chat.tools")
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
@@ -114,16 +124,13 @@ def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | No
     return SamplingParams(**fields)
 
 
-async def _prompt(
-    request: ClientRequest, model: GatewayModel, names: FieldNames, calls: ToolCalls | None
-) -> tuple[str, list[int], str]:
-    """The prompt's field, as its door calls it, its token ids, and its text where it came as text."""
+async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls | None) -> tuple[str, list[int], str]:
+    """The prompt's field, its token ids, and its text where it came as text."""
     if request.prompt_token_ids is not None:
-        return names.get("prompt_token_ids", "prompt_token_ids"), request.prompt_token_ids, ""
-    field = names.get("prompt", "prompt")
-    text = request.prompt or ""
+        return "prompt_token_ids", request.prompt_token_ids, ""
+    field, text = "prompt", request.prompt or ""
     if request.chat is not None:
-        field = names.get("chat.messages", "chat.messages")
+        field = "chat.messages"
         text = await _conversation(request.chat, model, field)
         if calls is not None and calls.forced:
             text += calls.form.forced_opening
@@ -198,7 +205,7 @@ def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, f
     )
 
 
-def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str, names: FieldNames) -> int:
+def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_field: str) -> int:
     """Most tokens of an answer."""
     max_tokens, context_length = request.max_tokens, model.context_length
     room = context_length - num_prompt
@@ -210,7 +217,7 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthError(
-            names.get("max_tokens", "max_tokens"),
+            "max_tokens",
             f"{num_prompt} prompt tokens and {max_tokens} to generate exceed the context of {context_length} tokens",
             f"send at most {room} here, or a shorter prompt",
         )

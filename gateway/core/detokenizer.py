@@ -140,8 +140,6 @@ class StopMatcher:
         """`keep`: the stop string is let through, too."""
         self._keep = keep
         self._stops = tuple(stops)
-        self._first_characters = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.hit = False
 
@@ -157,7 +155,7 @@ class StopMatcher:
             self.hit = True
             self._held = ""
             return text[:cut]
-        safe = self._safe_length(text)
+        safe = len(text) - overlap_length(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -170,10 +168,10 @@ class StopMatcher:
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[0 if self._keep else 1] if found else None
 
-    def _safe_length(self, text: str) -> int:
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._first_characters:
-                tail = text[at:]
-                if any(stop.startswith(tail) for stop in self._stops):
-                    return at
-        return len(text)
+
+def overlap_length(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text one of the marks may begin with."""
+    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0

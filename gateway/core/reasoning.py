@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gateway.core.detokenizer import overlap_length
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
@@ -96,7 +98,7 @@ class ReasoningSplitter:
     def _inside(self, final: bool) -> bool:
         text, marker, rest = self._held.partition(self._end)
         if not marker:
-            safe = len(text) if final else _safe_length(text, self._end)
+            safe = len(text) - (0 if final else overlap_length(text, (self._end,)))
             text, rest = text[:safe], text[safe:]
         shown = text.rstrip()
         if not marker:  # more reasoning may come behind the white space
@@ -121,11 +123,3 @@ class ReasoningSplitter:
         self._text.append(self._held)
         self._held = ""
         return False
-
-
-def _safe_length(text: str, marker: str) -> int:
-    """Length of a text without an end that may turn out to begin the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return len(text) - length
-    return len(text)

@@ -334,6 +334,14 @@ class Chat(PromptEnd):
         return self.tool_choice == "required"
 
 
+_ENDS_COMPLETE = ("does not go with a form of the answer, which ends where it is complete", "leave it out")
+_NOT_WITH_A_FORM = {
+    "ignore_eos": _ENDS_COMPLETE,
+    "min_tokens": _ENDS_COMPLETE,
+    "bad_words": ("do not go with a form of the answer, which may need them", "leave them out"),
+}
+
+
 class ClientRequest(OutputFields):
     """A request with exactly one of `prompt`, `prompt_token_ids` and `chat`."""
 
@@ -355,32 +363,15 @@ class ClientRequest(OutputFields):
     @model_validator(mode="after")
     def _one_input(self) -> ClientRequest:
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
-            raise PydanticCustomError(
-                "input", "exactly one of prompt, prompt_token_ids and chat is needed; set one", {"field": "input"}
-            )
-        if self.grammar is not None and self.ignore_eos:
-            raise PydanticCustomError(
-                "ignore_eos",
-                "does not go with a form of the answer, which ends where it is complete; leave it out",
-                {"field": "ignore_eos"},
-            )
-        if self.min_tokens and self.grammar is not None:
-            raise PydanticCustomError(
-                "min_tokens",
-                "does not go with a form of the answer, which ends where it is complete; leave it out",
-                {"field": "min_tokens"},
-            )
-        if self.bad_words and self.grammar is not None:
-            raise PydanticCustomError(
-                "bad_words",
-                "do not go with a form of the answer, which may need them; leave them out",
-                {"field": "bad_words"},
-            )
+            raise InvalidRequestError("input", "exactly one of prompt, prompt_token_ids and chat is needed", "set one")
+        if self.grammar is not None:
+            for name, problem in _NOT_WITH_A_FORM.items():
+                if getattr(self, name):
+                    raise InvalidRequestError(name, *problem)
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise PydanticCustomError(
-                "min_tokens",
-                "{given} is more than the limit of {limit} tokens; send at most {limit}",
-                {"field": "min_tokens", "given": self.min_tokens, "limit": self.max_tokens},
+            limit = self.max_tokens
+            raise InvalidRequestError(
+                "min_tokens", f"{self.min_tokens} is more than the limit of {limit} tokens", f"send at most {limit}"
             )
         return self
 

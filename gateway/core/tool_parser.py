@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from gateway.core.detokenizer import overlap_length
 from gateway.core.tool_format import ToolFormat
+
+T = TypeVar("T")
+_Steps = Generator[None, str, T]
+"""What is sent one character after the other."""
 
 _SEPARATORS = " \t\r\n,;[]"
 """What stands between calls and around them."""
@@ -51,104 +57,85 @@ class _CallReader:
         self.has_arguments = False
         self.is_done = False
         self.has_failed = False
-        self._key: str | None = None
-        self._value = ""
-        """The key or the value that is being read, unless it is streamed."""
-        self._wants = "{"
-        self._depth = 0
-        self._is_scalar = False
-        self._in_string = False
-        self._escaped = False
-        self._streams = False
+        self._steps = self._read_object()
+        next(self._steps)
 
     def read(self, character: str) -> None:
         """The next character."""
-        if self._wants in ("key value", "value"):
-            self._read_value(character)
-        elif not character.isspace():
-            self._read_mark(character)
-
-    def _read_mark(self, character: str) -> None:
-        match self._wants, character:
-            case "{", "{":
-                self._wants = "key or end"
-            case (("key or end" | "key"), '"'):
-                self._begin("key value", character)
-            case (("key or end" | "comma"), "}"):
-                self.is_done = True
-            case ":", ":":
-                self._wants = "first"
-            case "comma", ",":
-                self._wants = "key"
-            case "first", ('"' | "{" | "[") as opening:
-                self._streams = self._key in _ARGUMENTS and opening == "{"
-                self._begin("value", character)
-            case "first", _ if character not in "}],:":
-                self._begin("value", character)
-            case _:
-                self.has_failed = True
-
-    def _begin(self, wants: str, character: str) -> None:
-        self._wants, self._value, self._depth, self._in_string = wants, "", 0, False
-        self._read_value(character)
-
-    def _read_value(self, character: str) -> None:
-        if not self._value and not self._in_string and self._depth == 0:
-            self._is_scalar = character not in '"{['
-        elif self._is_scalar and (character in ",}" or character.isspace()):
-            self._end_value()
-            if not character.isspace():
-                self._read_mark(character)
-            return
-        self._take(character)
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-        if not self._in_string and self._depth == 0 and not self._is_scalar:
-            self._end_value()
-
-    def _take(self, character: str) -> None:
-        if self._streams:
-            self.arguments += character
-        else:
-            self._value += character
-
-    def _end_value(self) -> None:
-        wants, self._wants = self._wants, "comma"
-        if self._streams:
-            self._streams, self.has_arguments = False, True
-            return
         try:
-            value = json.loads(self._value)
+            self._steps.send(character)
+        except StopIteration:
+            self.is_done = True
         except (ValueError, RecursionError):
             self.has_failed = True
-            return
-        if wants == "key value":
-            self._key, self._wants = str(value), ":"
-        elif self._key == "name" and isinstance(value, str):
+
+    def _read_object(self) -> _Steps[None]:
+        yield from _next_mark("{")
+        mark = yield from _next_mark('"}')
+        while mark == '"':
+            key = str(json.loads((yield from _read_nested(mark))))
+            yield from _next_mark(":")
+            first = yield from _next_mark()
+            if first == "{" and key in _ARGUMENTS:
+                yield from _read_nested(first, self._stream)
+                self.has_arguments = True
+                mark = yield from _next_mark(",}")
+            elif first in '"{[':
+                self._take(key, json.loads((yield from _read_nested(first))))
+                mark = yield from _next_mark(",}")
+            else:
+                mark = yield from self._read_scalar(first)
+            if mark == ",":
+                mark = yield from _next_mark('"')
+
+    def _read_scalar(self, character: str) -> _Steps[str]:
+        """Reads a number or a word. Returns the mark behind it."""
+        if character in "}],:":
+            raise ValueError
+        text = ""
+        while character not in ",}" and not character.isspace():
+            text += character
+            character = yield
+        json.loads(text)
+        return character if not character.isspace() else (yield from _next_mark(",}"))
+
+    def _stream(self, character: str) -> None:
+        self.arguments += character
+
+    def _take(self, key: str, value: Any) -> None:
+        if key == "name" and isinstance(value, str):
             self.name = value
-        elif self._key in _ARGUMENTS and isinstance(value, str):
+        elif key in _ARGUMENTS and isinstance(value, str):
             # Some models write the arguments' JSON into a string.
             self.arguments, self.has_arguments = value, True
 
 
-class _State(Enum):
-    TEXT = auto()
-    BETWEEN = auto()
-    """Behind an opener or a call."""
-    NAME = auto()
-    """Within a name without quotes."""
-    CALL = auto()
+def _next_mark(allowed: str = "") -> _Steps[str]:
+    """The next character that is no whitespace. Raises ValueError for one that is not allowed."""
+    character = yield
+    while character.isspace():
+        character = yield
+    if allowed and character not in allowed:
+        raise ValueError
+    return character
+
+
+def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _Steps[str]:
+    """Reads a string, an object or a list from its first character on, and returns it unless `take` gets it."""
+    read: list[str] = []
+    take = take or read.append
+    depth, in_string = 0, False
+    while True:
+        take(character)
+        if in_string and character == "\\":
+            take((yield))
+        elif character == '"':
+            in_string = not in_string
+        elif not in_string:
+            depth += (character in "{[") - (character in "}]")
+        if not in_string and depth == 0:
+            return "".join(read)
+        character = yield
 
 
 class ToolCallParser:
@@ -163,7 +150,7 @@ class ToolCallParser:
         self._parallel = calls.parallel
         self._bare = form.bare
         self._any_name = not form.bare
-        self._state = _State.BETWEEN if calls.forced else _State.TEXT
+        self._step = self._read_between if calls.forced else self._read_text
         self._raw = ""
         """Text since the last call that may still turn out to be none."""
         self._held = ""
@@ -188,8 +175,8 @@ class ToolCallParser:
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """Ends the answer. What was held back is text, unless it is whitespace behind a call."""
-        unfinished = self._state in (_State.NAME, _State.CALL) and not self._begun
-        if unfinished or (self._state is _State.BETWEEN and self._raw.strip(_SEPARATORS if self._called else "")):
+        unfinished = self._step in (self._read_name, self._read_call) and not self._begun
+        if unfinished or (self._step == self._read_between and self._raw.strip(_SEPARATORS if self._called else "")):
             self._give_up()
         rest, self._held = self._held, ""
         if rest.strip() or self._spoke or not self.num_calls:
@@ -197,27 +184,18 @@ class ToolCallParser:
         return self._news()
 
     def _news(self) -> tuple[str, list[ToolCallDelta]]:
-        text, calls = "".join(self._text), _joined(self._calls)
+        text, calls = "".join(self._text), self._calls
         self._text, self._calls = [], []
         return text, calls
 
     def _read(self, character: str) -> None:
-        if self._state is _State.TEXT:
-            self._read_text(character)
-            return
-        if not self._begun:
+        if self._step != self._read_text and not self._begun:
             self._raw += character
-        match self._state:
-            case _State.BETWEEN:
-                self._read_between(character)
-            case _State.NAME:
-                self._read_name(character)
-            case _:
-                self._read_call(character)
+        self._step(character)
 
     def _read_text(self, character: str) -> None:
         if self._bare and not self._held.strip() and character in "{[":
-            self._raw, self._state, self._bare = self._held, _State.BETWEEN, False
+            self._raw, self._step, self._bare = self._held, self._read_between, False
             self._held = ""
             self._read(character)
             return
@@ -225,11 +203,11 @@ class ToolCallParser:
         opener = self._form.opener
         if opener and self._held.endswith(opener):
             self._let_through(self._held[: -len(opener)].rstrip())
-            self._raw, self._held, self._state, self._any_name = opener, "", _State.BETWEEN, True
+            self._raw, self._held, self._step, self._any_name = opener, "", self._read_between, True
             self._called = False
             return
         # As far as it is neither whitespace at the end nor what an opener may begin with.
-        safe = self._held[: len(self._held) - _overlap(self._held, opener)].rstrip()
+        safe = self._held[: len(self._held) - overlap_length(self._held, (opener,))].rstrip()
         self._let_through(safe)
 
     def _let_through(self, text: str) -> None:
@@ -245,19 +223,19 @@ class ToolCallParser:
         closer, opener = self._form.closer, self._form.opener
         tail = (self._raw.removeprefix(opener) if opener else self._raw).lstrip(_SEPARATORS)
         if character == "{" and tail == "{":
-            self._reader, self._state = _CallReader(), _State.CALL
+            self._reader, self._step = _CallReader(), self._read_call
             self._reader.read(character)
             return
         if not tail:
             return
         if closer and tail == closer and self._called:
-            self._raw, self._state, self._spoke = "", _State.TEXT, False
+            self._raw, self._step, self._spoke = "", self._read_text, False
         elif opener and tail == opener:
             self._raw, self._any_name = opener, True
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
         elif self._form.is_list and (character.isalnum() or character == "_"):
-            self._name, self._state = character, _State.NAME
+            self._name, self._step = character, self._read_name
         else:
             self._give_up()
 
@@ -270,7 +248,7 @@ class ToolCallParser:
                 self._give_up()
                 return
             self._name = name
-            self._reader, self._state = _CallReader(), _State.CALL
+            self._reader, self._step = _CallReader(), self._read_call
             for one in f'{{"name": {json.dumps(name)}, "arguments": {{' if name else character:
                 self._reader.read(one)
             self._look()
@@ -312,36 +290,21 @@ class ToolCallParser:
             self._end_call()
 
     def _tell(self, delta: ToolCallDelta) -> None:
-        if self._parallel or delta.index == 0:
+        if not self._parallel and delta.index > 0:
+            return
+        last = self._calls[-1] if self._calls else None
+        if last is not None and last.index == delta.index:
+            self._calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        else:
             self._calls.append(delta)
 
     def _end_call(self) -> None:
-        self._state, self._begun, self._raw, self._name, self._called = _State.BETWEEN, False, "", "", True
+        self._step, self._begun, self._raw, self._name, self._called = self._read_between, False, "", "", True
 
     def _give_up(self) -> None:
         """What was taken for the beginning of a call is text."""
         raw = self._raw.lstrip(_SEPARATORS) if self._called else self._raw
         self._raw, self._name, self._called = "", "", False
-        self._state, self._bare, self._held = _State.TEXT, False, raw
-        keep = _overlap(raw, self._form.opener)
+        self._step, self._bare, self._held = self._read_text, False, raw
+        keep = overlap_length(raw, (self._form.opener,))
         self._let_through(raw[: len(raw) - keep].rstrip())
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text a mark may begin with."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0
-
-
-def _joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Pieces of one call's arguments that follow each other, as one."""
-    joined: list[ToolCallDelta] = []
-    for delta in deltas:
-        last = joined[-1] if joined else None
-        if last is not None and last.index == delta.index and not delta.id:
-            joined[-1] = ToolCallDelta(last.index, last.id, last.name, last.arguments + delta.arguments)
-        else:
-            joined.append(delta)
-    return joined

@@ -82,7 +82,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
     if kind == "unsupported":
         return InvalidRequestError(field, context["problem"], context["fix"], code="unsupported_parameter")
     problem, _, fix = error["msg"].partition("; ")
-    return InvalidRequestError(str(context.get("field", field)), problem, fix)
+    return InvalidRequestError(field, problem, fix)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,10 +23,11 @@ from gateway.http.info import InfoRoutes, TokenizerRoute, prepare_detokenize, pr
 from gateway.http.openapi import openapi
 from gateway.http.page import PAGE_HEADERS, Page
 from gateway.http.responses import DOOR, HttpError, error_response, internal_error
-from gateway.openai.chat import ChatRoute
-from gateway.openai.completions import CompletionRoute
-from gateway.openai.responses import ResponsesRoute
-from gateway.sglang.generate import GenerateRoute
+from gateway.openai.chat import ChatBuilder, ChatCompletionRequest
+from gateway.openai.completions import CompletionBuilder, CompletionRequest
+from gateway.openai.generation import GenerationRoute
+from gateway.openai.responses import ResponsesBuilder, ResponsesRequest
+from gateway.sglang.generate import GenerateBody, GenerateBuilder
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError
@@ -50,13 +52,14 @@ class RestApp:
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+        generates = partial(GenerationRoute, gateway, options, bodies)
         self.routes = [
-            Route("/v1/chat/completions", ChatRoute(gateway, options, bodies), methods=["POST"]),
-            Route("/v1/completions", CompletionRoute(gateway, options, bodies), methods=["POST"]),
-            Route("/v1/responses", ResponsesRoute(gateway, options, bodies), methods=["POST"]),
+            Route("/v1/chat/completions", generates(ChatCompletionRequest, ChatBuilder), methods=["POST"]),
+            Route("/v1/completions", generates(CompletionRequest, CompletionBuilder), methods=["POST"]),
+            Route("/v1/responses", generates(ResponsesRequest, ResponsesBuilder), methods=["POST"]),
             Route("/tokenize", TokenizerRoute(gateway, bodies, prepare_tokenize), methods=["POST"]),
             Route("/detokenize", TokenizerRoute(gateway, bodies, prepare_detokenize), methods=["POST"]),
-            Route("/generate", GenerateRoute(gateway, options, bodies), methods=["POST"]),
+            Route("/generate", generates(GenerateBody, GenerateBuilder), methods=["POST"]),
             *InfoRoutes(gateway).routes(),
             Route("/openapi.json", self._document),
             Route("/docs", self._docs),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.answer import Delta
-from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
     ClientRequest,
-    Job,
     PromptEnd,
     StrictModel,
     Text,
@@ -26,7 +24,6 @@ from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFi
 from gateway.openai.generation import (
     ChoicesBuilder,
     CollectedAnswer,
-    GenerationRoute,
     UsageBody,
     finish_word,
 )
@@ -239,6 +236,8 @@ def _finish_word(reason: FinishReason | None, answer: CollectedAnswer) -> ChatFi
 class ChatBuilder(ChoicesBuilder):
     """Builds chat completions and their chunks."""
 
+    id_prefix = "chatcmpl"
+
     def whole(self) -> ChatCompletion:
         """See the base."""
         choices = [
@@ -286,13 +285,3 @@ def _message(answer: CollectedAnswer) -> AssistantMessage:
     if calls:
         more["tool_calls"] = calls
     return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)
-
-
-class ChatRoute(GenerationRoute[ChatCompletionRequest]):
-    """POST /v1/chat/completions as an ASGI application."""
-
-    body_type = ChatCompletionRequest
-    id_prefix = "chatcmpl"
-
-    async def _builder(self, body: ChatCompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> ChatBuilder:
-        return ChatBuilder(model, jobs, body.stream_options)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -13,14 +11,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, Text, TokenIdList
-from gateway.core.tokenizer import Tokenizer
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
 from gateway.openai.generation import (
     ChoicesBuilder,
     CollectedAnswer,
     FinishWord,
-    GenerationRoute,
     UsageBody,
     finish_word,
 )
@@ -34,7 +30,6 @@ from gateway.openai.logprobs import (
 )
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
-from outrider.protocol.generation import PromptLogprobs
 
 _DEFAULT_TOKENS = 16
 _INLINE_ECHO_TOKENS = 4096
@@ -145,38 +140,6 @@ class Completion(Body):
     usage: UsageBody | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt as it is given back."""
-
-    token_ids: Sequence[int]
-    text: str
-    pieces: Sequence[str]
-    """The text of each token; half a character counts for the token that ends it."""
-    num_top: int | None
-    """Number of likely tokens at each position; None where no log-probabilities were asked for."""
-
-    @classmethod
-    def of(cls, token_ids: Sequence[int], text: str | None, num_top: int | None, tokenizer: Tokenizer) -> Echo:
-        """`text`: the prompt where it was sent as text, which its tokens may spell otherwise."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        last = len(token_ids) - 1
-        pieces = [decoder.decode(tokenizer.token_bytes(token), i == last) for i, token in enumerate(token_ids)]
-        return cls(token_ids, "".join(pieces) if text is None else text, pieces, num_top)
-
-    def logprobs(self, parts: Sequence[PromptLogprobs], tokenizer: Tokenizer) -> CompletionLogprobs | None:
-        """The prompt's part of a completion's log-probabilities; None where none were asked for."""
-        if self.num_top is None:
-            return None
-        first = token_name(self.token_ids[0], tokenizer)
-        lists = CompletionLogprobs(tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
-        offset = len(self.pieces[0])
-        for position, value, _, top in prompt_positions(parts, self.num_top):
-            add_completion_logprob(lists, self.token_ids[position], value, top, offset, tokenizer)
-            offset += len(self.pieces[position])
-        return lists
-
-
 def _mean_logprob(tokens: Sequence[Token]) -> float:
     values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
     return sum(values) / len(values) if values else 0.0
@@ -185,18 +148,22 @@ def _mean_logprob(tokens: Sequence[Token]) -> float:
 class CompletionBuilder(ChoicesBuilder):
     """Builds completions, whole or as events."""
 
+    id_prefix = "cmpl"
     top_field = "logprobs"
 
-    def __init__(
-        self, model: GatewayModel, jobs: Sequence[Job], body: CompletionRequest, echoes: Sequence[Echo] = ()
-    ) -> None:
-        """`echoes`: the prompt of each job, where it is given back."""
-        super().__init__(model, jobs, body.stream_options)
-        self._num_prompt_logprobs = body.prompt_logprobs
-        self._tells_logprobs = body.logprobs is not None
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: CompletionRequest) -> None:
+        super().__init__(model, jobs, body)
+        self._body = body
         self._num_sent = (body.n or 1) if body.chooses else None
         self.prompt_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        self._echoes = [echo for job, echo in zip(jobs, echoes, strict=True) for _ in range(job.n)] if echoes else []
+        sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts = [prompt if isinstance(prompt, str) else None for prompt in sent[: len(jobs)]]
+        self._texts = [text for job, text in zip(jobs, texts, strict=True) for _ in range(job.n)]
+        """The prompt of each answer, where it was sent as text: its tokens may spell it otherwise."""
+
+    def is_large(self, delta: Delta | None = None) -> bool:
+        """See the base; a long prompt that is given back is large, too."""
+        return bool(self._body.echo and self._prompt_tokens > _INLINE_ECHO_TOKENS) or super().is_large(delta)
 
     def whole(self) -> Completion:
         """See the base."""
@@ -205,10 +172,10 @@ class CompletionBuilder(ChoicesBuilder):
             answer = self._answers[index]
             prompt, prompt_logprobs = self._echo(index, answer)
             logprobs = completion_logprobs(
-                answer.tokens if self._tells_logprobs else (),
+                () if self._body.logprobs is None else answer.tokens,
                 self._tokenizer,
                 len(prompt),
-                with_end=bool(self._echoes),
+                with_end=bool(self._body.echo),
                 prompt=prompt_logprobs,
             )
             choices.append(
@@ -217,7 +184,7 @@ class CompletionBuilder(ChoicesBuilder):
                     text=prompt + "".join(answer.text),
                     logprobs=logprobs,
                     finish_reason=finish_word(answer.finish_reason),
-                    **self._prompt_logprobs(index, self._num_prompt_logprobs),
+                    **self._prompt_logprobs(index, self._body.prompt_logprobs),
                     **self._trace(index, answer.tokens, answer.trees),
                 )
             )
@@ -236,16 +203,16 @@ class CompletionBuilder(ChoicesBuilder):
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[CompletionChoice]:
         index = delta.choice_index
-        answer.prompt_logprobs.extend(delta.prompt_logprobs if self._echoes else ())
+        answer.prompt_logprobs.extend(delta.prompt_logprobs if self._body.echo else ())
         ready = delta.tokens or delta.finish_reason is not None
-        if self._echoes and ready and not answer.begun:
+        if self._body.echo and ready and not answer.begun:
             answer.begun = True
             text, prompt_logprobs = self._echo(index, answer)
             answer.prompt_logprobs.clear()
             answer.num_characters = len(text)
             yield CompletionChoice(index=index, text=text, logprobs=prompt_logprobs, finish_reason=None)
         logprobs = completion_logprobs(
-            delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._echoes)
+            delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._body.echo)
         )
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
         trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
@@ -255,36 +222,23 @@ class CompletionBuilder(ChoicesBuilder):
 
     def _echo(self, index: int, answer: CollectedAnswer) -> tuple[str, CompletionLogprobs | None]:
         """The prompt's text and log-probabilities, where they are given back."""
-        if not self._echoes:
+        if not self._body.echo:
             return "", None
-        echo = self._echoes[index]
-        return echo.text, echo.logprobs(answer.prompt_logprobs, self._tokenizer)
+        token_ids, last = self._jobs[index].prompt_token_ids, len(self._jobs[index].prompt_token_ids) - 1
+        # Half a character counts for the token that ends it.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        pieces = [decoder.decode(self._tokenizer.token_bytes(token), i == last) for i, token in enumerate(token_ids)]
+        text = self._texts[index]
+        text = "".join(pieces) if text is None else text
+        if self._body.logprobs is None:
+            return text, None
+        first = token_name(token_ids[0], self._tokenizer)
+        lists = CompletionLogprobs(tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
+        offset = len(pieces[0])
+        for position, value, _, top in prompt_positions(answer.prompt_logprobs, self._body.logprobs):
+            add_completion_logprob(lists, token_ids[position], value, top, offset, self._tokenizer)
+            offset += len(pieces[position])
+        return text, lists
 
     def _chunk(self, choices: list[Any], **more: Any) -> Completion:
         return Completion(object="text_completion", choices=choices, **more, **self._head)
-
-
-class CompletionRoute(GenerationRoute[CompletionRequest]):
-    """POST /v1/completions as an ASGI application."""
-
-    body_type = CompletionRequest
-    id_prefix = "cmpl"
-
-    async def _builder(self, body: CompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> CompletionBuilder:
-        echoes: Sequence[Echo] = ()
-        if body.echo and sum(len(job.prompt_token_ids) for job in jobs) > _INLINE_ECHO_TOKENS:
-            echoes = await asyncio.to_thread(_echoes, body, jobs, model)
-        elif body.echo:
-            echoes = _echoes(body, jobs, model)
-        return CompletionBuilder(model, jobs, body, echoes)
-
-
-def _echoes(body: CompletionRequest, jobs: Sequence[Job], model: GatewayModel) -> list[Echo]:
-    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    if len(texts) != len(jobs):  # one list of token ids
-        texts = [None]
-    return [
-        Echo.of(job.prompt_token_ids, text, body.logprobs, model.tokenizer)
-        for job, text in zip(jobs, texts, strict=True)
-    ]

@@ -6,9 +6,10 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.core.request import (
@@ -121,6 +122,76 @@ class GenerationBody(StrictModel):
         """The gateway's own requests, one a prompt. Raises InvalidRequestError, also for more than `max_prompts`."""
 
 
+_FORMS = {
+    "json_": GrammarKind.JSON_SCHEMA,
+    "guided_json": GrammarKind.JSON_SCHEMA,
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "guided_regex": GrammarKind.REGEX,
+    "choice": GrammarKind.CHOICE,
+    "guided_choice": GrammarKind.CHOICE,
+    "json_object": GrammarKind.JSON_OBJECT,
+    "guided_json_object": GrammarKind.JSON_OBJECT,
+    "grammar": GrammarKind.EBNF,
+    "guided_grammar": GrammarKind.EBNF,
+    "ebnf": GrammarKind.EBNF,
+}
+"""Fields that say what the answer must be, of whichever model."""
+
+
+def named_forms(body: BaseModel, prefix: str = "", *, strict: bool = False) -> Forms:
+    """The fields of a body that are in `_FORMS` and set, their names behind `prefix`, with their grammars.
+
+    `strict`: objects have no keys but those that a schema names.
+    """
+    return [
+        (prefix + (field.alias or name), _grammar(_FORMS[name], value, strict=strict))
+        for name, field in type(body).model_fields.items()
+        if name in _FORMS and (value := getattr(body, name)) is not None and value is not False
+    ]
+
+
+def _grammar(kind: GrammarKind, value: Any, *, strict: bool) -> Grammar:
+    if kind is GrammarKind.JSON_OBJECT:
+        return Grammar(kind)
+    source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if strict and kind is GrammarKind.JSON_SCHEMA:
+        with suppress(ValueError, RecursionError):  # check_grammar says what is wrong with it
+            source = without_further_keys(source)
+    return Grammar(kind, source)
+
+
+class FormBody(StrictModel):
+    """A body that may say, in one of several fields, what the answer must be."""
+
+    place: ClassVar[str] = ""
+    """What errors put before the names of its fields."""
+
+    @cached_property
+    def forms(self) -> Forms:
+        """The fields that are set, and their grammars."""
+        return named_forms(self)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if len(self.forms) > 1:
+            first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
+            raise InvalidRequestError(self.place + second, f"does not go with {first}", "send one of them")
+        for _, grammar in self.forms:
+            check_grammar(grammar, self.grammar_field)
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be; None allows anything."""
+        return self.forms[0][1] if self.forms else None
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says so."""
+        return self.place + self.forms[0][0] if self.forms else "grammar"
+
+
 class JsonSchema(StrictModel):
     """OpenAI's wrapping of a JSON schema."""
 
@@ -130,6 +201,18 @@ class JsonSchema(StrictModel):
     strict: bool | None = Field(
         None, description="Objects have no keys but those that the schema names, unless it says otherwise."
     )
+
+    def grammar(self) -> Grammar:
+        """What fits the schema."""
+        return _grammar(GrammarKind.JSON_SCHEMA, self.schema_, strict=bool(self.strict))
+
+
+def check_goes_with(kind: str, wanted: str, value: object, field: str, what: str) -> None:
+    """Raises InvalidRequestError unless a form of type `wanted`, and no other, has a value in the field."""
+    if kind == wanted and value is None:
+        raise InvalidRequestError(field, "is missing", f"send the {what}")
+    if kind != wanted and value is not None:
+        raise InvalidRequestError(field, f"does not go with type {kind}", f"leave it out, or set type to {wanted}")
 
 
 class ResponseFormat(StrictModel):
@@ -141,26 +224,20 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            problem = "is missing" if self.json_schema is None else f"does not go with type {self.type}"
-            fix = "send the schema" if self.json_schema is None else "leave it out, or set type to json_schema"
-            raise InvalidRequestError("response_format.json_schema", problem, fix)
-        if (self.type == "grammar") != (self.grammar_ is not None):
-            problem = "is missing" if self.grammar_ is None else f"does not go with type {self.type}"
-            fix = "send the grammar" if self.grammar_ is None else "leave it out, or set type to grammar"
-            raise InvalidRequestError("response_format.grammar", problem, fix)
+        check_goes_with(self.type, "json_schema", self.json_schema, "response_format.json_schema", "schema")
+        check_goes_with(self.type, "grammar", self.grammar_, "response_format.grammar", "grammar")
         return self
 
-    def grammar(self) -> tuple[str, Grammar] | None:
-        """The field at fault if something is, and the grammar; None where any text will do."""
+    @property
+    def forms(self) -> Forms:
+        """What the answer must be; none where any text will do."""
         if self.type == "text":
-            return None
+            return []
         if self.grammar_ is not None:
-            return "response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_)
+            return [("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
         if self.json_schema is None or self.json_schema.schema_ is None:
-            return "response_format", Grammar(GrammarKind.JSON_OBJECT)
-        schema, strict = self.json_schema.schema_, bool(self.json_schema.strict)
-        return "response_format.json_schema.schema", _schema_grammar(schema, strict=strict)
+            return [("response_format", Grammar(GrammarKind.JSON_OBJECT))]
+        return [("response_format.json_schema.schema", self.json_schema.grammar())]
 
 
 class StructuredOutputs(StrictModel):
@@ -187,7 +264,7 @@ class StructuredOutputs(StrictModel):
         return self
 
 
-class FormatFields(StrictModel):
+class FormatFields(FormBody):
     """The form of the answer, under any of its names; at most one."""
 
     response_format: ResponseFormat | None = Field(None, description="The form of the answer; text by default.")
@@ -203,93 +280,14 @@ class FormatFields(StrictModel):
     guided_whitespace_pattern: Annotated[Any, Only(why=_NO_WHITESPACE)] = None
     guided_decoding_backend: Text | None = Field(None, description="Taken and not used.")
 
-    @model_validator(mode="after")
-    def _one_form(self) -> FormatFields:
-        forms = self._forms()
-        if len(forms) > 1:
-            field = forms[1][0].partition(".")[0]
-            raise InvalidRequestError(field, f"does not go with {forms[0][0].partition('.')[0]}", "send one of them")
-        for field, grammar in forms:
-            check_grammar(grammar, field)
-        return self
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answer must be; None allows anything."""
-        return next((grammar for _, grammar in self._forms()), None)
-
-    @property
-    def grammar_field(self) -> str:
-        """The field that says so."""
-        return next((field for field, _ in self._forms()), "grammar")
-
-    def _forms(self) -> list[tuple[str, Grammar]]:
-        forms = [self.response_format.grammar() if self.response_format is not None else None]
+    @cached_property
+    def forms(self) -> Forms:
+        """See the base."""
+        forms = [] if self.response_format is None else self.response_format.forms
         if (outputs := self.structured_outputs) is not None:
-            forms += _forms_of(
-                "structured_outputs.",
-                json=outputs.json_,
-                regex=outputs.regex,
-                choice=outputs.choice,
-                json_object=outputs.json_object,
-                grammar=outputs.grammar,
-                strict=bool(outputs.disable_additional_properties),
-            )
-        forms += _forms_of(
-            "guided_",
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            json_object=self.guided_json_object,
-            grammar=self.guided_grammar,
-        )
-        forms += sglang_forms(self.json_schema, self.regex, self.ebnf)
-        return [form for form in forms if form is not None]
-
-
-def _forms_of(
-    prefix: str,
-    *,
-    json: Schema | None,
-    regex: str | None,
-    choice: list[str] | None,
-    json_object: bool | None,
-    grammar: str | None,
-    strict: bool = False,
-) -> Forms:
-    """Fields whose names begin with `prefix`, and their grammars."""
-    forms: Forms = []
-    if json is not None:
-        forms.append((f"{prefix}json", _schema_grammar(json, strict=strict)))
-    if regex is not None:
-        forms.append((f"{prefix}regex", Grammar(GrammarKind.REGEX, regex)))
-    if choice is not None:
-        forms.append((f"{prefix}choice", Grammar.of_choices(choice)))
-    if json_object:
-        forms.append((f"{prefix}json_object", Grammar(GrammarKind.JSON_OBJECT)))
-    if grammar is not None:
-        forms.append((f"{prefix}grammar", Grammar(GrammarKind.EBNF, grammar)))
-    return forms
-
-
-def sglang_forms(schema: Schema | None, regex: str | None, ebnf: str | None, prefix: str = "") -> Forms:
-    """The form of the answer by SGLang's names: fields, and their grammars."""
-    forms: Forms = []
-    if schema is not None:
-        forms.append((f"{prefix}json_schema", _schema_grammar(schema)))
-    if regex is not None:
-        forms.append((f"{prefix}regex", Grammar(GrammarKind.REGEX, regex)))
-    if ebnf is not None:
-        forms.append((f"{prefix}ebnf", Grammar(GrammarKind.EBNF, ebnf)))
-    return forms
-
-
-def _schema_grammar(schema: Schema, *, strict: bool = False) -> Grammar:
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    if strict:
-        with suppress(ValueError, RecursionError):  # check_grammar says what is wrong with it
-            text = without_further_keys(text)
-    return Grammar(GrammarKind.JSON_SCHEMA, text)
+            strict = bool(outputs.disable_additional_properties)
+            forms = forms + named_forms(outputs, "structured_outputs.", strict=strict)
+        return forms + named_forms(self)
 
 
 class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):
@@ -330,7 +328,7 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     @property
     def field_names(self) -> dict[str, str]:
         """What this body calls the fields of a ClientRequest, where the names differ."""
-        return {"logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
+        return {"sampling.logit_bias": "logit_bias", "max_tokens": self.limit_field, "grammar": self.grammar_field}
 
     def common(self, num_logprobs: int | None) -> dict[str, Any]:
         """Fields of a ClientRequest, without the prompt."""

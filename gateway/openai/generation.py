@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -39,7 +39,7 @@ from gateway.http.responses import (
     send_json,
     with_pauses,
 )
-from gateway.openai.fields import GenerationBody, NamedRequests, StreamOptions
+from gateway.openai.fields import GenerationBody, NamedRequests, OpenAIRequest, StreamOptions
 from gateway.openai.logprobs import prompt_logprobs_body
 from gateway.openai.tools import CollectedCalls
 from gateway.openai.trace import trace_body
@@ -142,6 +142,8 @@ class CollectedAnswer:
 class ResponseBuilder(ABC):
     """Builds the bodies of one response."""
 
+    id_prefix: str
+    """What the ids of responses begin with."""
     top_field = "top_logprobs"
     """What the route calls the number of likely tokens."""
     prompt_field = "prompt_logprobs"
@@ -149,7 +151,8 @@ class ResponseBuilder(ABC):
     stream_end = DONE
     """Behind the last event."""
 
-    def __init__(self, model: GatewayModel, jobs: Sequence[Job]) -> None:
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: Any) -> None:
+        """`body`: the request that is answered, as the route takes it."""
         self._tokenizer = model.tokenizer
         self._jobs = [job for job in jobs for _ in range(job.n)]
         """Of each answer."""
@@ -242,9 +245,9 @@ class ResponseBuilder(ABC):
 class ChoicesBuilder(ResponseBuilder):
     """OpenAI's responses: events that hold choices, and usage."""
 
-    def __init__(self, model: GatewayModel, jobs: Sequence[Job], options: StreamOptions | None) -> None:
-        super().__init__(model, jobs)
-        self._options = options or StreamOptions()
+    def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: OpenAIRequest) -> None:
+        super().__init__(model, jobs, body)
+        self._options = body.stream_options or StreamOptions()
         self._prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
         self._completion_tokens = 0
 
@@ -285,19 +288,22 @@ def _num_prompt_values(job: Job) -> int:
     return len(job.prompt_token_ids) * (1 + job.request.num_prompt_logprobs)
 
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+class GenerationRoute:
+    """An ASGI application for one route that generates."""
 
-
-class GenerationRoute(ABC, Generic[BodyT]):
-    """Base of the routes that generate: an ASGI application for one of them."""
-
-    body_type: type[BodyT]
-    id_prefix: str
-
-    def __init__(self, gateway: Gateway, options: GatewayOptions, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        options: GatewayOptions,
+        bodies: BodyReader,
+        body_type: type[GenerationBody],
+        builder_type: type[ResponseBuilder],
+    ) -> None:
         self._gateway = gateway
         self._options = options
         self._bodies = bodies
+        self._body_type = body_type
+        self._builder_type = builder_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError where nothing was sent yet."""
@@ -309,28 +315,24 @@ class GenerationRoute(ABC, Generic[BodyT]):
             name_user(user)
             with self._gateway.gate.enter() as ticket:
                 model = self._gateway.model
-                request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+                request_id = f"{self._builder_type.id_prefix}-{uuid.uuid4().hex}"
                 jobs = [
                     await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)
                     for index, (request, names) in enumerate(requests)
                 ]
-                builder = await self._builder(body, jobs, model)
+                builder = self._builder_type(model, jobs, body)
                 ticket.reserve(sum(job.n for job in jobs))
                 with self._account(builder) as account:
                     deltas = self._gateway.engine.generate(jobs, model)
                     answer = self._send_stream if body.stream else self._send_whole
                     await run_while_connected(receive, answer(deltas, builder, account, send))
 
-    def _parse(self, body: dict[str, Any]) -> tuple[str, BodyT, NamedRequests]:
+    def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
         user = body.get("user")
         context = IGNORE_UNKNOWN_FIELDS if self._options.ignore_unknown_fields else None
-        parsed = validate(self.body_type, body, context)
+        parsed = validate(self._body_type, body, context)
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
-
-    @abstractmethod
-    async def _builder(self, body: BodyT, jobs: Sequence[Job], model: GatewayModel) -> ResponseBuilder:
-        """What builds the response."""
 
     @contextmanager
     def _account(self, builder: ResponseBuilder) -> Iterator[Account | None]:

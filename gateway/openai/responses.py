@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -24,18 +25,19 @@ from gateway.core.request import (
 from gateway.core.validation import validate
 from gateway.http.responses import Body, event, json_bytes
 from gateway.openai.fields import (
+    FormBody,
+    Forms,
     GenerationBody,
     HarmlessFields,
     JsonSchema,
     NamedRequests,
     Only,
-    ResponseFormat,
+    check_goes_with,
     template_values,
 )
-from gateway.openai.generation import GenerationRoute, ResponseBuilder, SpeculationUsage
+from gateway.openai.generation import ResponseBuilder, SpeculationUsage
 from gateway.openai.trace import TraceBody
-from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar, check_grammar
+from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.generation import FinishReason, Usage
 
 _NO_TOOLS = "tools are not supported on this route"
@@ -115,19 +117,17 @@ class TextFormat(JsonSchema):
 
     @model_validator(mode="after")
     def _schema_for_its_type(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            problem = "is missing" if self.schema_ is None else f"does not go with type {self.type}"
-            fix = "send the schema" if self.schema_ is None else "leave it out, or set type to json_schema"
-            raise InvalidRequestError("text.format.schema", problem, fix)
+        check_goes_with(self.type, "json_schema", self.schema_, "text.format.schema", "schema")
         return self
 
-    def grammar(self) -> tuple[str, Grammar] | None:
-        """The field at fault if something is, and the grammar; None where any text will do."""
-        schema = None
-        if self.schema_ is not None:
-            schema = JsonSchema.model_validate({"schema": self.schema_, "strict": self.strict})
-        form = ResponseFormat(type=self.type, json_schema=schema).grammar()
-        return None if form is None else ("text.format" if schema is None else "text.format.schema", form[1])
+    @property
+    def forms(self) -> Forms:
+        """What the answer must be; none where any text will do."""
+        if self.type == "text":
+            return []
+        if self.schema_ is None:
+            return [("text.format", Grammar(GrammarKind.JSON_OBJECT))]
+        return [("text.format.schema", self.grammar())]
 
 
 class TextConfig(StrictModel):
@@ -153,7 +153,7 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
 
 
-class ResponsesRequest(GenerationBody, SamplingFields, ServingFields, HarmlessFields):
+class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, HarmlessFields):
     """Body of POST /v1/responses."""
 
     input: Input = Field(description="A text, or the items of a conversation: messages and reasoning, oldest first.")
@@ -177,16 +177,10 @@ class ResponsesRequest(GenerationBody, SamplingFields, ServingFields, HarmlessFi
     prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
     top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
 
-    @model_validator(mode="after")
-    def _form_is_sound(self) -> ResponsesRequest:
-        if (form := self.form) is not None:
-            check_grammar(form[1], form[0])
-        return self
-
-    @property
-    def form(self) -> tuple[str, Grammar] | None:
-        """The field that says what the answer must be, and the grammar."""
-        return None if self.text is None or self.text.format is None else self.text.format.grammar()
+    @cached_property
+    def forms(self) -> Forms:
+        """See the base."""
+        return [] if self.text is None or self.text.format is None else self.text.format.forms
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as the chat template takes it."""
@@ -207,14 +201,13 @@ class ResponsesRequest(GenerationBody, SamplingFields, ServingFields, HarmlessFi
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """See the base."""
-        field, grammar = self.form or ("grammar", None)
         effort = None if self.reasoning is None else self.reasoning.effort
         fields: dict[str, Any] = {name: getattr(self, name) for name in ServingFields.model_fields}
         fields |= {
             "model": self.model,
             "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields},
             "max_tokens": self.max_output_tokens,
-            "grammar": grammar,
+            "grammar": self.grammar,
             "separate_reasoning": True,
             "chat": {
                 "messages": self.messages(),
@@ -223,8 +216,8 @@ class ResponsesRequest(GenerationBody, SamplingFields, ServingFields, HarmlessFi
         }
         names = {
             "max_tokens": "max_output_tokens",
-            "logit_bias": "logit_bias",
-            "grammar": field,
+            "sampling.logit_bias": "logit_bias",
+            "grammar": self.grammar_field,
             "chat.messages": "input",
         }
         return [(validate(ClientRequest, fields), names)]
@@ -335,10 +328,11 @@ class ResponseEvent(Body):
 class ResponsesBuilder(ResponseBuilder):
     """Builds a response, or the events of one: of its items, reasoning and message, at most one is open."""
 
+    id_prefix = "resp"
     stream_end = b""
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: ResponsesRequest) -> None:
-        super().__init__(model, jobs)
+        super().__init__(model, jobs, body)
         self._body = body
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -478,13 +472,3 @@ def _usage(usage: Usage) -> ResponseUsage:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         outrider=SpeculationUsage.of(usage),
     )
-
-
-class ResponsesRoute(GenerationRoute[ResponsesRequest]):
-    """POST /v1/responses as an ASGI application."""
-
-    body_type = ResponsesRequest
-    id_prefix = "resp"
-
-    async def _builder(self, body: ResponsesRequest, jobs: Sequence[Job], model: GatewayModel) -> ResponsesBuilder:
-        return ResponsesBuilder(model, jobs, body)

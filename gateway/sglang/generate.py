@@ -17,18 +17,16 @@ from gateway.openai.fields import (
     EBNF,
     MAX_PROMPTS,
     NO_TAGS,
-    Forms,
+    FormBody,
     GenerationBody,
     NamedRequests,
     Only,
     prompt_requests,
-    sglang_forms,
 )
-from gateway.openai.generation import CollectedAnswer, GenerationRoute, ResponseBuilder
+from gateway.openai.generation import CollectedAnswer, ResponseBuilder
 from gateway.openai.logprobs import finite, prompt_positions
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar, check_grammar
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 
 _DEFAULT_NEW_TOKENS = 128
@@ -68,8 +66,10 @@ _Ids = Annotated[
 ]
 
 
-class GenerateSampling(SamplingFields, StopFields):
+class GenerateSampling(SamplingFields, StopFields, FormBody):
     """SGLang's sampling_params."""
+
+    place = "sampling_params."
 
     json_schema: Text | None = Field(None, description="A JSON schema that the answer fits, as JSON in a string.")
     regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
@@ -82,30 +82,6 @@ class GenerateSampling(SamplingFields, StopFields):
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
-
-    @model_validator(mode="after")
-    def _one_form(self) -> GenerateSampling:
-        forms = self._forms
-        if len(forms) > 1:
-            other = forms[0][0].rpartition(".")[2]
-            raise InvalidRequestError(forms[1][0], f"does not go with {other}", "send one of them")
-        for field, grammar in forms:
-            check_grammar(grammar, field)
-        return self
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answer must be; None allows anything."""
-        return next((grammar for _, grammar in self._forms), None)
-
-    @property
-    def grammar_field(self) -> str:
-        """The field that says so."""
-        return next((field for field, _ in self._forms), "grammar")
-
-    @property
-    def _forms(self) -> Forms:
-        return sglang_forms(self.json_schema, self.regex, self.ebnf, "sampling_params.")
 
 
 class GenerateBody(ServingFields, GenerationBody):
@@ -176,7 +152,7 @@ class GenerateBody(ServingFields, GenerationBody):
         }
         names = {
             "max_tokens": "sampling_params.max_new_tokens",
-            "logit_bias": "sampling_params.logit_bias",
+            "sampling.logit_bias": "sampling_params.logit_bias",
             "grammar": params.grammar_field,
         }
         if self.text is not None:
@@ -247,11 +223,12 @@ class GenerateBuilder(ResponseBuilder):
     event, as with SGLang's stream interval; the last event always comes.
     """
 
+    id_prefix = "gen"
     top_field = "top_logprobs_num"
     prompt_field = "logprob_start_len"
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: GenerateBody) -> None:
-        super().__init__(model, jobs)
+        super().__init__(model, jobs, body)
         self._id = body.rid
         self._is_batch = body.is_batch
         self._logprob_start = body.logprob_start
@@ -365,13 +342,3 @@ class GenerateBuilder(ResponseBuilder):
     def _scored(self, logprob: float | None, token_id: int) -> Scored:
         text = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace") if self._with_text else None
         return None if logprob is None else finite(logprob), token_id, text
-
-
-class GenerateRoute(GenerationRoute[GenerateBody]):
-    """POST /generate as an ASGI application."""
-
-    body_type = GenerateBody
-    id_prefix = "gen"
-
-    async def _builder(self, body: GenerateBody, jobs: Sequence[Job], model: GatewayModel) -> GenerateBuilder:
-        return GenerateBuilder(model, jobs, body)

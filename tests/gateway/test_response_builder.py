@@ -9,7 +9,7 @@ from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import ClientRequest
-from gateway.openai.chat import ChatBuilder
+from gateway.openai.chat import ChatBuilder, ChatCompletionRequest, ChatMessage
 from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 
 
@@ -17,7 +17,7 @@ from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
 async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, what: str) -> None:
     model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
     job = await admit(ClientRequest(prompt="x", trace=True), model, "r")
-    builder = ChatBuilder(model, [job], None)
+    builder = ChatBuilder(model, [job], ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")]))
     logprobs = TokenLogprobs(-1.0, tuple((i, -1.0) for i in range(20))) if what == "logprobs" else None
     tree = RoundTree(
         position=1,
