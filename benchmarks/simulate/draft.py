@@ -188,7 +188,7 @@ class DraftService:
         self.runner = SimulatedRunner(actor, costs, language, 128)
         told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
-        grown = self.requests.growth
+        grown = self.requests.growth.growers[0]
         assert isinstance(grown, growth.BurstGrowth)
         self.growth = grown
         self.totals: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class DraftService:
     def _charge(self) -> None:
         """Have host work take its time."""
         costs, grown, rows = self._costs, self.growth, self.requests.__len__
-        table = grown.table
+        trees = self.requests.growth
         for owner, name, ms in (
             (grown._planner, "plan", lambda *_: costs.plan),
             (grown._planner, "take", lambda *_: costs.merge + costs.merge_row * rows()),
@@ -243,8 +243,8 @@ class DraftService:
             (grown._planner, "reroots", lambda *_: costs.roots + costs.roots_row * rows()),
             (grown._publisher, "prepare", lambda *_: costs.prepare + costs.prepare_row * rows()),
             (grown._batch_manager, "_look_at", lambda *_: costs.look),
-            (table, "appended", lambda tree, source, count=1: costs.append * count),
-            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * table.num_live / max(rows(), 1)),
+            (trees, "appended", lambda tree, source, count=1: costs.append * count),
+            (self.requests, "handle", lambda *_: costs.handle + costs.handle_node * trees.num_live / max(rows(), 1)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
 

@@ -322,7 +322,7 @@ class Service:
             prompt = list(range(1, PROMPT))
             self.requests.handle(self.peer, Open(number, prompt, len(prompt), SamplingParams(0.0), self._credit))
             self._send_features(number, 0, PROMPT - 2)
-        growth = self.requests.growth
+        growth = self.requests.growth.growers[0]
         assert isinstance(growth, BurstGrowth)
         self._growth = growth
         for phase, owner, name in (

@@ -95,7 +95,7 @@ class DraftEngine:
 
     def _turn(self) -> None:
         growth = self.requests.growth
-        if growth.idle and not (growth.has_work or growth.table.has_updates or growth.declined):
+        if growth.idle and not (growth.has_work or growth.has_updates):
             self._wait()
         self._process_frames()
         if not growth.idle:

@@ -90,9 +90,9 @@ class DraftReporter:
         return DraftEngineState(
             answers=answers,
             num_requests=len(requests),
-            num_nodes=requests.growth.table.num_live,
+            num_nodes=requests.growth.num_live,
             gauges=dict(self._drafter.gauges()),
-            grown=_emptied(requests.growth.table.grown),
+            grown=_emptied(requests.growth.grown),
             commits={outcome.value: count for outcome, count in _emptied(requests.commits).items()},
             declines={reason.value: count for reason, count in _emptied(requests.declines).items()},
             dropped=_emptied(requests.dropped),

@@ -9,7 +9,7 @@ from typing import Protocol
 from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, Refusal, Tree
-from outrider.drafting.registry import build_grower
+from outrider.drafting.registry import build_growth
 from outrider.protocol.speculation import (
     Close,
     Commit,
@@ -48,7 +48,7 @@ class Requests:
     """Applies messages. A message that makes no sense is declined, counted, and changes nothing."""
 
     def __init__(self, drafter: AnyDrafter, options: DraftOptions) -> None:
-        self.growth = build_grower(drafter, options)
+        self.growth = build_growth(drafter, options)
         self.draining = False
         """While set, no request is opened."""
         self.commits: Counter[Outcome] = Counter()
@@ -95,9 +95,10 @@ class Requests:
 
     def send_nodes(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""
-        self._close_declined()
+        for tree, refusal in self.growth.take_refused():
+            self._give_up(self._ports[tree.handle], tree, refusal)
         answers: dict[AnswerPort, list[DraftMessage]] = {}
-        for tree in self.growth.table.take_updates():
+        for tree in self.growth.take_updates():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._ports[tree.handle], []).append(grow)
         for port, messages in answers.items():
@@ -110,11 +111,10 @@ class Requests:
             self.growth.take_features(tree, message)
         elif isinstance(message, Close):
             self._close(port, tree)
+        elif isinstance(message, Pause):
+            self.growth.pause(tree)
         else:
-            tree.paused = isinstance(message, Pause)
-            if isinstance(message, Resume):
-                tree.author.credit = message.credit
-            self._changed(tree)
+            self.growth.resume(tree, message.credit)
 
     def _open(self, port: AnswerPort, message: Open) -> None:
         tree = self._trees.get((port, message.request))
@@ -123,13 +123,13 @@ class Requests:
         if tree is not None:
             epoch, known = tree.author.epoch, tree.author.committed_len
             tree.author.reopen(message)
-            self._follow(tree, known, missed=tree.author.epoch != epoch)
+            self.growth.follow(tree, known, missed=tree.author.epoch != epoch)
         elif self.draining:
             self._decline(port, message.request, DeclineReason.DRAINING, "the draft service is going away")
         elif len(self._trees) >= self._options.max_requests:
             limit = f"{self._options.max_requests} requests are open"
             self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
-        elif not self.growth.table.has_memory:
+        elif not self.growth.has_memory:
             limit = f"{self._options.max_nodes} nodes are live"
             self._decline(port, message.request, DeclineReason.OVERLOADED, limit)
         else:
@@ -139,7 +139,6 @@ class Requests:
         tree = Tree(next(self._handles), TreeAuthor(message, port.vocab_size), port.vocab_size, port.parts)
         self.grammars.open(tree.author, port.vocab_size)
         self.growth.open(tree)
-        self.growth.table.open(tree)
         self._trees[port, message.request] = tree
         self._ports[tree.handle] = port
 
@@ -157,29 +156,12 @@ class Requests:
             detail = f"{known} tokens are known, the commit begins at {message.length_before}"
             self._decline(port, message.request, DeclineReason.GAP, detail)
         elif outcome is not Outcome.STALE:
-            self._follow(tree, known, missed=outcome is Outcome.MISS)
-
-    def _follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """Let growth follow an author whose committed tokens may have gone past `known`."""
-        if tree.author.committed_len > known:
-            self.growth.follow(tree, known, missed=missed)
-        self._changed(tree)
-
-    def _changed(self, tree: Tree) -> None:
-        self.growth.table.recount(tree)
-        self.growth.changed(tree)
+            self.growth.follow(tree, known, missed=outcome is Outcome.MISS)
 
     def _close(self, port: AnswerPort, tree: Tree) -> None:
         del self._trees[port, tree.author.request]
         del self._ports[tree.handle]
-        self.growth.table.close(tree)
         self.growth.close(tree)
-
-    def _close_declined(self) -> None:
-        declined = self.growth.declined
-        while declined:
-            handle, refusal = declined.popitem()
-            self._give_up(self._ports[handle], self.growth.table.trees[handle], refusal)
 
     def _give_up(self, port: AnswerPort, tree: Tree, refusal: Refusal) -> None:
         self._close(port, tree)

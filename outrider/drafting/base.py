@@ -1,17 +1,20 @@
-"""What guesses and what grows: drafters, growers, and the trees that growers append to."""
+"""What guesses and what grows: drafters, growers, and the trees that growers append to by one policy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
 from outrider.errors import ConfigError
+from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
 from outrider.tree.author import TreeAuthor
 from outrider.tree.projection import Projection
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +184,9 @@ class Tree:
     """Ids at or past this are illegal."""
     parts: frozenset[int] | None = None
     """Numbers of the growers that may serve it, where there are several; None for all."""
-    has_sole_grower: bool = False
-    """Whether one of several growers has it for itself."""
-    paused: bool = False
+    growers: list[Grower] = field(default_factory=list)
+    """Growers that serve it."""
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +214,16 @@ class TreeLimits:
     """Numbers of the drafter's sources among those of all growers."""
     shared: bool = False
     """Whether another grower appends to the same trees."""
-
-    def most_nodes(self, credit: int, share: int) -> int:
-        """Live nodes that a tree may have; `share`: see TreeTable."""
-        return min(credit, self.num_nodes, share)
+    leaves_half: bool = False
+    """Whether half of a tree's credit is left to the others, whose nodes come later."""
 
 
-class TreeTable:
-    """All open trees: how many nodes they have, and which of them have something to send to verify."""
+class TreeGrowth:
+    """All open trees and what grows them: credit, memory, pauses, refusals, and what verify is to be told.
+
+    Growers are told of what happened to a tree, ask how many nodes it may have, append by `append` or `extend`, and
+    say by `refuse` that they cannot serve it. A tree that one of several growers refuses is left to the rest.
+    """
 
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
@@ -226,15 +231,13 @@ class TreeTable:
         """Live nodes in all trees."""
         self.grown: Counter[int] = Counter()
         """Nodes appended by source since someone emptied this."""
+        self.growers: list[Grower] = []
+        """Each adds itself when it is made."""
         self.unsent: dict[int, Tree] = {}
         """Trees by handle with nodes or an acknowledged commit that verify was not sent yet."""
-        self.withheld: set[int] = set()
-        """Handles of trees of which nothing is sent, no acknowledgement either, until they are complete."""
-        self.expecting: set[int] = set()
-        """Handles of trees that get nodes in a moment: a commit is not acknowledged without them until then."""
-        self.trees: dict[int, Tree] = {}
-        """All open trees by handle."""
-        self._counted: dict[int, int] = {}
+        self._share = max_nodes  # nodes that each tree may have
+        self._counted: dict[int, int] = {}  # live nodes by handle of the tree
+        self._refused: list[tuple[Grower, Tree, Refusal]] = []
 
     @property
     def has_memory(self) -> bool:
@@ -242,65 +245,200 @@ class TreeTable:
         return self.num_live < self.max_nodes
 
     @property
-    def has_updates(self) -> bool:
-        """Whether there is something to send to verify now."""
-        return any(self._is_due(tree) for tree in self.unsent.values())
+    def idle(self) -> bool:
+        """Whether `grow` has nothing to do."""
+        return all(grower.idle for grower in self.growers)
 
     @property
-    def share(self) -> int:
-        """Nodes that each tree may have."""
-        return max(1, self.max_nodes // max(1, len(self._counted)))
+    def device_idle(self) -> bool:
+        """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
+        return any(grower.device_idle for grower in self.growers)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there is something to send to verify now."""
+        return bool(self._refused) or self._has_due
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return any(grower.has_work for grower in self.growers)
 
     def take_updates(self) -> list[Tree]:
         """The trees of which something is to be sent to verify now."""
-        news = [tree for tree in self.unsent.values() if self._is_due(tree)]
-        for tree in news:
+        due = [tree for tree in self.unsent.values() if self._is_due(tree)]
+        for tree in due:
             del self.unsent[tree.handle]
-        return news
+        return due
 
-    def _is_due(self, tree: Tree) -> bool:
-        if tree.handle in self.withheld:
-            return False
-        return tree.author.has_untaken or tree.handle not in self.expecting
+    def take_refused(self) -> list[tuple[Tree, Refusal]]:
+        """The trees that nothing grows any more since the last call; each is to be closed."""
+        refused, self._refused = self._refused, []
+        declined: dict[int, tuple[Tree, Refusal]] = {}
+        for grower, tree, refusal in refused:
+            if grower not in tree.growers:  # it was closed meanwhile
+                continue
+            if len(tree.growers) == 1:
+                declined[tree.handle] = tree, refusal
+                continue
+            tree.growers.remove(grower)
+            grower.close(tree)
+            _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)
+        return list(declined.values())
 
     def open(self, tree: Tree) -> None:
-        """Begin to count a tree."""
-        self.trees[tree.handle] = tree
+        """Begin to grow a tree with all growers that may serve it. If this raises, it is not open."""
+        growers, parts = self.growers, tree.parts if len(self.growers) > 1 else None
+        tree.growers = [one for number, one in enumerate(growers) if parts is None or number in parts]
+        opened: list[Grower] = []
+        try:
+            for grower in tree.growers:
+                grower.open(tree)
+                opened.append(grower)
+        except Exception:
+            for grower in opened:
+                grower.close(tree)
+            raise
         self._counted[tree.handle] = 0
-        self.recount(tree)
+        self._share_memory()
+        self._recount(tree)
+
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """The author's committed tokens may have gone past `known`; `missed` says that a new epoch began with that."""
+        if tree.author.committed_len > known:
+            for grower in tree.growers:
+                grower.follow(tree, known, missed=missed)
+        self._look_again(tree)
+
+    def pause(self, tree: Tree) -> None:
+        """Nothing is to be appended to a tree until it is resumed."""
+        tree.is_paused = True
+        self._look_again(tree)
+
+    def resume(self, tree: Tree, credit: int) -> None:
+        """A tree may grow, up to `credit` nodes."""
+        tree.is_paused, tree.author.credit = False, credit
+        self._look_again(tree)
 
     def close(self, tree: Tree) -> None:
-        """Forget a tree."""
+        """Free everything of a tree."""
         self.num_live -= self._counted.pop(tree.handle)
-        del self.trees[tree.handle]
+        self._share_memory()
         self.unsent.pop(tree.handle, None)
-        self.withheld.discard(tree.handle)
-        self.expecting.discard(tree.handle)
+        for grower in tree.growers:
+            grower.close(tree)
+        tree.growers = []
 
-    def recount(self, tree: Tree) -> None:
-        """Count a tree again that was re-rooted, paused, resumed or given credit, and mark it as unsent."""
-        num_live = tree.author.num_live
-        self.num_live += num_live - self._counted[tree.handle]
-        self._counted[tree.handle] = num_live
-        self.unsent[tree.handle] = tree
+    def take_features(self, tree: Tree, features: Features) -> None:
+        """The target's features of committed positions have come; their memory is free once this returns."""
+        for grower in tree.growers:
+            grower.take_features(tree, features)
+
+    def grow(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+        """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
+
+        Several growers keep devices busy first, then grow what costs nothing, and wait for devices last.
+        """
+        if len(self.growers) == 1:
+            self.growers[0].grow(deadline, interrupted)
+            return
+        for may_wait in (False, True):
+            for grower in self.growers:
+                if not grower.idle:
+                    grower.grow(deadline, interrupted, wait=may_wait)
+                    self._tell_others(grower)
+            # New nodes are sent before anything waits for a device.
+            if self._has_due or interrupted():
+                return
+
+    def work(self, deadline: float) -> None:
+        """Do what can wait until `time.perf_counter()` reads `deadline`."""
+        for grower in self.growers:
+            grower.work(deadline)
+
+    def forget_target(self) -> None:
+        """The next trees are of another target. No tree is open."""
+        for grower in self.growers:
+            grower.forget_target()
+
+    def take_counts(self) -> dict[str, float]:
+        """What growers counted since the last call, by name; one of them at most counts bursts."""
+        return {name: value for grower in self.growers for name, value in grower.take_counts().items()}
+
+    def granted(self, tree: Tree, limits: TreeLimits) -> int:
+        """Live nodes that verify lets a tree have, within a grower's bounds; 0 while it is paused."""
+        if tree.is_paused:
+            return 0
+        credit = tree.author.credit
+        if limits.leaves_half and len(tree.growers) > 1:
+            credit = (credit + 1) // 2
+        return min(credit, limits.num_nodes)
+
+    def most_nodes(self, tree: Tree, limits: TreeLimits) -> int:
+        """Live nodes that a tree may have by now: what is granted, and no more than its share of the memory."""
+        return min(self.granted(tree, limits), self._share)
+
+    def append(self, tree: Tree, parent: int, token: int, score: float, source: int) -> int | None:
+        """Append a node and return its id; None if the author refuses it, see TreeAuthor.add."""
+        added = tree.author.add(parent, token, score, source)
+        if added is not None:
+            self.appended(tree, source)
+        return added
+
+    def extend(self, tree: Tree, parents: list[int], tokens: list[int], scores: list[float], source: int) -> bool:
+        """Append nodes of consecutive ids at once; whether that could be done, see TreeAuthor.extend."""
+        if tree.author.extend(parents, tokens, scores, source) is None:
+            return False
+        self.appended(tree, source, len(tokens))
+        return True
 
     def appended(self, tree: Tree, source: int, count: int = 1) -> None:
-        """Nodes were appended."""
+        """Count nodes that were appended, and have them sent."""
         self.num_live += count
         self._counted[tree.handle] += count
         self.grown[source] += count
         self.unsent[tree.handle] = tree
 
+    def refuse(self, grower: Grower, tree: Tree, refusal: Refusal) -> None:
+        """A grower cannot serve a tree any more; it is told to close it a little later."""
+        self._refused.append((grower, tree, refusal))
+
+    @property
+    def _has_due(self) -> bool:
+        return any(self._is_due(tree) for tree in self.unsent.values())
+
+    def _is_due(self, tree: Tree) -> bool:
+        return not any(grower.holds_back(tree) for grower in tree.growers)
+
+    def _look_again(self, tree: Tree) -> None:
+        self._recount(tree)
+        for grower in tree.growers:
+            grower.changed(tree)
+
+    def _recount(self, tree: Tree) -> None:
+        """Count the nodes of a tree anew; it has something to send: an acknowledgement at least."""
+        num_live = tree.author.num_live
+        self.num_live += num_live - self._counted[tree.handle]
+        self._counted[tree.handle] = num_live
+        self.unsent[tree.handle] = tree
+
+    def _share_memory(self) -> None:
+        self._share = max(1, self.max_nodes // max(1, len(self._counted)))
+
+    def _tell_others(self, grower: Grower) -> None:
+        for tree in self.unsent.values():
+            for other in tree.growers:
+                if other is not grower:
+                    other.foreign_nodes_added(tree)
+
 
 class Grower(ABC):
-    """Appends nodes to the authors of open trees. The engine's thread calls it."""
+    """Finds nodes for open trees. The engine's thread calls it; what all growers share lies in `growth`."""
 
-    declined: dict[int, Refusal]
-    """By handle, trees that it cannot serve; each is to be closed."""
-
-    def __init__(self, table: TreeTable) -> None:
-        self.table = table
-        self.declined = {}
+    def __init__(self, growth: TreeGrowth, limits: TreeLimits) -> None:
+        self.growth = growth
+        self.limits = limits
+        growth.growers.append(self)
 
     @property
     @abstractmethod
@@ -317,7 +455,7 @@ class Grower(ABC):
 
     @abstractmethod
     def changed(self, tree: Tree) -> None:
-        """Look again at a tree that was followed, paused, resumed, or given credit."""
+        """Look again at a tree that was followed, or of which other numbers of nodes are granted."""
 
     @abstractmethod
     def close(self, tree: Tree) -> None:
@@ -332,7 +470,11 @@ class Grower(ABC):
 
     @property
     def device_idle(self) -> bool:
-        """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
+        """Whether a device waits for the next call of `grow`."""
+        return False
+
+    def holds_back(self, tree: Tree) -> bool:
+        """Whether verify is not to be told of a tree yet, since more nodes come in a moment."""
         return False
 
     def foreign_nodes_added(self, tree: Tree) -> None:  # noqa: B027

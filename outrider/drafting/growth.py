@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeLimits, TreeTable
+from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeGrowth, TreeLimits
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
@@ -23,7 +23,7 @@ _Entry = tuple[float, int, int, int, float, int]
 """Minus the path score, a running number, node, token or _EXPAND, edge score, source."""
 
 
-class TreeGrowth:
+class GrowthQueue:
     """The heap of one tree: nodes to expand and guesses to append, likeliest first.
 
     Path scores are kept from the epoch's node 0, so re-rooting shifts them all alike and the heap keeps its order.
@@ -41,13 +41,6 @@ class TreeGrowth:
         self._number = 0
         self.restart()
 
-    def has_room(self, share: int) -> bool:
-        """Whether a node may be appended, if each tree may have `share` nodes."""
-        # Half of a shared tree is left to the model, whose nodes come later.
-        has_half = self.limits.shared and not self.tree.has_sole_grower
-        credit = (self.author.credit + 1) // 2 if has_half else self.author.credit
-        return self.author.num_live < self.limits.most_nodes(credit, share)
-
     def best(self) -> float:
         """Natural-log chance, from the root, of the best entry; -inf if none is worth it."""
         while self._heap:
@@ -59,20 +52,15 @@ class TreeGrowth:
             heappop(self._heap)
         return _NOTHING
 
-    def advance(self) -> FrontierNode | int | None:
-        """Take the best entry: returns a node to expand, or the source of a guess that was appended as a node.
-
-        None if the guess was a node already.
-        """
+    def advance(self, growth: TreeGrowth) -> FrontierNode | None:
+        """Take the best entry: a node to expand, or a guess that is appended unless it was a node already."""
         _, _, node_id, token, score, source = heappop(self._heap)
         if token == _EXPAND:
             return self._frontier_node(node_id)
-        source += self.limits.sources.start
-        added = self.author.add(node_id, token, score, source)
-        if added is None:
-            return None
-        self._queue(added)
-        return source
+        added = growth.append(self.tree, node_id, token, score, source + self.limits.sources.start)
+        if added is not None:
+            self._queue(added)
+        return None
 
     def offer(self, node_id: int, candidates: Iterable[Candidate]) -> None:
         """Take in the guesses of an expanded node."""
@@ -144,49 +132,47 @@ class TreeGrowth:
 
 
 class NodeGrowth(Grower):
-    """Grows the tree with the likeliest node to add, while any has credit and the memory lasts."""
+    """Grows the tree with the likeliest node to add, while any may have more and the memory lasts."""
 
-    def __init__(self, drafter: Drafter, limits: TreeLimits, table: TreeTable) -> None:
-        super().__init__(table)
+    def __init__(self, drafter: Drafter, growth: TreeGrowth, limits: TreeLimits) -> None:
+        super().__init__(growth, limits)
         self._drafter = drafter
-        self._limits = limits
-        self._trees: dict[int, TreeGrowth] = {}
-        self._growable: dict[int, TreeGrowth] = {}
+        self._queues: dict[int, GrowthQueue] = {}
+        self._growable: dict[int, GrowthQueue] = {}
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing worth growing."""
-        return not self._growable or not self.table.has_memory
+        return not self._growable or not self.growth.has_memory
 
     def open(self, tree: Tree) -> None:
         """Begin to grow a tree; the drafter may fail at that."""
         self._drafter.open(tree)
-        self._trees[tree.handle] = TreeGrowth(tree, self._limits)
+        self._queues[tree.handle] = GrowthQueue(tree, self.limits)
         self.changed(tree)
 
     def close(self, tree: Tree) -> None:
         """Forget a tree."""
-        del self._trees[tree.handle]
+        del self._queues[tree.handle]
         self._growable.pop(tree.handle, None)
-        self.declined.pop(tree.handle, None)
         self._drafter.close(tree.handle)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """Let the drafter learn the committed tokens; after a miss begin at the root."""
-        author, growth = tree.author, self._trees[tree.handle]
+        author, queue = tree.author, self._queues[tree.handle]
         live = [author.root] if missed else author.live_ids()
         self._drafter.commit(tree.handle, author.tokens[known:], author.root, set(live))
         if missed:
-            growth.restart()
+            queue.restart()
         else:
-            growth.reroot()
+            queue.reroot()
 
     def changed(self, tree: Tree) -> None:
-        """Look again at a tree that was re-rooted, paused, resumed, or given credit."""
-        if tree.paused:
-            self._growable.pop(tree.handle, None)
+        """Look at its best entry again, if nodes are granted."""
+        if self.growth.granted(tree, self.limits):
+            self._growable[tree.handle] = self._queues[tree.handle]
         else:
-            self._growable[tree.handle] = self._trees[tree.handle]
+            self._growable.pop(tree.handle, None)
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Hand them to the drafter."""
@@ -211,10 +197,10 @@ class NodeGrowth(Grower):
     def work(self, deadline: float) -> None:
         """Let the drafter do what could wait; roots that it knows more of are asked about again."""
         for handle in self._drafter.work(deadline):
-            growth = self._trees.get(handle)
-            if growth is not None:
-                growth.ask_root()
-                self.changed(growth.tree)
+            queue = self._queues.get(handle)
+            if queue is not None:
+                queue.ask_root()
+                self.changed(queue.tree)
 
     def forget_target(self) -> None:
         """The next trees are of another target."""
@@ -226,8 +212,8 @@ class NodeGrowth(Grower):
         if not frontier:
             return
         for node, candidates in zip(frontier, self._ask(frontier), strict=True):
-            growth = self._trees[node.request]
-            growth.offer(node.node, _forced(growth, node) or candidates)
+            queue = self._queues[node.request]
+            queue.offer(node.node, _forced(queue, node) or candidates)
 
     def _ask(self, frontier: list[FrontierNode]) -> list[list[Candidate]]:
         """The drafter's answer; if it fails, each node is asked about alone, so that one request harms no other."""
@@ -237,42 +223,38 @@ class NodeGrowth(Grower):
             raise_device_failure(error)
             if len(frontier) > 1:
                 return [self._ask([node])[0] for node in frontier]
-            tree = self._trees[frontier[0].request].tree
+            tree = self._queues[frontier[0].request].tree
             _logger.error("request %d: the drafter failed", tree.author.request, exc_info=error)
-            self.declined[tree.handle] = Refusal(DeclineReason.UNSPECIFIED, "the drafter failed")
+            self.growth.refuse(self, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
             return [[]]
 
     def _collect(self) -> list[FrontierNode]:
-        table = self.table
-        share = table.share
-        ranked = self._rank(share)
+        ranked = self._rank()
         floors: dict[int, float] = {}  # by handle: what scores less waits for the children of the tree's pending nodes
         frontier: list[FrontierNode] = []
-        while ranked and len(frontier) < self._drafter.frontier_width and table.has_memory:
+        while ranked and len(frontier) < self._drafter.frontier_width and self.growth.has_memory:
             score, handle = -ranked[0][0], ranked[0][1]
-            growth = self._trees[handle]
-            done = growth.advance()
-            if isinstance(done, FrontierNode):
-                frontier.append(done)
+            queue = self._queues[handle]
+            node = queue.advance(self.growth)
+            if node is not None:
+                frontier.append(node)
                 floors.setdefault(handle, score)
-            elif done is not None:
-                table.appended(growth.tree, done)
-            best = growth.best() if growth.has_room(share) else _NOTHING
+            best = queue.best() if self._has_room(queue) else _NOTHING
             if best < floors.get(handle, best) or best == _NOTHING:
                 heappop(ranked)
             else:
                 heapreplace(ranked, (-best, handle))
         return frontier
 
-    def _rank(self, share: int) -> list[tuple[float, int]]:
+    def _rank(self) -> list[tuple[float, int]]:
         """A heap of the growable trees by minus their best score; those with nothing to do drop out."""
         ranked = []
-        for handle, tree in list(self._growable.items()):
+        for handle, queue in list(self._growable.items()):
             best = _NOTHING
-            if tree.has_room(share):
-                if self._limits.shared:
-                    tree.catch_up()
-                best = tree.best()
+            if self._has_room(queue):
+                if self.limits.shared:
+                    queue.catch_up()
+                best = queue.best()
             if best == _NOTHING:
                 del self._growable[handle]
             else:
@@ -280,11 +262,14 @@ class NodeGrowth(Grower):
         heapify(ranked)
         return ranked
 
+    def _has_room(self, queue: GrowthQueue) -> bool:
+        return queue.author.num_live < self.growth.most_nodes(queue.tree, self.limits)
 
-def _forced(growth: TreeGrowth, node: FrontierNode) -> list[Candidate]:
+
+def _forced(queue: GrowthQueue, node: FrontierNode) -> list[Candidate]:
     """The only child that a grammar allows, if there is just one: the target will commit it."""
-    guide = growth.author.guide
-    if guide is None or not growth.author.is_live(node.node):
+    guide = queue.author.guide
+    if guide is None or not queue.author.is_live(node.node):
         return []
     token = guide.forced(node.node)
     return [] if token is None else [Candidate(token, 0.0, 0)]

@@ -1,4 +1,4 @@
-"""Drafters by name, and growers that grow trees with them. Torch-free: draft models are imported when they are built.
+"""Drafters by name, and what grows trees with them. Torch-free: draft models are imported when they are built.
 
 This is the one place from which modules are imported by their names: import-linter keeps torch out of all that imports
 this one, the doors of the draft service among them, and a draft model is loaded in the engine process alone.
@@ -7,19 +7,15 @@ this one, the doors of the draft service among them, and a draft model is loaded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pkgutil import resolve_name
 
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.drafting.base import ANY_SOURCE, AnyDrafter, CombinedDrafter, Drafter, Grower, Tree, TreeLimits, TreeTable
+from outrider.drafting.base import ANY_SOURCE, AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits
 from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.errors import ConfigError
-from outrider.logs import get_logger
-from outrider.protocol.speculation import Features
-
-_logger = get_logger(__name__)
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
@@ -77,23 +73,22 @@ def _check(options: DraftOptions) -> None:
         raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_MODELS)}")
 
 
-def build_grower(drafter: AnyDrafter, options: DraftOptions) -> Grower:
+def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     """What grows trees with a drafter's guesses."""
-    table = TreeTable(options.max_nodes)
+    growth = TreeGrowth(options.max_nodes)
     parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
-    growers: list[Grower] = []
     first_source = 0
     for part in parts:
         sources = range(first_source, first_source + len(part.sources))
         first_source = sources.stop
         limits = _limits(options, part, sources, shared=len(parts) > 1)
         if isinstance(part, ModelDrafter):
-            growers.append(BurstGrowth(part.runner, limits, table, part.growth_options(options)))
+            BurstGrowth(part.runner, growth, limits, part.growth_options(options))
         elif isinstance(part, Drafter):
-            growers.append(NodeGrowth(part, limits, table))
+            NodeGrowth(part, growth, limits)
         else:
             raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
-    return growers[0] if len(growers) == 1 else CombinedGrower(growers, table)
+    return growth
 
 
 def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> TreeLimits:
@@ -101,115 +96,11 @@ def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: 
     least = options.min_path_probability
     if least is None:
         least = _MODEL_FLOOR if is_model else _NGRAM_FLOOR
-    num_nodes = options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES)
-    floor = math.log(least) if least else -math.inf
-    return TreeLimits(num_nodes, options.speculative_num_steps or 48, floor, sources if shared else ANY_SOURCE, shared)
-
-
-class CombinedGrower(Grower):
-    """Several growers that append to the same authors, each told of what the others found.
-
-    A tree that one of them cannot serve is left to the rest.
-    """
-
-    def __init__(self, growers: Sequence[Grower], table: TreeTable) -> None:
-        super().__init__(table)
-        self._growers = growers
-        self._serving: dict[int, list[Grower]] = {}
-
-    @property
-    def idle(self) -> bool:
-        """Whether none of them has anything to do."""
-        return all(grower.idle and not grower.declined for grower in self._growers)
-
-    @property
-    def device_idle(self) -> bool:
-        """Whether a device of one of them waits for the next call of `grow`."""
-        return any(grower.device_idle for grower in self._growers)
-
-    def open(self, tree: Tree) -> None:
-        """Begin to grow a tree with all that may serve it."""
-        opened: list[Grower] = []
-        serving = [one for number, one in enumerate(self._growers) if tree.parts is None or number in tree.parts]
-        tree.has_sole_grower = len(serving) == 1
-        try:
-            for grower in serving:
-                grower.open(tree)
-                opened.append(grower)
-        except Exception:
-            for grower in opened:
-                grower.close(tree)
-            raise
-        self._serving[tree.handle] = opened
-
-    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """Let all follow the author."""
-        for grower in self._serving[tree.handle]:
-            grower.follow(tree, known, missed=missed)
-
-    def changed(self, tree: Tree) -> None:
-        """Let all look again."""
-        for grower in self._serving[tree.handle]:
-            grower.changed(tree)
-
-    def close(self, tree: Tree) -> None:
-        """Free what all hold of a tree."""
-        self.declined.pop(tree.handle, None)
-        for grower in self._serving.pop(tree.handle):
-            grower.close(tree)
-
-    def take_features(self, tree: Tree, features: Features) -> None:
-        """Pass them to all."""
-        for grower in self._serving[tree.handle]:
-            grower.take_features(tree, features)
-
-    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
-        """Keep devices busy first, then grow what costs nothing, and wait for devices last."""
-        for may_wait in (False, True) if wait else (False,):
-            for grower in self._growers:
-                if not grower.idle:
-                    grower.grow(deadline, interrupted, wait=may_wait)
-                    self._tell_others(grower)
-            # New nodes are sent before anything waits for a device.
-            if self.table.has_updates or interrupted():
-                break
-        self._drop_declined()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether one of them has something to do that can wait."""
-        return any(grower.has_work for grower in self._growers)
-
-    def work(self, deadline: float) -> None:
-        """Let them do what can wait."""
-        for grower in self._growers:
-            grower.work(deadline)
-
-    def forget_target(self) -> None:
-        """The next trees are of another target."""
-        for grower in self._growers:
-            grower.forget_target()
-
-    def take_counts(self) -> dict[str, float]:
-        """What all of them counted; one of them at most counts bursts."""
-        return {name: value for grower in self._growers for name, value in grower.take_counts().items()}
-
-    def _tell_others(self, grower: Grower) -> None:
-        for tree in self.table.unsent.values():
-            for other in self._serving[tree.handle]:
-                if other is not grower:
-                    other.foreign_nodes_added(tree)
-
-    def _drop_declined(self) -> None:
-        for grower in self._growers:
-            for handle, refusal in list(grower.declined.items()):
-                del grower.declined[handle]
-                serving = self._serving[handle]
-                if len(serving) == 1:
-                    self.declined[handle] = refusal
-                    continue
-                serving.remove(grower)
-                tree = self.table.trees[handle]
-                tree.has_sole_grower = len(serving) == 1
-                grower.close(tree)
-                _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)
+    return TreeLimits(
+        num_nodes=options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES),
+        depth=options.speculative_num_steps or 48,
+        path_score=math.log(least) if least else -math.inf,
+        sources=sources if shared else ANY_SOURCE,
+        shared=shared,
+        leaves_half=shared and not is_model,
+    )

@@ -18,7 +18,6 @@ from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.drafting.registry import CombinedGrower
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror
@@ -129,8 +128,7 @@ class Rig:
         if partner is not None:
             drafter = CombinedDrafter([drafter, partner])
         self.requests = Requests(drafter, self.options)
-        grower = self.requests.growth
-        first = grower._growers[0] if isinstance(grower, CombinedGrower) else grower
+        first = self.requests.growth.growers[0]
         assert isinstance(first, BurstGrowth)
         self.growth = first
         self.peer = Peer()
@@ -180,7 +178,7 @@ class Rig:
     def settle(self) -> None:
         """Turn until there is nothing to do."""
         for _ in range(500):
-            if self.requests.growth.idle and not self.requests.growth.declined:
+            if self.requests.growth.idle and not self.requests.growth._refused:
                 break
             self.turn()
         else:
@@ -211,7 +209,7 @@ class Rig:
         assert not growth._forest.num_run.any()
         growth._forest._compact()
         assert growth._forest.entries.count == 0
-        assert self.requests.growth.table.num_live == 0
+        assert self.requests.growth.num_live == 0
         for group in (
             batch_manager._contexts,
             batch_manager.rows,

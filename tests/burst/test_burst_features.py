@@ -104,7 +104,7 @@ def test_in_lockstep_an_opening_is_answered_before_features_and_a_tree_grows_fro
         rig.commit(1, continuation(request.tokens, 2))
         rig.settle()
         assert request.mirror.acked_len < len(request.tokens)
-        assert not rig.requests.growth.table.has_updates
+        assert not rig.requests.growth.has_updates
         rig.features(1, 0, len(request.tokens) - 1)
         rig.settle()
         assert request.mirror.acked_len == len(request.tokens)

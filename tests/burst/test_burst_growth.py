@@ -52,10 +52,10 @@ def test_the_next_burst_is_under_way_before_nodes_are_published() -> None:
     rig.open(1, [1, 2, 3], credit=60)
     rig.turn()
     launched: list[int] = []
-    rig.runner.wait_fault = lambda burst: launched.append(rig.requests.growth.table.num_live)  # type: ignore[func-returns-value]
+    rig.runner.wait_fault = lambda burst: launched.append(rig.requests.growth.num_live)  # type: ignore[func-returns-value]
     rig.turn()
     assert launched == [0]
-    assert rig.requests.growth.table.num_live > 8
+    assert rig.requests.growth.num_live > 8
 
 
 def test_a_hit_keeps_the_tree_below_the_new_root_and_runs_nothing_twice() -> None:

@@ -215,7 +215,7 @@ def pieces_of(width: int, projected: bool, in_ring: bool) -> tuple[list[Features
 def test_a_runner_makes_of_what_came_together_what_it_makes_of_each_alone(
     feature_model: DraftModel, projected: bool, in_ring: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Service(feature_model).requests.growth._runner  # type: ignore[attr-defined]
+    runner = Service(feature_model).requests.growth.growers[0]._runner  # type: ignore[attr-defined]
     width = feature_model.feature_size if projected else len(feature_model.feature_layers) * feature_model.hidden_size
     pieces, ring = pieces_of(width, projected, in_ring)
 

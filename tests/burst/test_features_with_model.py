@@ -50,8 +50,8 @@ def test_behind_true_features_a_tree_scores_as_a_fresh_one_whatever_came_before(
             sent = len(request.tokens) - 1
         service.settle()
         assert not service.requests.declines
-        check_forest(service.requests.growth._forest)
-        check_slots(service.requests.growth._forest.slots)
+        check_forest(service.requests.growth.growers[0]._forest)
+        check_slots(service.requests.growth.growers[0]._forest.slots)
         if not is_miss or len(request.tokens) > 90:
             continue
         other = Service(feature_model)

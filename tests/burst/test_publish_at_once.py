@@ -83,9 +83,9 @@ def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monke
 
     def watched(publisher: NodePublisher, *_: Any) -> None:
         for most in (5, 0):
-            queue, before = publisher._queue, rig.requests.growth.table.num_live
+            queue, before = publisher._queue, rig.requests.growth.num_live
             run(publisher, 0.0, lambda: False, most)
-            counts.append(rig.requests.growth.table.num_live - before)
+            counts.append(rig.requests.growth.num_live - before)
             assert counts[-1] == min(len(queue), most or 64), "it is late already"
             assert (nodes[queue[: counts[-1]]] > 0).all() and (nodes[queue[counts[-1] :]] == -1).all()
 

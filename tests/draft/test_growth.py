@@ -62,13 +62,13 @@ def test_nothing_less_likely_is_grown_while_something_likelier_is_not() -> None:
 @given(st.integers(0, 40))
 def test_credit_bounds_the_nodes(credit: int) -> None:
     requests, peer = one(ScriptedDrafter(), credit=credit, min_path_probability=0.0)
-    assert requests.growth.table.num_live == credit
+    assert requests.growth.num_live == credit
     assert sum(len(grow.token_ids) for grow in peer.grows()) == credit
 
 
 def test_num_draft_tokens_bounds_the_nodes_whatever_the_credit() -> None:
     requests, _ = one(ScriptedDrafter(), credit=1000, speculative_num_draft_tokens=12, min_path_probability=0.0)
-    assert requests.growth.table.num_live == 12
+    assert requests.growth.num_live == 12
 
 
 def test_hopeless_nodes_are_not_grown() -> None:
@@ -80,10 +80,10 @@ def test_hopeless_nodes_are_not_grown() -> None:
 def test_depth_is_bounded() -> None:
     drafter = ScriptedDrafter(lambda node: {1: 0.99})
     requests, peer = one(drafter, speculative_num_steps=5)
-    assert requests.growth.table.num_live == 5
+    assert requests.growth.num_live == 5
     requests.handle(peer, commit_message(2, [1]))
     requests.growth.grow(FOREVER, never)
-    assert requests.growth.table.num_live == 5
+    assert requests.growth.num_live == 5
 
 
 def test_memory_is_bounded_over_all_requests_and_newcomers_are_declined() -> None:
@@ -93,8 +93,8 @@ def test_memory_is_bounded_over_all_requests_and_newcomers_are_declined() -> Non
     for number in range(3):
         requests.handle(peer, open_message([number], request=number))
         grown(requests)
-        assert requests.growth.table.num_live <= 64
-    assert not requests.growth.table.has_memory
+        assert requests.growth.num_live <= 64
+    assert not requests.growth.has_memory
     assert len(requests) < 3
     assert [reason.name for reason in peer.reasons()] == ["OVERLOADED"] * (3 - len(requests))
     assert requests.growth.idle
@@ -105,11 +105,11 @@ def test_freed_memory_is_used_again() -> None:
     peer = RecordingPort()
     requests.handle(peer, open_message([1], request=1))
     grown(requests)
-    assert not requests.growth.table.has_memory
+    assert not requests.growth.has_memory
     requests.handle(peer, commit_message(1, [2]))
-    assert requests.growth.table.has_memory
+    assert requests.growth.has_memory
     grown(requests)
-    assert requests.growth.table.num_live == 64
+    assert requests.growth.num_live == 64
 
 
 def test_the_likeliest_node_of_any_request_is_grown_first() -> None:
@@ -187,7 +187,7 @@ def test_a_miss_starts_an_epoch_at_the_new_root() -> None:
     grows = peer.grows()
     assert [(grow.epoch, grow.base_len, grow.acked_len) for grow in grows] == [(2, 4, 4)]
     assert set(grows[0].token_ids[:2]) == {52, 53}
-    assert requests.growth.table.num_live == len(grows[0].token_ids)
+    assert requests.growth.num_live == len(grows[0].token_ids)
 
 
 def test_a_paused_tree_does_not_grow_and_a_resumed_one_does() -> None:
@@ -199,7 +199,7 @@ def test_a_paused_tree_does_not_grow_and_a_resumed_one_does() -> None:
     assert [grow.acked_len for grow in peer.grows()][-1] == 3
     requests.handle(peer, Resume(1, credit=30))
     grown(requests)
-    assert 0 < requests.growth.table.num_live <= 30
+    assert 0 < requests.growth.num_live <= 30
 
 
 def test_a_drafter_that_fails_for_one_request_serves_the_others() -> None:

@@ -158,7 +158,7 @@ def test_sessions_do_not_see_each_other(requests: Requests, drafter: ScriptedDra
     assert list(drafter.open_requests.values()) == [[7, 8, 9]]
     requests.detach(there)
     assert not drafter.open_requests
-    assert requests.growth.table.num_live == 0
+    assert requests.growth.num_live == 0
 
 
 def test_a_request_that_fails_here_is_given_up_alone(requests: Requests, peer: RecordingPort) -> None:
@@ -204,4 +204,4 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
         mirror.commit()
         requests.handle(peer, commit_message(before, new, mirror=mirror))
     assert accepted > 100
-    assert requests.growth.table.num_live <= 64
+    assert requests.growth.num_live <= 64

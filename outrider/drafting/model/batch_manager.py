@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Refusal, Tree, TreeLimits
+from outrider.drafting.base import Grower, Refusal, Tree
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
@@ -38,24 +37,21 @@ class BatchManager:
         self,
         runner: BurstRunner,
         forest: DraftForest,
-        limits: TreeLimits,
+        grower: Grower,
         options: GrowthOptions,
-        declined: dict[int, Refusal],
     ) -> None:
-        """`declined` gets the refusals, by handle; trees in it wait to be closed."""
+        """`grower`: in whose name trees are refused."""
         self.rows: dict[int, DraftContext] = {}
         """Requests by row of the runner; one that was closed keeps its row until `release_closed`."""
         self.kv_manager = ContextKVManager(runner, forest.slots, options)
         self._runner = runner
         self._shape = runner.shape
         self._forest = forest
-        self._limits = limits
+        self._grower = grower
         self._options = options
-        self._declined = declined
         self._free_rows = list(range(self._shape.num_rows - 1, -1, -1))
         self._contexts: dict[int, DraftContext] = {}  # by handle
-        self._opening: dict[int, Tree] = {}
-        self._early_features: defaultdict[int, list[tuple[int, int, object]]] = defaultdict(list)  # of those opening
+        self._opening: dict[int, tuple[Tree, PendingFeatures]] = {}
         self._closing: list[DraftContext] = []
         self._reported: set[DraftContext] = set()  # those that `take_closed_rows` has given
         self._changed: dict[int, DraftContext] = {}
@@ -96,13 +92,13 @@ class BatchManager:
     def expects(self, handle: int) -> bool:
         """Whether the burst under way runs the root of this tree, or the forest will follow a commit when it ends."""
         context = self._contexts.get(handle)
-        if context is None or handle in self._declined or context.tree.paused:
+        if context is None or not self._is_granted(context):
             return False
         return context.root_in_burst or context.known < context.tree.author.committed_len
 
     def open(self, tree: Tree) -> None:
         """A request begins. `admit` gives it a row."""
-        self._opening[tree.handle] = tree
+        self._opening[tree.handle] = tree, PendingFeatures(self._runner.join)
 
     def change(self, tree: Tree) -> None:
         """Its tree, credit or pause changed: `follow` and `follow_ahead` look at it."""
@@ -111,11 +107,10 @@ class BatchManager:
             self._changed[tree.handle] = context
 
     def close(self, tree: Tree) -> None:
-        """A request ended. `release_closed` frees its row and pages."""
-        self._declined.pop(tree.handle, None)
+        """A request ended, or was refused. `release_closed` frees its row and pages."""
         self._opening.pop(tree.handle, None)
-        self._early_features.pop(tree.handle, None)
-        self._forget(tree.handle)
+        for waiting in (self._changed, self._deferred, self._incomplete):
+            waiting.pop(tree.handle, None)
         context = self._contexts.pop(tree.handle, None)
         if context is not None:
             # The publisher appends nothing more of it.
@@ -125,15 +120,15 @@ class BatchManager:
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep the target's features until the tokens behind them are run with them."""
-        context = self._contexts.get(tree.handle)
-        if not self._shape.lag or (context is None and tree.handle not in self._opening):
+        context, opening = self._contexts.get(tree.handle), self._opening.get(tree.handle)
+        if not self._shape.lag or (context is None and opening is None):
             return
         if features.start + features.count > self._options.max_positions:  # nothing bounds them but their tokens
             return
         part = (features.start, features.count, self._runner.project(features))
-        if context is None:
-            self._early_features[tree.handle].append(part)
-        else:
+        if opening is not None:
+            opening[1].add(*part, since=self._shape.lag - 1)
+        elif context is not None:
             context.features.add(*part, since=context.end - 1)
             # Where nothing waits for them, no burst is cut short.
             waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
@@ -149,9 +144,9 @@ class BatchManager:
     def admit(self) -> None:
         """Free the rows of closed requests, and give rows to opened ones."""
         self.release_closed()
-        for tree in self._opening.values():
-            self._assign_row(tree)
-        self._opening.clear()
+        opening, self._opening = self._opening, {}
+        for tree, features in opening.values():
+            self._assign_row(tree, features)
 
     def follow(self) -> None:
         """Re-root the forest along new committed tokens, and see what is to be done for the requests that changed."""
@@ -183,7 +178,7 @@ class BatchManager:
             if author.committed_len > self._options.max_positions or context in excluded:
                 continue
             if not tokens:
-                if misses and context.lag and not context.tree.paused:
+                if misses and context.lag and self._is_granted(context):
                     others.append(context)
             elif misses or reaches(self._forest, context.row, tokens):
                 behind.append(context)
@@ -212,7 +207,7 @@ class BatchManager:
         for context in changed:
             self._look_at(context)
         if is_full:
-            for context in self._contexts.values():
+            for context in list(self._contexts.values()):
                 if context.root_run:
                     self._move_final(context, along=True)
         self.kv_manager.free_slots()
@@ -220,7 +215,7 @@ class BatchManager:
     def extend(self) -> bool:
         """Compute up to a chunk of context tokens in one forward; returns whether there were any."""
         kv_manager, waiting = self.kv_manager, self._incomplete.values()
-        behind = (one for one in waiting if not one.tree.paused and kv_manager.num_extendable(one))
+        behind = (one for one in waiting if self._is_granted(one) and kv_manager.num_extendable(one))
         served, failed = self.kv_manager.extend(behind, self._options.prompt_chunk)
         for context in served:  # behind all others next time
             self._incomplete[context.tree.handle] = self._incomplete.pop(context.tree.handle)
@@ -255,30 +250,27 @@ class BatchManager:
         for row in rows:
             context = self.rows[row]
             if context.tree.handle in self._contexts:
-                self._refuse_request(context, _FAILED)
+                self._refuse(context.tree, _FAILED)
 
     def fail(self, context: DraftContext, error: Exception) -> None:
         """Decline one request; raises the error again if the device failed."""
         raise_device_failure(error)
         if isinstance(error, DeclinedError):
-            self._refuse_request(context, error.refusal)
+            self._refuse(context.tree, error.refusal)
         else:
             _logger.error("request %d: the draft model failed", context.tree.author.request, exc_info=error)
-            self._refuse_request(context, _FAILED)
+            self._refuse(context.tree, _FAILED)
 
-    def _assign_row(self, tree: Tree) -> None:
+    def _assign_row(self, tree: Tree, features: PendingFeatures) -> None:
         author, options = tree.author, self._options
         if author.committed_len > options.max_positions:
-            self._declined[tree.handle] = Refusal(DeclineReason.TOO_LONG, self._too_long(tree))
+            self._refuse(tree, Refusal(DeclineReason.TOO_LONG, self._too_long(tree)))
             return
         if not self._free_rows:
-            detail = f"{self._shape.num_rows} requests are open"
-            self._declined[tree.handle] = Refusal(DeclineReason.OVERLOADED, detail)
+            self._refuse(tree, Refusal(DeclineReason.OVERLOADED, f"{self._shape.num_rows} requests are open"))
             return
-        row, store = self._free_rows.pop(), PendingFeatures(self._runner.join)
-        context = DraftContext(tree, row, self._shape.lag, store, options.lockstep_steps)
-        for part in self._early_features.pop(tree.handle, ()):
-            context.features.add(*part, since=context.end - 1)
+        row = self._free_rows.pop()
+        context = DraftContext(tree, row, self._shape.lag, features, options.lockstep_steps)
         self._contexts[tree.handle] = self.rows[row] = context
         self._forest.set_root(row, author.tokens[-1], context.root, author.root)
         try:
@@ -322,7 +314,7 @@ class BatchManager:
             context.note_root_run()
 
     def _look_at(self, context: DraftContext) -> None:
-        if context.tree.handle not in self._contexts or context.tree.handle in self._declined:
+        if context.tree.handle not in self._contexts:
             return
         self._note_root_run(context)
         # Verify has no tree after a miss: KV is moved once the root was run.
@@ -344,14 +336,14 @@ class BatchManager:
         return True
 
     def _set_bounds(self, context: DraftContext) -> None:
-        options, limits, forest, row = self._options, self._limits, self._forest, context.row
-        region = self._shape.region
-        wanted = _RUN_PER_CREDIT * min(context.tree.author.credit, limits.num_nodes)
+        options, forest, row = self._options, self._forest, context.row
+        region, limits = self._shape.region, self._grower.limits
+        wanted = _RUN_PER_CREDIT * self._grower.growth.granted(context.tree, limits)
         quota = min(wanted, region - region // 4 - 8)
         is_done = options.lockstep_steps > 0 and not context.steps_left
         reach = max(options.fresh_steps, options.most_steps)
         at_end = context.root + reach >= options.max_positions
-        forest.quotas[row] = 0 if context.tree.paused or is_done or at_end or quota <= 0 else quota + 1
+        forest.quotas[row] = 0 if is_done or at_end or quota <= 0 else quota + 1
         forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - reach) - 1
 
     def _is_to_run(self, context: DraftContext, needs_run: Callable[[DraftContext], bool]) -> bool:
@@ -363,14 +355,11 @@ class BatchManager:
         context.root_in_burst = False
         return False
 
-    def _refuse_request(self, context: DraftContext, refusal: Refusal) -> None:
-        """The request is declined and waits to be closed."""
-        handle = context.tree.handle
-        self._declined[handle] = refusal
-        self._forest.quotas[context.row] = 0
-        self._forget(handle)
+    def _is_granted(self, context: DraftContext) -> bool:
+        """Whether the tree may have nodes by verify's leave."""
+        return self._grower.growth.granted(context.tree, self._grower.limits) > 0
 
-    def _forget(self, handle: int) -> None:
-        """Nothing more is to be done for a request."""
-        for waiting in (self._changed, self._deferred, self._incomplete):
-            waiting.pop(handle, None)
+    def _refuse(self, tree: Tree, refusal: Refusal) -> None:
+        """Nothing more is done for a request."""
+        self._grower.growth.refuse(self._grower, tree, refusal)
+        self.close(tree)

@@ -10,7 +10,7 @@ from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Grower, Tree, TreeLimits, TreeTable
+from outrider.drafting.base import Grower, Tree, TreeGrowth, TreeLimits
 from outrider.drafting.model.batch_manager import BatchManager
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.drafter import PART_SECONDS, GrowthOptions
@@ -59,8 +59,8 @@ class BurstGrowth(Grower):
     part. The burst ends for whatever else waits.
     """
 
-    def __init__(self, runner: BurstRunner, limits: TreeLimits, table: TreeTable, options: GrowthOptions) -> None:
-        super().__init__(table)
+    def __init__(self, runner: BurstRunner, growth: TreeGrowth, limits: TreeLimits, options: GrowthOptions) -> None:
+        super().__init__(growth, limits)
         shape = runner.shape
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Figures since someone emptied this, by name."""
@@ -69,14 +69,14 @@ class BurstGrowth(Grower):
         self._options = options
         capacity = options.max_entries or max(8192, 512 * shape.num_rows)
         self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * shape.most_entries))
-        self._batch_manager = BatchManager(runner, self._forest, limits, options, self.declined)
+        self._batch_manager = BatchManager(runner, self._forest, self, options)
         self._kv_manager = self._batch_manager.kv_manager
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)
-        skips_foreign = not options.takes_in
         self._publisher = NodePublisher(
-            self._forest, self._batch_manager.rows, limits, table, skips_foreign=skips_foreign
+            self._forest, self._batch_manager.rows, limits, growth, skips_foreign=not options.takes_in
         )
         self._active: _ActiveBurst | None = None
+        self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete
         self._host_seconds = PART_SECONDS
         self._part_ended_at = 0.0  # when the part ended whose result is being published; 0 for none
         self._nothing_to_run = True  # whether the last attempt to launch found nothing to run
@@ -102,8 +102,6 @@ class BurstGrowth(Grower):
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The forest follows the commit with the next call of `grow`, or when the burst under way has ended."""
         self._withhold(tree)
-        if self._active is not None:
-            self.table.expecting.add(tree.handle)
 
     def changed(self, tree: Tree) -> None:
         """Look again with the next call of `grow`, or when the burst under way has ended."""
@@ -119,8 +117,16 @@ class BurstGrowth(Grower):
 
     def close(self, tree: Tree) -> None:
         """Free row and pages when the burst under way has ended."""
-        self.table.withheld.discard(tree.handle)
+        self._withheld.discard(tree.handle)
         self._batch_manager.close(tree)
+
+    def holds_back(self, tree: Tree) -> bool:
+        """In lockstep trees wait until they are complete, and commits for nodes that the burst under way brings."""
+        if tree.handle in self._withheld:
+            return True
+        if self._active is None or tree.author.has_untaken:
+            return False
+        return self._batch_manager.expects(tree.handle)
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep the target's features until the tokens behind them are run with them."""
@@ -129,11 +135,6 @@ class BurstGrowth(Grower):
 
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Take in a part that has ended, have the device go on or launch the next burst, and publish meanwhile."""
-        self._grow(deadline, interrupted, wait)
-        waiting = self.table.unsent if self._active is not None else ()
-        self.table.expecting = {handle for handle in waiting if self._batch_manager.expects(handle)}
-
-    def _grow(self, deadline: float, interrupted: Callable[[], bool], wait: bool) -> None:
         active = self._active
         if active is not None and self._follow_ahead(active):
             # Queued before the answer is published, which takes longer than the part that is nearly over.
@@ -167,7 +168,7 @@ class BurstGrowth(Grower):
             self._release()
         else:
             # The first answer to a commit is awaited: it goes with the best nodes, and the others behind it.
-            owing = sum(tree.author.owes_answer for tree in self.table.unsent.values())
+            owing = sum(tree.author.owes_answer for tree in self.growth.unsent.values())
             self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES * owing)
 
     def _note_host_work(self) -> None:
@@ -198,7 +199,7 @@ class BurstGrowth(Grower):
 
     def _withhold(self, tree: Tree) -> None:
         if self._options.withholds:
-            self.table.withheld.add(tree.handle)
+            self._withheld.add(tree.handle)
 
     def _release(self) -> None:
         """Lockstep: send trees that are complete, and those that do not grow.
@@ -206,7 +207,7 @@ class BurstGrowth(Grower):
         While prompts take more than a further chunk, their commits are acknowledged without a tree after each chunk:
         verify gives up a session that answers nothing for two seconds, and a new one would begin with the same prompts.
         """
-        found = map(self._batch_manager.find, self.table.withheld)
+        found = map(self._batch_manager.find, self._withheld)
         withheld = [context for context in found if context is not None]
         behind = {context for context in withheld if len(context.uncached) > self._shape.region // 8}
         if sum(len(context.uncached) for context in behind) <= self._options.prompt_chunk:
@@ -215,7 +216,7 @@ class BurstGrowth(Grower):
             follows = context.known == context.tree.author.committed_len
             is_complete = follows and not context.steps_left
             if is_complete or context in behind or not self._forest.quotas[context.row]:
-                self.table.withheld.discard(context.tree.handle)
+                self._withheld.discard(context.tree.handle)
 
     def take_counts(self) -> dict[str, float]:
         """Bursts, their steps and nodes, and prompt tokens."""

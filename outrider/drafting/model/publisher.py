@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.base import TreeLimits, TreeTable
+from outrider.drafting.base import TreeGrowth, TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
 from outrider.drafting.model.forest import DraftForest, places_within
@@ -36,7 +36,7 @@ class NodePublisher:
         forest: DraftForest,
         contexts: Mapping[int, DraftContext],
         limits: TreeLimits,
-        table: TreeTable,
+        growth: TreeGrowth,
         *,
         skips_foreign: bool = False,
     ) -> None:
@@ -44,7 +44,7 @@ class NodePublisher:
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
-        self._table = table
+        self._growth = growth
         self._source = limits.sources.start
         self._skips_foreign = skips_foreign and limits.shared
         self._queue = _NOTHING  # entries, the best first
@@ -59,10 +59,9 @@ class NodePublisher:
     def prepare(self) -> None:
         """Queue what may be appended now. Entries must keep their numbers until `forget`."""
         self._queue, self._must_repeat = _NOTHING, False
-        if not self._table.has_memory:
+        if not self._growth.has_memory:
             return
-        share = self._table.share
-        rooms = {row: room for row, context in self._contexts.items() if (room := self._room(context, share))[1] > 0}
+        rooms = {row: room for row, context in self._contexts.items() if (room := self._room(context))[1] > 0}
         if len(rooms) == 1:
             self._prepare_row(*rooms.popitem())
         elif rooms:
@@ -137,7 +136,7 @@ class NodePublisher:
 
     def _run(self, deadline: float, interrupted: Callable[[], bool], max_nodes: int) -> None:
         left = max_nodes or len(self._queue)
-        while len(self._queue) and self._table.has_memory:
+        while len(self._queue) and self._growth.has_memory:
             count = min(_NODES_PER_CHECK, left)
             found, self._queue = self._queue[:count], self._queue[count:]
             is_ready, self._is_ready = self._is_ready[:count], self._is_ready[count:]
@@ -149,7 +148,7 @@ class NodePublisher:
 
     def _append(self, found: Ints, is_ready: NDArray[np.bool_]) -> None:
         """Append entries, those of a row at once where they can be."""
-        entries, table, source = self._forest.entries, self._table, self._source
+        entries, growth, source = self._forest.entries, self._growth, self._source
         # A commit may have been followed since `prepare`; what became a root of it has its id.
         alive = (entries.scores[found] > DEAD) & (entries.nodes[found] == -1)
         if np.count_nonzero(alive) < len(alive):
@@ -177,18 +176,17 @@ class NodePublisher:
         entries.nodes[found] = ids
         above, ready_flags = entries.nodes[entries.parents[found]].tolist(), is_ready.tolist()
         tokens, edges = entries.tokens[found].tolist(), entries.edges[found].tolist()
-        share, has_foreign_nodes = table.share, self._forest.has_foreign_nodes
+        has_foreign_nodes = self._forest.has_foreign_nodes
         for context, start, end in zip(groups, starts, ends, strict=True):
             tree, count = context.tree, end - start
-            room = min(self._room(context, share)[ready_flags[end - 1]], table.max_nodes - table.num_live)
+            room = min(self._room(context)[ready_flags[end - 1]], growth.max_nodes - growth.num_live)
             if (
                 count <= room
                 and not has_foreign_nodes
                 and (self._skips_foreign or context.seen == tree.author.next_id)
-                and tree.author.extend(above[start:end], tokens[start:end], edges[start:end], source) is not None
+                and growth.extend(tree, above[start:end], tokens[start:end], edges[start:end], source)
             ):
                 context.seen += count
-                table.appended(tree, source, count)
             else:
                 entries.nodes[found[start:end]] = -1
                 self._append_each(context, found[start:end].tolist(), ready_flags[start:end])
@@ -216,17 +214,16 @@ class NodePublisher:
 
     def _append_each(self, context: DraftContext, found: list[int], ready_flags: list[bool]) -> None:
         """Append entries of a row one by one: some may be there already, be forbidden, or be too many."""
-        entries, table, source = self._forest.entries, self._table, self._source
+        entries, growth = self._forest.entries, self._growth
         tree, author = context.tree, context.tree.author
-        room = list(self._room(context, table.share)[:2])
+        room = list(self._room(context)[:2])
         for entry, is_ready in zip(found, ready_flags, strict=True):
             above, token = int(entries.nodes[entries.parents[entry]]), int(entries.tokens[entry])
-            if above >= 0 and room[is_ready] > 0 and table.has_memory:
-                added = author.add(above, token, float(entries.edges[entry]), source)
+            if above >= 0 and room[is_ready] > 0 and growth.has_memory:
+                added = growth.append(tree, above, token, float(entries.edges[entry]), self._source)
                 if added is not None:
                     room[0] -= 1
                     room[1] -= 1
-                    table.appended(tree, source)
                     if context.seen == added:
                         context.seen += 1
                 else:
@@ -245,19 +242,13 @@ class NodePublisher:
         self._forest.entries.ranks[entry] = DEAD
         self._must_repeat = True
 
-    def _room(self, context: DraftContext, share: int) -> _Room:
+    def _room(self, context: DraftContext) -> _Room:
         """See _Room; no nodes while the forest has not followed the author.
 
         Half of the credit is for nodes that are ready: at first there are few to choose from.
         """
-        tree = context.tree
-        author = tree.author
-        if (
-            context.known != len(author.tokens)
-            or context.epoch != author.epoch
-            or tree.paused
-            or context.steps_left > 0
-        ):
+        author = context.tree.author
+        if context.known != len(author.tokens) or context.epoch != author.epoch or context.steps_left > 0:
             return 0, 0, inf
-        limit, num_live = self._limits.most_nodes(author.credit, share), author.num_live
+        limit, num_live = self._growth.most_nodes(context.tree, self._limits), author.num_live
         return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf
