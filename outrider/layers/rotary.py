@@ -19,9 +19,10 @@ class Rotary:
         """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)
         # sin of the first half is subtracted: rotate() then needs one swap of the halves and no negation.
+        # Before it moves: arithmetic on the meta device makes torch import its compiler, for a second and over 100 MB.
         sign = torch.ones(head_dim)
         sign[: head_dim // 2] = -1.0
-        self._sign = sign.to(device) * self.scale
+        self._sign = (sign * self.scale).to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
