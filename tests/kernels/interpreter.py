@@ -3,20 +3,27 @@
 Importing this lets loops of interpreted kernels run to bounds that are computed or loaded: NumPy 2.4 no longer makes an
 int of an array of one element. It changes nothing on a GPU.
 
-Two things are left out that took two thirds of the time: a function that a kernel calls patched the whole language
-anew, which the launch has done, and sums of integers were computed twice, to see whether they overflow.
+What an operation costs here is its types, not its numbers. So a type of a block is made once for each shape and element
+type, a tuple gets its type when somebody asks, and the language is patched once a launch, not once for every function
+that a kernel calls. Sums of integers are not computed a second time to see whether they overflow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from triton import language
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
+_get_np_dtype = interpreter._get_np_dtype
+_broadcast = TritonSemantic.broadcast_impl_value
 
 
 def _with_index(tensor: Any, scope: Any) -> None:
@@ -47,6 +54,77 @@ class _Patches:
             self._scopes.popitem()[1].restore()
 
 
+class _BlockTypes(type):
+    """Makes a block's type once."""
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        cls.made: dict[tuple[str, tuple[Any, ...]], Any] = {}
+
+    def __call__(cls, element_ty: core.dtype, shape: Sequence[Any]) -> Any:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        found = cls.made.get((element_ty.name, sizes))
+        if found is None:
+            found = cls.made[element_ty.name, sizes] = super().__call__(element_ty, shape)
+            found.sizes = sizes
+            found.tensor_shape = core.tuple([core.constexpr(size) for size in sizes])
+            found.tensor_numel = core.constexpr(found.numel)
+        return found
+
+
+class _BlockType(core.block_type, metaclass=_BlockTypes):
+    sizes: tuple[int, ...]
+    tensor_shape: core.tuple
+    tensor_numel: core.constexpr
+
+
+_NO_SHAPE, _ONE = core.tuple([]), core.constexpr(1)
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    block = isinstance(type, _BlockType)
+    self.shape, self.numel = (type.tensor_shape, type.tensor_numel) if block else (_NO_SHAPE, _ONE)
+
+
+def _init_tuple(self: Any, args: Sequence[Any], type: Any = None) -> None:
+    self.values = list(args)
+    self.given_type = type if type is None or isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+
+def _tuple_type(self: Any) -> core.tuple_type:
+    if self.given_type is None:
+        self.given_type = core._type_for_tuple_values(self.values)
+    return self.given_type
+
+
+def _set_tuple_type(self: Any, type: core.tuple_type) -> None:
+    self.given_type = type
+
+
+def _broadcast_others(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """What is of one shape stays as it is."""
+    if getattr(lhs.type, "sizes", None) == getattr(rhs.type, "sizes", None):
+        return lhs, rhs
+    return _broadcast(self, lhs, rhs)
+
+
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+
+
+def _np_dtype(dtype: core.dtype) -> np.dtype[Any]:
+    found = _np_dtypes.get(dtype.name)
+    if found is None:
+        found = _np_dtypes[dtype.name] = _get_np_dtype(dtype)
+    return found
+
+
 interpreter._patch_lang_tensor = _with_index
 interpreter._patch_lang = _Patches().add
+interpreter._get_np_dtype = _np_dtype
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+core.block_type = language.block_type = _BlockType
+core.tensor.__init__ = _init_tensor
+core.tuple.__init__ = _init_tuple
+core.tuple.type = property(_tuple_type, _set_tuple_type)
+TritonSemantic.broadcast_impl_value = _broadcast_others
