@@ -18,36 +18,6 @@ _NO_KEY = ("", "0")
 """What a door with less than two keys calls its clients."""
 
 
-class Shares:
-    """Places that each API key holds. A quarter of all is kept for keys that hold less than an even share.
-
-    So one key's flood never shuts the door to another. Clients without a key of their own share all places, first come
-    first served.
-    """
-
-    def __init__(self, max_places: int) -> None:
-        self._max_places = max_places
-        self._held: Counter[str] = Counter()
-
-    def allows(self, key: str, num_taken: int, num_places: int) -> bool:
-        """Whether `key` may take so many more places when `num_taken` are taken by all."""
-        if key in _NO_KEY or num_taken + num_places <= self._max_places - self._max_places // 4:
-            return True
-        # One more than there are, lest a key that is alone leave nothing for the next one.
-        num_keys = max(2, len({*self._held, key}))
-        return self._held[key] + num_places <= max(1, self._max_places // num_keys)
-
-    def max_places(self, key: str) -> int:
-        """Places that `key` can have when no other key has any."""
-        return self._max_places if key in _NO_KEY else self._max_places - self._max_places // 4
-
-    def add(self, key: str, num_places: int) -> None:
-        """A key takes places, or gives them back if the number is negative."""
-        self._held[key] += num_places
-        if not self._held[key]:
-            del self._held[key]
-
-
 class Ticket:
     """A request inside the gate; holds one place until it knows how many answers it needs."""
 
@@ -55,7 +25,7 @@ class Ticket:
         """`key`: which API key it came with, where there are several."""
         self._gate = gate
         self.key = key
-        self.num_answers = 1
+        self.num_answers = 0
 
     def reserve(self, num_answers: int) -> None:
         """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
@@ -71,31 +41,41 @@ class Ticket:
 
 
 class Gate:
-    """Counts answers in the making. Used from one event loop."""
+    """Counts answers in the making. Used from one event loop.
+
+    A quarter of all places is kept for API keys that hold less than an even share, so one key's flood never shuts the
+    door to another. Clients without a key of their own share all places, first come first served.
+    """
 
     def __init__(self, max_answers: int) -> None:
         self.max_answers = max_answers
-        self.num_answers = 0
         self.num_requests = 0
         self.draining = False
-        self._shares = Shares(max_answers)
+        self._held: Counter[str] = Counter()
+        """Answers by key, of keys that have any."""
         self._empty = asyncio.Event()
         self._empty.set()
+
+    @property
+    def num_answers(self) -> int:
+        """Answers of all keys."""
+        return self._held.total()
 
     @contextmanager
     def enter(self) -> Iterator[Ticket]:
         """Lets a request in. Raises UnavailableError while draining, OverloadedError when full."""
-        ticket = Ticket(self, _key())
         self.check()
-        self.take(1, ticket.key)
+        ticket = Ticket(self, _key())
+        ticket.reserve(1)
         self.num_requests += 1
         self._empty.clear()
         try:
             yield ticket
         finally:
             self.num_requests -= 1
-            self.num_answers -= ticket.num_answers
-            self._shares.add(ticket.key, -ticket.num_answers)
+            self._held[ticket.key] -= ticket.num_answers
+            if not self._held[ticket.key]:
+                del self._held[ticket.key]
             if self.num_requests == 0:
                 self._empty.set()
 
@@ -107,21 +87,23 @@ class Gate:
 
     def max_places(self, key: str) -> int:
         """Answers that one request with this key can ever have."""
-        return self._shares.max_places(key)
+        return self.max_answers if key in _NO_KEY else self.max_answers - self.max_answers // 4
 
     def take(self, num_answers: int, key: str = "") -> None:
         """Takes places. Raises OverloadedError when there are not enough, or none for this key beside the others'."""
         self._check(num_answers, key)
-        self.num_answers += num_answers
-        self._shares.add(key, num_answers)
+        self._held[key] += num_answers
 
     def _check(self, num_answers: int, key: str) -> None:
-        if self.num_answers + num_answers > self.max_answers:
+        num_then = self.num_answers + num_answers
+        if num_then > self.max_answers:
             raise OverloadedError(
                 f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
                 retry_after=_RETRY_AFTER_SECONDS,
             )
-        if not self._shares.allows(key, self.num_answers, num_answers):
+        # One more than there are, lest a key that is alone leave nothing for the next one.
+        share = max(1, self.max_answers // max(2, len({*self._held, key})))
+        if num_then > self.max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(
                 "this API key has its share of the answers in the making; try again later",
                 retry_after=_RETRY_AFTER_SECONDS,

@@ -6,7 +6,7 @@ In `vllm:*` names a request is one answer. Loads of the verify replicas are aske
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -47,9 +47,17 @@ class GatewayMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter = partial(Counter, labelnames=("model_name",), registry=self.registry)
-        gauge = partial(Gauge, labelnames=("model_name",), registry=self.registry)
-        histogram = partial(Histogram, labelnames=("model_name",), registry=self.registry)
+        registry, by_model = self.registry, ("model_name",)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, (*by_model, *labels), registry=registry)
+
+        def gauge(name: str, text: str, labels: tuple[str, ...] = by_model) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, by_model, registry=registry, buckets=buckets)
+
         self.running = gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the KV pages; 1 is all of them.")
@@ -57,77 +65,56 @@ class GatewayMetrics:
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens.")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the radix cache.")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the radix cache.")
-        self.success = counter(
-            "vllm:request_success", "Requests by how they finished.", labelnames=("model_name", "finished_reason")
-        )
+        self.success = counter("vllm:request_success", "Requests by how they finished.", "finished_reason")
         self.first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", buckets=_TTFT_BUCKETS
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
         )
         self.inter_token = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between two tokens; those of one round share its time.",
-            buckets=_TOKEN_BUCKETS,
+            "vllm:inter_token_latency_seconds", "Between two tokens; those of one round share its time.", _TOKEN_BUCKETS
         )
         self.per_output_token = histogram(
-            "vllm:time_per_output_token_seconds",
-            "The older name of inter_token_latency_seconds.",
-            buckets=_TOKEN_BUCKETS,
+            "vllm:time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", _TOKEN_BUCKETS
         )
         self.request_per_token = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean over a request's later tokens.", buckets=_TOKEN_BUCKETS
+            "vllm:request_time_per_output_token_seconds", "Mean over a request's later tokens.", _TOKEN_BUCKETS
         )
-        self.end_to_end = histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end.", buckets=_E2E_BUCKETS
-        )
-        self.queue_time = histogram(
-            "vllm:request_queue_time_seconds", "Of a request in verify's queue.", buckets=_TTFT_BUCKETS
-        )
+        self.end_to_end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _E2E_BUCKETS)
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "Of a request in verify's queue.", _TTFT_BUCKETS)
         self.prefill_time = histogram(
             "vllm:request_prefill_time_seconds",
             "From arrival to the first token, without the time in the queue.",
-            buckets=_TTFT_BUCKETS,
+            _TTFT_BUCKETS,
         )
         self.decode_time = histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its last.", buckets=_E2E_BUCKETS
+            "vllm:request_decode_time_seconds", "From a request's first token to its last.", _E2E_BUCKETS
         )
-        self.request_prompt = histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of each request.", buckets=_COUNT_BUCKETS
-        )
+        self.request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of each request.", _COUNT_BUCKETS)
         self.request_generation = histogram(
-            "vllm:request_generation_tokens", "Generated tokens of a request.", buckets=_COUNT_BUCKETS
+            "vllm:request_generation_tokens", "Generated tokens of a request.", _COUNT_BUCKETS
         )
         self.drafts = counter("vllm:spec_decode_num_drafts", "Rounds that verified draft tokens.")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self.accepted_per_position = counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by depth.",
-            labelnames=("model_name", "position"),
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by depth.", "position"
         )
         self.rounds = counter("outrider_gateway_rounds", "Verify rounds.")
         self.accept_length = histogram(
-            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", buckets=_ACCEPT_BUCKETS
+            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", _ACCEPT_BUCKETS
         )
         self.request_speed = histogram(
-            "outrider_gateway_request_tokens_per_second",
-            "Speed of a request after its first token.",
-            buckets=_SPEED_BUCKETS,
+            "outrider_gateway_request_tokens_per_second", "Speed of a request after its first token.", _SPEED_BUCKETS
         )
         self.speed = gauge("outrider_gateway_tokens_per_second", "Tokens per second that all replicas commit.")
         self.drafts_healthy = gauge("outrider_gateway_healthy_drafts", "Draft services that the replicas can use.")
-        self.errors = Counter(
-            "outrider_gateway_errors", "Requests refused or failed.", ("door", "code"), registry=self.registry
-        )
-        self.requests = Gauge("outrider_gateway_requests_in_flight", "Client requests in work.", registry=self.registry)
-        self.answers = Gauge("outrider_gateway_answers_in_flight", "Answers in the making.", registry=self.registry)
-        self.places = Gauge("outrider_gateway_max_answers", "Places for answers.", registry=self.registry)
-        self.draining = Gauge("outrider_gateway_draining", "1 while shutting down.", registry=self.registry)
-        self.replica_state = Gauge(
-            "outrider_gateway_verify_state",
-            "1 for the state that a verify replica is in.",
-            ("replica", "state"),
-            registry=self.registry,
-        )
+        errors = "Requests refused or failed."
+        self.errors = Counter("outrider_gateway_errors", errors, ("door", "code"), registry=registry)
+        self.requests = gauge("outrider_gateway_requests_in_flight", "Client requests in work.", ())
+        self.answers = gauge("outrider_gateway_answers_in_flight", "Answers in the making.", ())
+        self.places = gauge("outrider_gateway_max_answers", "Places for answers.", ())
+        self.draining = gauge("outrider_gateway_draining", "1 while shutting down.", ())
+        state = "1 for the state that a verify replica is in."
+        self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
 
     def answer(self, model_name: str, job: Job) -> AnswerMeter:
         """The meter of one answer."""

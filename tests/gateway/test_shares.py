@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import grpc
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify
 
-from gateway.core.gate import Shares
+from gateway.core.gate import Gate
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OverloadedError
 from outrider.v1 import gateway_pb2
 
 TEXT = "/v1/completions"
@@ -126,13 +127,13 @@ async def test_a_flood_of_one_key_leaves_places_for_another(verify: ScriptedVeri
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=60))
 def test_whoever_holds_nothing_gets_a_place_while_one_is_free(max_places: int, asked: list[tuple[str, int]]) -> None:
-    shares, taken = Shares(max_places), 0
+    gate = Gate(max_places)
     for key, num_places in asked:
-        if taken + num_places <= max_places and shares.allows(key, taken, num_places):
-            shares.add(key, num_places)
-            taken += num_places
-    if taken < max_places:
-        assert shares.allows("new", taken, 1)
+        with contextlib.suppress(OverloadedError):
+            gate.take(num_places, key)
+    assert gate.num_answers <= max_places
+    if gate.num_answers < max_places:
+        gate.take(1, "new")
 
 
 async def test_what_no_key_can_ever_have_is_a_mistake_and_no_matter_of_time(
@@ -147,7 +148,11 @@ async def test_what_no_key_can_ever_have_is_a_mistake_and_no_matter_of_time(
 
 
 def test_clients_that_no_key_tells_apart_share_all_places() -> None:
-    assert Shares(8).allows("", 7, 1) and Shares(8).allows("0", 0, 8)
+    gate = Gate(8)
+    gate.take(7, "")
+    gate.take(1, "")
+    Gate(8).take(8, "0")
+    assert gate.num_answers == 8
 
 
 def test_a_file_of_keys_is_read_strictly(tmp_path: Path) -> None:
