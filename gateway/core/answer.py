@@ -13,8 +13,6 @@ from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
 from outrider.protocol.generation import (
     FinishReason,
     GenerationUpdate,
-    PromptLogprobs,
-    RoundTree,
     TokenLogprobs,
     TokenOrigin,
     Usage,
@@ -41,19 +39,11 @@ class Delta:
     choice_index: int
     text: str
     tokens: tuple[Token, ...]
+    chunk: GenerationUpdate
+    """What verify sent: log-probabilities of the prompt, which come before the first token, rounds and their trees."""
     finish_reason: FinishReason | None = None
     usage: Usage | None = field(default=None)
     """Of the request, in the last delta of its last answer."""
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
-    """Of prompt tokens, where asked for; all of them come before the answer's first token."""
-    trees: Sequence[RoundTree] = ()
-    """Of the rounds that committed these tokens, for a request that is traced."""
-    num_rounds: int = 0
-    """Verify rounds that it tells of."""
-    num_accepted: int = 0
-    """Draft tokens accepted in them."""
-    cached_tokens: int = 0
-    """Of the prompt, as far as it tells."""
     reasoning: str = ""
     """What the model thinks, where that is told apart: final text, as `text` is."""
     tool_calls: Sequence[ToolCallDelta] = ()
@@ -63,9 +53,12 @@ class Delta:
 class Answer:
     """Detokenizes, watches for stop strings and counts. Makes no calls."""
 
-    def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer) -> None:
-        """`choice_index` is what its deltas are called."""
-        self._choice_index = choice_index
+    def __init__(self, job: Job, choice_index: int, tokenizer: Tokenizer, *, place: int) -> None:
+        """`choice_index` among the answers to the job, and `place` among all of a request, which its deltas tell."""
+        self.job = job
+        self.request = job.answer(choice_index)
+        """What verify is asked for."""
+        self._place = place
         calls = job.tool_calls
         self._calls = None if calls is None else ToolCallParser(calls)
         self._detokenizer = tokenizer.detokenizer(
@@ -97,21 +90,10 @@ class Answer:
             self._parts.push(self._finish(tokens), num_tokens=0)
         reasoning, text = self._parts.take(final=self.finish_reason is not None)
         self.usage.num_reasoning_tokens = self._parts.num_tokens
-        self._count(chunk, len(tokens))
+        self.usage.completion_tokens += len(tokens)
+        count_rounds(self.usage, chunk)
         text, calls = self._split(text)
-        return Delta(
-            self._choice_index,
-            text,
-            tuple(tokens),
-            self.finish_reason,
-            prompt_logprobs=chunk.prompt_logprobs,
-            trees=chunk.round_trees,
-            num_rounds=len(chunk.rounds),
-            num_accepted=chunk.num_accepted_tokens,
-            cached_tokens=chunk.cached_prompt_tokens,
-            reasoning=reasoning,
-            tool_calls=calls,
-        )
+        return Delta(self._place, text, tuple(tokens), chunk, self.finish_reason, reasoning=reasoning, tool_calls=calls)
 
     def _split(self, text: str) -> tuple[str, Sequence[ToolCallDelta]]:
         """Final text without its calls of tools, and what is new of them."""
@@ -126,8 +108,9 @@ class Answer:
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds where only the prompt is of interest: its one token is nobody's."""
         self.finish_reason = FinishReason.LENGTH if chunk.finish_reason is not None else None
-        self._count(chunk, 0)
-        return Delta(self._choice_index, "", (), self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
+        count_rounds(self.usage, chunk)
+        chunk = GenerationUpdate(prompt_logprobs=chunk.prompt_logprobs)
+        return Delta(self._place, "", (), chunk, self.finish_reason)
 
     def _take(self, chunk: GenerationUpdate, index: int) -> tuple[Token, str]:
         """One token of a chunk, and the text that is final with it."""
@@ -150,9 +133,10 @@ class Answer:
             return text
         return text + self._stop.finish()
 
-    def _count(self, chunk: GenerationUpdate, num_tokens: int) -> None:
-        self.usage.completion_tokens += num_tokens
-        self.usage.cached_prompt_tokens = max(self.usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
-        self.usage.num_rounds += len(chunk.rounds)
-        self.usage.num_draft_tokens += chunk.num_draft_tokens
-        self.usage.num_accepted_tokens += chunk.num_accepted_tokens
+
+def count_rounds(usage: Usage, chunk: GenerationUpdate) -> None:
+    """Adds what a chunk tells of rounds, and of the prompt's tokens in the cache."""
+    usage.cached_prompt_tokens = max(usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
+    usage.num_rounds += len(chunk.rounds)
+    usage.num_draft_tokens += chunk.num_draft_tokens
+    usage.num_accepted_tokens += chunk.num_accepted_tokens

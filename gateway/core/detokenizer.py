@@ -63,16 +63,21 @@ class WindowDetokenizer(Detokenizer):
         *,
         is_hidden: Callable[[int], bool],
         is_byte: Callable[[int], bool],
+        marks: Mapping[int, str] | None = None,
     ) -> None:
+        """`marks`: texts, by id, of special tokens that are shown; they end a character that is not complete."""
         self._decode = decode
         self._is_hidden = is_hidden
         self._is_byte = is_byte
+        self._marks = marks or {}
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         """See the base."""
+        if (mark := self._marks.get(token_id)) is not None:
+            return self.finish() + mark
         if self._is_hidden(token_id):  # ends no run of byte tokens either
             return ""
         self._pending.append(token_id)
@@ -109,24 +114,6 @@ class WindowDetokenizer(Detokenizer):
         """Text of the first `number` pending tokens, or of all."""
         text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""
-
-
-class MarkDetokenizer(Detokenizer):
-    """Shows some special tokens, which end a character that is not complete."""
-
-    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
-        """`marks` are the tokens' texts by id."""
-        self._inner = inner
-        self._marks = marks
-
-    def push(self, token_id: int) -> str:
-        """See the base."""
-        mark = self._marks.get(token_id)
-        return self._inner.push(token_id) if mark is None else self._inner.finish() + mark
-
-    def finish(self) -> str:
-        """See the base."""
-        return self._inner.finish()
 
 
 class StopMatcher:

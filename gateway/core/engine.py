@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.metrics import GatewayMetrics
+from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
 from outrider.errors import InvalidRequestError
@@ -20,15 +20,6 @@ _QUEUED_DELTAS = 64
 
 _Queue = asyncio.Queue[Delta | Exception | None]
 """Deltas of all answers; an error ends the request, None is the end of one answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One answer of one job."""
-
-    job: Job
-    choice_index: int
-    answer: Answer
 
 
 class Engine:
@@ -45,20 +36,17 @@ class Engine:
         cancels every call at once. Raises OutriderError when any answer fails: the others end too.
         """
         pairs = [(job, choice_index) for job in jobs for choice_index in range(job.n)]
-        runs = [
-            _Run(job, choice_index, Answer(job, index, model.tokenizer))
-            for index, (job, choice_index) in enumerate(pairs)
-        ]
-        unfinished = len(runs)
-        merged = self._one(runs[0], model) if len(runs) == 1 else self._merge(runs, model)
+        answers = [Answer(job, index, model.tokenizer, place=place) for place, (job, index) in enumerate(pairs)]
+        unfinished = len(answers)
+        merged = self._one(answers[0], model) if len(answers) == 1 else self._merge(answers, model)
         async with aclosing(merged) as deltas:
             async for delta in deltas:
                 unfinished -= delta.finish_reason is not None
-                yield delta if unfinished else replace(delta, usage=_usage(jobs, runs))
+                yield delta if unfinished else replace(delta, usage=_usage(jobs, answers))
 
-    async def _merge(self, runs: Sequence[_Run], model: GatewayModel) -> AsyncGenerator[Delta, None]:
+    async def _merge(self, answers: Sequence[Answer], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
-        tasks = [asyncio.create_task(self._pump(run, model, queue)) for run in runs]
+        tasks = [asyncio.create_task(self._pump(answer, model, queue)) for answer in answers]
         running = len(tasks)
         try:
             while running:
@@ -74,9 +62,9 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, run: _Run, model: GatewayModel, queue: _Queue) -> None:
+    async def _pump(self, answer: Answer, model: GatewayModel, queue: _Queue) -> None:
         try:
-            async with aclosing(self._one(run, model)) as deltas:
+            async with aclosing(self._one(answer, model)) as deltas:
                 async for delta in deltas:
                     await queue.put(delta)
         except Exception as error:
@@ -84,13 +72,13 @@ class Engine:
         else:
             await queue.put(None)
 
-    async def _one(self, run: _Run, model: GatewayModel) -> AsyncGenerator[Delta, None]:
-        meter = self._metrics.answer(model.name, run.job)
+    async def _one(self, answer: Answer, model: GatewayModel) -> AsyncGenerator[Delta, None]:
+        meter = AnswerMeter(self._metrics, model.name, answer.job)
         outcome, last = "error", None
         try:
-            async with aclosing(self._router.generate(run.job.answer(run.choice_index))) as chunks:
+            async with aclosing(self._router.generate(answer.request)) as chunks:
                 async for chunk in chunks:
-                    delta = run.answer.feed(chunk)
+                    delta = answer.feed(chunk)
                     meter.chunk(chunk, delta)
                     if delta.finish_reason is not None:
                         last = delta  # verify does not know of a stop string: leaving cancels its call
@@ -102,9 +90,9 @@ class Engine:
             outcome = "abort"
             raise
         except InvalidRequestError as error:
-            raise _renamed(error, run.job) from None
+            raise _renamed(error, answer.job) from None
         finally:
-            meter.finish(run.answer.finish_reason or outcome)
+            meter.finish(answer.finish_reason or outcome)
 
 
 def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
@@ -114,11 +102,11 @@ def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
     return InvalidRequestError(job.grammar_field, error.problem, error.fix, code=error.code)
 
 
-def _usage(jobs: Sequence[Job], runs: Sequence[_Run]) -> Usage:
-    whole = Usage.total(run.answer.usage for run in runs)
+def _usage(jobs: Sequence[Job], answers: Sequence[Answer]) -> Usage:
+    whole = Usage.total(answer.usage for answer in answers)
     whole.prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
     # Of several answers to a prompt the later ones find the first one's pages: only what all found was there before.
     whole.cached_prompt_tokens = sum(
-        min(run.answer.usage.cached_prompt_tokens for run in runs if run.job is job) for job in jobs
+        min(answer.usage.cached_prompt_tokens for answer in answers if answer.job is job) for job in jobs
     )
     return whole

@@ -116,10 +116,6 @@ class GatewayMetrics:
         state = "1 for the state that a verify replica is in."
         self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
 
-    def answer(self, model_name: str, job: Job) -> AnswerMeter:
-        """The meter of one answer."""
-        return AnswerMeter(self, model_name, job)
-
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
         await router.refresh_loads(LOAD_DEADLINE)

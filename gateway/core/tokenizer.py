@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from gateway.core.chat_template import ChatTemplate, read_config
-from gateway.core.detokenizer import ByteDetokenizer, Detokenizer, MarkDetokenizer, WindowDetokenizer
+from gateway.core.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from outrider.errors import ConfigError
 from outrider.models.store_folder import hash_tokenizer
 
@@ -86,14 +86,17 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
         """Fresh state for one answer; special tokens are left out, but those `shown`, or all spelled out."""
-        marks = {self._special[mark]: mark for mark in shown & self._special.keys()} if skip_special_tokens else {}
+        hidden = self._special.keys() - shown if skip_special_tokens else frozenset()
+
+        def is_hidden(token_id: int) -> bool:
+            token = self._inner.id_to_token(token_id)
+            return token is None or token in hidden
+
         if self._byte_level:
-            inner: Detokenizer = ByteDetokenizer(self._text_bytes if skip_special_tokens else self.token_bytes)
-        else:
-            decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-            is_hidden = self._is_hidden if skip_special_tokens else self._is_unknown
-            inner = WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte)
-        return MarkDetokenizer(inner, marks) if marks else inner
+            return ByteDetokenizer(lambda token_id: b"" if is_hidden(token_id) else self.token_bytes(token_id))
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        marks = {self._special[mark]: mark for mark in shown & self._special.keys()} if skip_special_tokens else {}
+        return WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte, marks=marks)
 
     def spell_out(self, tokens: Collection[str]) -> None:
         """Makes special tokens part of the text, where the tokenizer works on bytes."""
@@ -106,16 +109,6 @@ class Tokenizer:
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(self._inner.id_to_token(token_id) or "")
         return known
-
-    def _text_bytes(self, token_id: int) -> bytes:
-        return b"" if self._is_hidden(token_id) else self.token_bytes(token_id)
-
-    def _is_hidden(self, token_id: int) -> bool:
-        token = self._inner.id_to_token(token_id)
-        return token is None or token in self._special
-
-    def _is_unknown(self, token_id: int) -> bool:
-        return self._inner.id_to_token(token_id) is None
 
     def _find_bytes(self, token: str) -> bytes:
         if self._byte_level:

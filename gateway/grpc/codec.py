@@ -122,8 +122,8 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         finish_reason=cast(Any, int(delta.finish_reason or 0)),
         usage=None if delta.usage is None else USAGE.encode(delta.usage),
         text_lengths=[len(t.text.encode()) for t in tokens],
-        prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.prompt_logprobs],
-        rounds=[TREE.encode(tree) for tree in delta.trees],
+        prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.chunk.prompt_logprobs],
+        rounds=[TREE.encode(tree) for tree in delta.chunk.round_trees],
         reasoning=delta.reasoning,
     )
 

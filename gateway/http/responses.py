@@ -166,10 +166,10 @@ async def _disconnected(receive: Receive) -> None:
 
 async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
     """The items, and None whenever none has come for so long. Closing it closes them."""
-    pending: asyncio.Task[T] | None = None
+    pending: asyncio.Future[T] | None = None
     try:
         while True:
-            pending = pending or asyncio.create_task(_next(items))
+            pending = pending or asyncio.ensure_future(anext(items))
             done, _ = await asyncio.wait((pending,), timeout=seconds)
             if not done:
                 yield None
@@ -185,7 +185,3 @@ async def with_pauses(items: AsyncGenerator[T, None], seconds: float) -> AsyncGe
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
         await items.aclose()
-
-
-async def _next(items: AsyncGenerator[T, None]) -> T:
-    return await anext(items)

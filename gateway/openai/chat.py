@@ -15,6 +15,7 @@ from gateway.core.request import (
     MAX_TOOLS,
     ClientRequest,
     PromptEnd,
+    RequestMessage,
     StrictModel,
     Text,
 )
@@ -85,17 +86,17 @@ class ChatMessage(StrictModel):
             raise PydanticCustomError("missing", "missing", {"within": "content"})
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> RequestMessage:
         """The message as the gateway's own request has it."""
         parts = self.content or ""
-        return {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": parts if isinstance(parts, str) else "".join(part.text for part in parts),
-            "name": self.name,
-            "reasoning_content": self.reasoning_content,
-            "tool_calls": [call.plain() for call in self.tool_calls] if self.tool_calls else None,
-            "tool_call_id": self.tool_call_id,
-        }
+        return RequestMessage(
+            role="system" if self.role == "developer" else self.role,
+            content=parts if isinstance(parts, str) else "".join(part.text for part in parts),
+            name=self.name,
+            reasoning_content=self.reasoning_content,
+            tool_calls=[call.plain() for call in self.tool_calls] if self.tool_calls else None,
+            tool_call_id=self.tool_call_id,
+        )
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -261,7 +262,7 @@ class ChatBuilder(ChoicesBuilder):
             answer.begun = True
             role = ChatDelta(role="assistant", content="")
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
-        trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
+        trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
         if delta.reasoning or delta.text or logprobs is not None or trace:
             news = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
             if delta.text or not news:

@@ -203,7 +203,7 @@ class CompletionBuilder(ChoicesBuilder):
 
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[CompletionChoice]:
         index = delta.choice_index
-        answer.prompt_logprobs.extend(delta.prompt_logprobs if self._body.echo else ())
+        answer.prompt_logprobs.extend(delta.chunk.prompt_logprobs if self._body.echo else ())
         ready = delta.tokens or delta.finish_reason is not None
         if self._body.echo and ready and not answer.begun:
             answer.begun = True
@@ -215,7 +215,7 @@ class CompletionBuilder(ChoicesBuilder):
             delta.tokens, self._tokenizer, answer.num_characters, with_end=bool(self._body.echo)
         )
         answer.num_characters += sum(len(token.text) for token in delta.tokens)
-        trace = self._trace(index, delta.tokens, delta.trees) if delta.trees else {}
+        trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
         if delta.text or logprobs is not None or trace or delta.finish_reason is not None:
             reason = None if delta.finish_reason is None else finish_word(delta.finish_reason)
             yield CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason, **trace)

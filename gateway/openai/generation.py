@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from gateway.core.admission import admit
-from gateway.core.answer import Delta, Token
+from gateway.core.answer import Delta, Token, count_rounds
 from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Account
 from gateway.core.request import IGNORE_UNKNOWN_FIELDS, Job
@@ -134,9 +134,8 @@ class CollectedAnswer:
     begun: bool = False
     """Whether the role, or the prompt that is echoed, was streamed."""
     finish_reason: FinishReason | None = None
-    num_rounds: int = 0
-    num_accepted: int = 0
-    cached_tokens: int = 0
+    usage: Usage = field(default_factory=Usage)
+    """Of its rounds, and of the prompt's tokens in the cache."""
 
 
 class ResponseBuilder(ABC):
@@ -209,11 +208,9 @@ class ResponseBuilder(ABC):
         if self._keeps_tokens(self._jobs[delta.choice_index]):
             answer.tokens.extend(delta.tokens)
             self._num_collected += _num_values(delta)
-        answer.prompt_logprobs.extend(delta.prompt_logprobs)
-        answer.trees.extend(delta.trees)
-        answer.num_rounds += delta.num_rounds
-        answer.num_accepted += delta.num_accepted
-        answer.cached_tokens = max(answer.cached_tokens, delta.cached_tokens)
+        answer.prompt_logprobs.extend(delta.chunk.prompt_logprobs)
+        answer.trees.extend(delta.chunk.round_trees)
+        count_rounds(answer.usage, delta.chunk)
         answer.finish_reason = delta.finish_reason or answer.finish_reason
         self._usage = delta.usage or self._usage
 
@@ -278,7 +275,7 @@ class ChoicesBuilder(ResponseBuilder):
 def _num_values(delta: Delta) -> int:
     """Tokens, log-probabilities and tree nodes of a delta."""
     num_scored = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
-    return num_scored + sum(len(tree.token_ids) for tree in delta.trees)
+    return num_scored + sum(len(tree.token_ids) for tree in delta.chunk.round_trees)
 
 
 def _num_prompt_values(job: Job) -> int:

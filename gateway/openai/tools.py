@@ -49,9 +49,9 @@ class CallBody(StrictModel):
     index: int | None = Field(None, description="Taken and not used.")
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> ToolCall:
         """The call as the gateway's own request has it."""
-        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments).model_dump()
+        return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
 def _choice_kind(value: Any) -> str:
@@ -83,7 +83,7 @@ def check_tools(tools: Sequence[ToolBody], choice: str | NamedChoice | None) -> 
 
 def tool_fields(tools: Sequence[ToolBody], choice: str | NamedChoice | None, parallel: bool | None) -> dict[str, Any]:
     """Fields of a `Chat`, without the messages."""
-    fields: dict[str, Any] = {"tools": [tool.function.model_dump() for tool in tools]}
+    fields: dict[str, Any] = {"tools": [tool.function for tool in tools]}
     fields["parallel_tool_calls"] = parallel is not False
     if isinstance(choice, NamedChoice):
         return fields | {"tool_choice": "required", "tool_name": choice.function.name}

@@ -282,17 +282,14 @@ class GenerateBuilder(ResponseBuilder):
     def _meta(self, index: int, answer: CollectedAnswer) -> GenerateMeta:
         job = self._jobs[index]
         more: dict[str, Any] = {}
-        if rounds := answer.num_rounds:
-            more = {
-                "spec_accept_length": round((answer.num_accepted + rounds) / rounds, 3),
-                "spec_verify_ct": rounds,
-            }
+        if rounds := answer.usage.num_rounds:
+            more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
             id=self._id or job.request.request_id,
             finish_reason=self._finish(job, answer),
             prompt_tokens=len(job.prompt_token_ids),
             completion_tokens=len(answer.tokens),
-            cached_tokens=answer.cached_tokens,
+            cached_tokens=answer.usage.cached_prompt_tokens,
             weight_version=self._head["system_fingerprint"],
             e2e_latency=round(time.monotonic() - job.arrived, 6),
             **more,

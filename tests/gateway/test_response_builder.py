@@ -10,7 +10,7 @@ from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import ClientRequest
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest, ChatMessage
-from outrider.protocol.generation import RoundTree, TokenLogprobs, TokenOrigin
+from outrider.protocol.generation import GenerationUpdate, RoundTree, TokenLogprobs, TokenOrigin
 
 
 @pytest.mark.parametrize("what", ["logprobs", "trees"])
@@ -29,7 +29,8 @@ async def test_a_long_answer_with_much_to_tell_is_large(verify: ScriptedVerify, 
         accepted=(),
         drafter_names=("ngram",),
     )
-    delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), trees=(tree,) if what == "trees" else ())
+    chunk = GenerationUpdate(round_trees=(tree,) if what == "trees" else ())
+    delta = Delta(0, "x", (Token(5, TokenOrigin.PLAIN, "x", logprobs),), chunk)
     builder.collect(delta)
     assert not builder.is_large()
     for _ in range(200):
