@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +30,45 @@ ANSWER_TOKENS, KEPT_SHARE = 240, 0.8
 RANK_SEEDS = 7919
 
 
+WORK_FOLDER = "work"
+TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTexts:
+    """Text that lies in a folder.
+
+    Attributes:
+        held_out: invented questions that are not in it, as token ids.
+        options: what it was made with; `given` says how many questions were given.
+    """
+
+    texts: Texts
+    held_out: list[list[int]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def are_in(folder: Path) -> bool:
+        """Whether there is something to load."""
+        return (folder / TEXTS).is_file() and (folder / TEXTS_RECORD).is_file()
+
+    @classmethod
+    def load(cls, folder: Path) -> StoredTexts:
+        """What `save` wrote."""
+        return cls(Texts.load(folder / TEXTS), **json.loads((folder / TEXTS_RECORD).read_text("utf-8")))
+
+    def save(self, folder: Path) -> None:
+        """Write both files, each whole or not at all; the record, last, says that all is there."""
+        self.texts.save(folder / TEXTS)
+        part = folder / f"{TEXTS_RECORD}.part"
+        part.write_text(json.dumps({"options": self.options, "held_out": self.held_out}), "utf-8")
+        os.replace(part, folder / TEXTS_RECORD)
+
+
 class Corpus:
     """Makes the texts, or reads them where they were made with the same options before.
 
     Each of `ranks` makes its share and leaves it in the folder, where all of them then read all of it.
-
-    Attributes:
-        held_out: invented questions that are not trained on, as token ids. Set by `texts`.
     """
 
     def __init__(
@@ -47,7 +80,6 @@ class Corpus:
         report: Report,
         ranks: RankGroup | None = None,
     ) -> None:
-        self.held_out: list[list[int]] = []
         self._model = model
         self._form = form
         self._options = options
@@ -56,57 +88,46 @@ class Corpus:
         self._ranks = ranks or RankGroup()
         self._seed = options.seed + RANK_SEEDS * self._ranks.rank
 
-    def texts(self, given: Sequence[Question]) -> Texts:
+    def texts(self, given: Sequence[Question]) -> StoredTexts:
         """Conversations that the target had with the `given` questions and its own.
 
         Raises:
             ConfigError: there are no questions at all.
         """
-        wanted = {**asdict(self._options), "given": len(given)}
-        wanted["temperatures"] = list(self._options.temperatures)
-        record, path = self._folder / "texts.json", self._folder / "texts.safetensors"
-        found = json.loads(record.read_text("utf-8")) if record.exists() and path.exists() else None
+        wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
+        is_made = StoredTexts.are_in(self._folder) and StoredTexts.load(self._folder).options == wanted
         # The first rank's view counts, and none goes on to write before all have looked.
-        if self._ranks.broadcast_int(int(found is not None and found["options"] == wanted)):
-            found = json.loads(record.read_text("utf-8"))
-            self.held_out = found["held_out"]
-            return Texts.load(path)
-        self._make(given)
-        if self._ranks.is_main:
-            texts = self._gather().without(
-                self._form.before + question + self._form.after for question in self.held_out
-            )
-            if not len(texts):
-                raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
-            texts.save(path)
-            part = record.with_name(record.name + ".part")
-            part.write_text(json.dumps({"options": wanted, "held_out": self.held_out}), "utf-8")
-            os.replace(part, record)
-        self._ranks.barrier()
-        self.held_out = json.loads(record.read_text("utf-8"))["held_out"]
-        return Texts.load(path)
+        if not self._ranks.broadcast_int(int(is_made)):
+            held_out = self._make_share(given)
+            self._ranks.barrier()
+            if self._ranks.is_main:
+                parts = [self._part(rank) for rank in range(self._ranks.count)]
+                texts = Texts.together([Texts.load(part) for part in parts]).without(map(self._asked, held_out))
+                if not len(texts):
+                    raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
+                StoredTexts(texts, held_out, wanted).save(self._folder)
+                for part in parts:
+                    part.unlink()
+            self._ranks.barrier()
+        return StoredTexts.load(self._folder)
 
-    def _make(self, given: Sequence[Question]) -> None:
-        """This rank's share, to its own file."""
+    def _make_share(self, given: Sequence[Question]) -> list[list[int]]:
+        """Write this rank's share to its own file; returns what the first rank holds out."""
         ranks, options = self._ranks, self._options
         invented = self._invent(len(given))
-        if ranks.is_main:
-            self.held_out, invented = invented[: options.held_out], invented[options.held_out :]
+        num_held_out = options.held_out if ranks.is_main else 0
         prompts = [self._form.ask(question.text) for question in given[ranks.rank :: ranks.count]]
         prompts *= options.given_repeats
-        prompts += [self._form.before + question + self._form.after for question in invented]
+        prompts += map(self._asked, invented[num_held_out:])
         self._answer(prompts).save(self._part(ranks.rank))
-        ranks.barrier()
+        return invented[:num_held_out]
+
+    def _asked(self, question: list[int]) -> list[int]:
+        """A question's token ids in the form of a chat."""
+        return self._form.before + question + self._form.after
 
     def _part(self, rank: int) -> Path:
         return self._folder / f"texts.{rank}.safetensors"
-
-    def _gather(self) -> Texts:
-        paths = [self._part(rank) for rank in range(self._ranks.count)]
-        texts = Texts.together([Texts.load(path) for path in paths])
-        for path in paths:
-            path.unlink()
-        return texts
 
     @property
     def _seconds(self) -> float | None:
@@ -176,10 +197,6 @@ class Corpus:
         return Texts.join(prompts[: len(answers)], answers)
 
 
-WORK_FOLDER = "work"
-TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
-
-
 @dataclass(frozen=True, slots=True)
 class RunTexts:
     """What is trained on, and the questions that are evaluated with."""
@@ -198,42 +215,34 @@ def run_texts(
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
-    given, held_out = _questions(options)
+    given = read_questions(options.prompts) if options.prompts else []
+    asked = read_questions(options.eval_prompts) if options.eval_prompts else []
+    both = {question.text for question in given} & {question.text for question in asked}
+    if both:
+        raise ConfigError(f"{len(both)} prompts are both trained on and evaluated with, {min(both)[:60]!r} for one")
     if options.text is not None:
-        texts, own, num_given = _earlier(options.text, target)
+        found = _earlier(options.text, target)
     else:
-        corpus = Corpus(target.model, form, options.corpus, work, report, ranks)
-        texts, own, num_given = corpus.texts(given), corpus.held_out, len(given)
-    asked = held_out or [Question(form.decode(prompt)) for prompt in own]
+        found = Corpus(target.model, form, options.corpus, work, report, ranks).texts(given)
+    asked = asked or [Question(form.decode(prompt)) for prompt in found.held_out]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
-    return RunTexts(texts.without(form.ask(question.text) for question in asked), asked, num_given)
+    texts = found.texts.without(form.ask(question.text) for question in asked)
+    return RunTexts(texts, asked, int(found.options["given"]))
 
 
-def _questions(options: RunOptions) -> tuple[list[Question], list[Question]]:
-    """Given questions to train on, and to evaluate with."""
-    given = read_questions(options.prompts) if options.prompts else []
-    held_out = read_questions(options.eval_prompts) if options.eval_prompts else []
-    both = {question.text for question in given} & {question.text for question in held_out}
-    if both:
-        raise ConfigError(f"{len(both)} prompts are both trained on and evaluated with, {min(both)[:60]!r} for one")
-    return given, held_out
-
-
-def _earlier(folder: Path, target: TargetModel) -> tuple[Texts, list[list[int]], int]:
-    """Text, questions that were held back, and how many were given, of a run's folder or of the folder `work` in it."""
-    if (folder / WORK_FOLDER / TEXTS).is_file():
+def _earlier(folder: Path, target: TargetModel) -> StoredTexts:
+    """The text of a run's folder or of the folder `work` in it."""
+    if StoredTexts.are_in(folder / WORK_FOLDER):
         folder = folder / WORK_FOLDER
-    path, record = folder / TEXTS, folder / TEXTS_RECORD
-    if not path.is_file() or not record.is_file():
+    if not StoredTexts.are_in(folder):
         raise ConfigError(f"--text {folder}: holds no {TEXTS} with its {TEXTS_RECORD}; give an earlier run's --out")
-    texts = Texts.load(path)
-    largest = int(texts.tokens.max(initial=0))
+    found = StoredTexts.load(folder)
+    largest = int(found.texts.tokens.max(initial=0))
     if largest >= target.config.vocab_size:
         raise ConfigError(
             f"--text {folder}: holds token {largest}, and the target has {target.config.vocab_size}; "
             "it is another target's text"
         )
-    found = json.loads(record.read_text("utf-8"))
-    return texts, found["held_out"], int(found["options"]["given"])
+    return found

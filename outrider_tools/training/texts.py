@@ -60,20 +60,9 @@ class Texts:
     def without(self, prompts: Iterable[Tokens]) -> Texts:
         """Those whose prompt is none of these."""
         known = {np.asarray(prompt, np.int32).tobytes() for prompt in prompts}
-        kept = np.array(
-            [
-                self.tokens[start : start + size].tobytes() not in known
-                for start, size in zip(self.offsets[:-1].tolist(), self.prompt_lens.tolist(), strict=True)
-            ],
-            np.bool_,
-        )
-        if kept.all():
-            return self
-        return Texts(
-            self.tokens[np.repeat(kept, self.lengths)],
-            _offsets(self.lengths[kept]),
-            self.prompt_lens[kept],
-        )
+        own = [self.tokens[start : start + size] for start, size in zip(self.offsets, self.prompt_lens, strict=False)]
+        kept = np.array([prompt.tobytes() not in known for prompt in own], np.bool_)
+        return Texts(self.tokens[np.repeat(kept, self.lengths)], _offsets(self.lengths[kept]), self.prompt_lens[kept])
 
     def __len__(self) -> int:
         return len(self.prompt_lens)

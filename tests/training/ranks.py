@@ -63,9 +63,9 @@ def make_texts(folder: Path, out: Path, device: torch.device, ranks: RankGroup) 
     target, form = TargetModel(folder, device), ChatForm(folder)
     for turn in range(2):
         corpus = Corpus(target.model, form, options, out, Report(StringIO()), ranks)
-        texts = corpus.texts([Question(f"What is {number}?") for number in range(5)])
-        texts.save(out / f"made-{turn}-{ranks.rank}.safetensors")
-        (out / f"held-{turn}-{ranks.rank}.json").write_text(json.dumps(corpus.held_out))
+        made = corpus.texts([Question(f"What is {number}?") for number in range(5)])
+        made.texts.save(out / f"made-{turn}-{ranks.rank}.safetensors")
+        (out / f"held-{turn}-{ranks.rank}.json").write_text(json.dumps(made.held_out))
 
 
 def wait_for_late_ones(out: Path, device: torch.device, ranks: RankGroup) -> None:
