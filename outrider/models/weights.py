@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,11 +18,6 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.shards import INDEX_FILE, shard_paths
-
-DTYPE_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-# Of each copy from the device: enough for full speed, small enough to be nothing beside a tensor.
-CHUNK_BYTES = 32 << 20
 
 
 @contextmanager
@@ -80,76 +74,40 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A file to be written, and names and shapes of the tensors in it, in order."""
-
-    name: str
-    tensors: dict[str, tuple[int, ...]]
-
-
-def split_shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int) -> list[Shard]:
-    """Tensors in the order of `shapes`, a new file wherever the next one would make it larger than `max_bytes`."""
-    groups: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + num_bytes > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = shape
-        size += num_bytes
-    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    return [Shard(name, group) for name, group in zip(names, groups, strict=True)]
-
-
 def write_shards(
     folder: Path,
-    shards: list[Shard],
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
+    max_bytes: int,
     make: Callable[[str], Tensor],
     progress: Callable[[int], None],
 ) -> None:
-    """Write the shards and their index. `make(name)` gives each tensor, on any device, when its turn comes.
+    """Write tensors in the order of `shapes`, a new file wherever the next would make it larger than `max_bytes`.
 
-    `progress` is called with the bytes written so far. Raises OSError where the disk does.
+    `make(name)` gives each, on any device; one file's are in memory at a time. `progress` is called with the bytes
+    made so far. Raises OSError where the disk does.
     """
-    done = 0
+    files: list[list[str]] = [[]]
+    size = done = 0
+    for name, shape in shapes.items():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if files[-1] and size + num_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
     weight_map: dict[str, str] = {}
-    for shard in shards:
-        with (folder / shard.name).open("wb", buffering=0) as stream:
-            stream.write(_header(shard, dtype))
-            for name, shape in shard.tensors.items():
-                tensor = make(name)
-                if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-                    raise ValueError(f"{name}: expected {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
-                for chunk in _bytes_of(tensor).split(CHUNK_BYTES):
-                    _write_all(stream.write, memoryview(chunk.cpu().numpy()))
-                    done += chunk.numel()
-                    progress(done)
-                weight_map[name] = shard.name
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            tensor = make(name)
+            if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"{name}: expected {dtype} {shapes[name]}, got {tensor.dtype} {tuple(tensor.shape)}")
+            tensors[name] = tensor.cpu().contiguous()
+            done += tensor.nbytes
+            progress(done)
+        save_tensors(tensors, folder / file)
+        weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": done}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _header(shard: Shard, dtype: torch.dtype) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in shard.tensors.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_WORDS[dtype], "shape": shape, "data_offsets": (offset, end)}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # The format wants its data aligned to 8 bytes.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _write_all(write: Callable[[memoryview], int | None], data: memoryview) -> None:
-    """Write all of `data`: an unbuffered file may take less at once."""
-    while data:
-        data = data[write(data) or 0 :]

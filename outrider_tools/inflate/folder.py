@@ -20,7 +20,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import Progress
-from outrider.models.weights import TensorReader, split_shards, write_shards
+from outrider.models.weights import TensorReader, write_shards
 from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
@@ -92,7 +92,7 @@ def tokenize(folder: Path, text: str) -> list[int]:
 def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
     """Write a checkpoint of `options.shape` that computes what `source` does; returns its bytes of weights.
 
-    `out` must not exist; it appears, complete, by one rename. No more than one tensor is in memory at a time.
+    `out` must not exist; it appears, complete, by one rename. No more than one file is in memory at a time.
 
     Raises:
         ConfigError: the shape cannot hold the source, or `out` cannot be written.
@@ -112,9 +112,15 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
                 if (source / name).is_file():
                     shutil.copyfile(source / name, work / name)
             _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
-            shards = split_shards(shapes, options.dtype, options.max_shard_bytes)
             stage = f"writing {out.name}"
-            write_shards(work, shards, options.dtype, inflater.tensor, lambda done: progress(stage, done, total))
+            write_shards(
+                work,
+                shapes,
+                options.dtype,
+                options.max_shard_bytes,
+                inflater.tensor,
+                lambda done: progress(stage, done, total),
+            )
     return total
 
 
