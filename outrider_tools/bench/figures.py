@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.report import Row
@@ -20,30 +21,20 @@ _GATEWAY_ROUNDS = "outrider_gateway_rounds"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean and percentiles of some values."""
+def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """Mean, percentiles and largest of values with weights; empty without any.
 
-    mean: float
-    percentiles: dict[int, float]
-    largest: float
-    count: float
-
-
-def spread_of(values: Iterable[tuple[float, int]]) -> Spread | None:
-    """Of values with weights; None without any. A percentile is the value below which that share of weight lies."""
-    ordered = sorted((value, weight) for value, weight in values if weight > 0)
-    whole = sum(weight for _, weight in ordered)
-    if not whole:
-        return None
-    found: dict[int, float] = {}
-    passed = 0
-    wanted = list(PERCENTILES)
-    for value, weight in ordered:
-        passed += weight
-        while wanted and passed >= math.ceil(whole * wanted[0] / 100):
-            found[wanted.pop(0)] = value
-    return Spread(sum(value * weight for value, weight in ordered) / whole, found, ordered[-1][0], whole)
+    A percentile is the least value up to which that share of the weight lies.
+    """
+    if not values:
+        return {}
+    found, weights = np.array([value for value, _ in values]), np.array([weight for _, weight in values])
+    percentiles = np.percentile(found, PERCENTILES, weights=weights, method="inverted_cdf")
+    return {
+        "mean": float(np.average(found, weights=weights)),
+        **{f"p{share}": float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
+        "max": float(found.max()),
+    }
 
 
 @dataclass(frozen=True)
@@ -114,19 +105,10 @@ def _rows(run: LoadRun, case: str, page: MetricsPage | None) -> Iterator[Row]:
         ("tpot_ms", [(record.tpot, 1) for record in complete if record.tpot is not None]),
         ("e2e_ms", [(record.latency, 1) for record in complete]),
     ):
-        yield from _latency(case, name, values)
+        for part, value in spread_of(values).items():
+            yield Row(case, f"{name}_{part}", value * 1e3, "ms")
     yield from _speculation(run, case, page)
     yield Row(case, "client_cpu_share", run.cpu_seconds / max(run.window, 1e-9), "cores")
-
-
-def _latency(case: str, name: str, values: Iterable[tuple[float, int]]) -> Iterator[Row]:
-    spread = spread_of(values)
-    if spread is None:
-        return
-    yield Row(case, f"{name}_mean", spread.mean * 1e3, "ms")
-    for share, value in spread.percentiles.items():
-        yield Row(case, f"{name}_p{share}", value * 1e3, "ms")
-    yield Row(case, f"{name}_max", spread.largest * 1e3, "ms")
 
 
 def _speculation(run: LoadRun, case: str, page: MetricsPage | None) -> Iterator[Row]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -60,27 +60,17 @@ GPUS = {
     "RTX-4090": Gpu(24 * GIB, 1.01e12),
     "RTX-3090": Gpu(24 * GIB, 0.94e12),
 }
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": GIB,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str, option: str) -> float:
     """Bytes of "80GiB", "4.8TB", "512"; raises ConfigError, naming `option`."""
-    found = _SIZE.fullmatch(text.strip().removesuffix("/s"))
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s"))
+    except ValidationError:
+        size = ByteSize(0)
+    if size <= 0:
         raise ConfigError(f"{option}: {text!r} is no size; write it like 80GiB or 4.8TB")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return float(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +94,15 @@ class Elements:
         return self.layers + (self.output or self.embedding)
 
 
-def model_elements(config: ModelConfig, packed: bool = False) -> Elements:
-    """Elements of a language model. `packed`: on a CPU whose products need the output matrix in a layout of its own."""
+def model_elements(config: ModelConfig) -> Elements:
+    """Elements of a language model."""
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
-    return Elements(embedding, layers, embedding if packed or not config.tie_embeddings else 0)
+    return Elements(embedding, layers, 0 if config.tie_embeddings else embedding)
 
 
-def head_elements(algorithm: str, head: HeadConfig, num_target_ids: int | None = None) -> Elements:
-    """Elements of an EAGLE3, EAGLE or NEXTN head, its copy of the embedding included.
-
-    `num_target_ids`: rows that a token map leaves of the output matrix; None for those of the head.
-    """
+def head_elements(algorithm: str, head: HeadConfig) -> Elements:
+    """Elements of an EAGLE3, EAGLE or NEXTN head, its copy of the embedding included."""
     decoder = head.decoder
     hidden, count = decoder.hidden_size, decoder.num_layers
     features = len(head.feature_layers) * head.target_hidden_size
@@ -128,8 +115,7 @@ def head_elements(algorithm: str, head: HeadConfig, num_target_ids: int | None =
         layers = count * _layer(decoder, hidden) - hidden + 2 * hidden * hidden + head.fc_bias * hidden
     else:
         layers = _layer(decoder, hidden) + 3 * hidden + 2 * hidden * hidden
-    rows = head.draft_vocab_size if num_target_ids is None else num_target_ids
-    return Elements(decoder.vocab_size * hidden, layers, rows * hidden)
+    return Elements(decoder.vocab_size * hidden, layers, head.draft_vocab_size * hidden)
 
 
 def kv_elements(config: ModelConfig) -> int:
@@ -362,35 +348,16 @@ def plan_draft(options: DraftOptions, target: ModelConfig, target_folder: Path) 
         algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
     if algorithm == "STANDALONE":
         config = ModelConfig.from_folder(folder)
-        return _draft_plan(algorithm, model_elements(config), config, options, 0, 0, config.vocab_size)
-    head = _head(algorithm, folder, target)
-    features = len(head.feature_layers) * head.target_hidden_size
-    # A head that multiplies features first lets verify do that, and store the product.
-    stored = head.decoder.hidden_size if algorithm == "EAGLE3" and head.projects else features
-    elements = head_elements(algorithm, head)
-    hidden = head.decoder.hidden_size
-    return _draft_plan(algorithm, elements, head.decoder, options, stored, hidden, head.draft_vocab_size)
-
-
-def _head(algorithm: str, folder: Path, target: ModelConfig) -> HeadConfig:
-    """What config.json says; biases and norms that only tensors tell of are left out."""
-    if algorithm == "NEXTN":
-        return mtp_config(ModelConfig.from_folder(folder), ("input_proj.weight",))
-    fields = read_json(folder / "config.json")
-    if algorithm == "EAGLE":
-        return eagle_config(fields, (), target.num_layers, target.hidden_size)
-    return eagle3_config(fields, ("fc.weight",), target.num_layers, target.hidden_size)
-
-
-def _draft_plan(
-    algorithm: str,
-    elements: Elements,
-    config: ModelConfig,
-    options: DraftOptions,
-    stored: int,
-    feature_size: int,
-    vocab_size: int,
-) -> DraftPlan:
+        elements = model_elements(config)
+        stored = feature_size = 0
+        vocab_size, read = config.vocab_size, elements.read
+    else:
+        head = _head(algorithm, folder, target)
+        config, elements, feature_size = head.decoder, head_elements(algorithm, head), head.decoder.hidden_size
+        # A head that multiplies features first lets verify do that, and store the product.
+        is_product = algorithm == "EAGLE3" and head.projects
+        stored = feature_size if is_product else len(head.feature_layers) * head.target_hidden_size
+        vocab_size, read = head.draft_vocab_size, elements.layers + elements.output
     item = ITEM_BYTES[_dtype(options.dtype, config)]
     per_token = kv_elements(config) * item
     slots = min(options.max_requests, DRAFT_ROWS) * DRAFT_REGION
@@ -401,8 +368,18 @@ def _draft_plan(
         tree_slots=slots * (per_token + feature_size * item),
         vocab_size=vocab_size,
         features_per_token=stored,
-        read=(elements.read if algorithm == "STANDALONE" else elements.layers + elements.output) * item,
+        read=read * item,
     )
+
+
+def _head(algorithm: str, folder: Path, target: ModelConfig) -> HeadConfig:
+    """What config.json says; biases and norms that only tensors tell of are left out."""
+    if algorithm == "NEXTN":
+        return mtp_config(ModelConfig.from_folder(folder), ("input_proj.weight",))
+    fields = read_json(folder / "config.json")
+    if algorithm == "EAGLE":
+        return eagle_config(fields, (), target.num_layers, target.hidden_size)
+    return eagle3_config(fields, ("fc.weight",), target.num_layers, target.hidden_size)
 
 
 def _as_json(

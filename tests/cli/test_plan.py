@@ -72,7 +72,10 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(model_path: Path, 
     packed = can_pack(torch.empty(1, 1, dtype=kind))
     model = load_model(model_path, kind)
     config = ModelConfig.from_folder(model_path)
-    assert allocated(model) == model_elements(config, packed).total * kind.itemsize
+    elements = model_elements(config)
+    # On a CPU whose products need it, the output matrix lies in a layout of its own.
+    extra = elements.embedding if packed and not elements.output else 0
+    assert allocated(model) == (elements.total + extra) * kind.itemsize
     kv = KVCache(config.num_layers, 16, config.num_kv_heads, config.head_dim, kind)
     assert kv.k.nbytes + kv.v.nbytes == 16 * kv_elements(config) * kind.itemsize
 
@@ -111,7 +114,7 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     config: HeadConfig = head.config
     # The ids that it may guess, and what is made of fc when it is loaded, are no weights.
     built = sum(tensor.numel() for tensor in head.checkpoint_tensors().values())
-    assert head_elements("EAGLE3", config, head.vocab_size).total == built
+    assert head_elements("EAGLE3", replace(config, draft_vocab_size=head.vocab_size)).total == built
     eagle = eagle_config(LLAMA_8B | {"num_hidden_layers": 2}, ("fc.bias",), 32, 4096)
     mtp = mtp_config(ModelConfig.from_fields(LLAMA_8B, {}), ("input_proj.weight",))
     for name, kind, described in (("EAGLE", EagleHead, eagle), ("NEXTN", MtpHead, mtp)):
