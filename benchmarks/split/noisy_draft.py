@@ -19,9 +19,9 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import read_json
-from outrider.models.shards import SINGLE_FILE, shard_paths
 from outrider.models.store import resolve_model
-from outrider.models.weights import open_shard, save_tensors
+from outrider.models.store_folder import WEIGHTS_FILE
+from outrider.models.weights import save_tensors, stored_tensors
 from outrider_tools.inflate.folder import COPIED_FILES
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -50,11 +50,9 @@ def make_noisy(
     if out.exists():
         raise ConfigError(f"{out}: exists; remove it or choose another folder")
     tensors: dict[str, Tensor] = {}
-    for path in shard_paths(source):
-        with open_shard(path) as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                found = noisy(name, shard.get_tensor(name), noise, seed, device)
-                tensors[name] = found if dtype is None else found.to(dtype)
+    for name, stored in stored_tensors(source).items():
+        found = noisy(name, stored.read(), noise, seed, device)
+        tensors[name] = found if dtype is None else found.to(dtype)
     fields = read_json(source / "config.json")
     if dtype is not None:
         fields["dtype" if "dtype" in fields else "torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -65,7 +63,7 @@ def make_noisy(
             shutil.copyfile(source / name, out / name)
     record = {"source": source.name, "noise": noise, "seed": seed, "device": device.type}
     (out / "noise.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    save_tensors(tensors, out / SINGLE_FILE)
+    save_tensors(tensors, out / WEIGHTS_FILE)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

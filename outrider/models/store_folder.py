@@ -1,15 +1,20 @@
-"""Model folders on disk: what a usable one holds, and the manifest of those converted here. Torch-free."""
+"""Model folders on disk: what a usable one holds, its weight files, and the manifest of those converted here.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from outrider.errors import ConfigError
+from outrider.models.config import read_json
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -20,13 +25,8 @@ MANIFEST_FILE = "outrider.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Where a converted folder came from. A folder with another one than the code would write is converted anew."""
-
-    source: str
-    sha256: str
-    converter_version: int
+Manifest = Mapping[str, str | int]
+"""Where a converted folder came from. A folder with another one than the code would write is converted anew."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     for path in files:
         flush(path)
-    content = {**asdict(manifest), "files": {path.name: path.stat().st_size for path in files}}
+    content = {**manifest, "files": {path.name: path.stat().st_size for path in files}}
     (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     flush(folder / MANIFEST_FILE)
 
@@ -50,7 +50,7 @@ def matches_manifest(folder: Path, manifest: Manifest) -> bool:
     try:
         content = json.loads((folder / MANIFEST_FILE).read_text("utf-8"))
         sizes: dict[str, int] = content.pop("files")
-        return content == asdict(manifest) and all((folder / name).stat().st_size == sizes[name] for name in sizes)
+        return content == manifest and all((folder / name).stat().st_size == sizes[name] for name in sizes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -62,38 +62,34 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
-    read_json(folder, CONFIG_FILE)
-    check_weights(folder)
-    if needs_tokenizer:
-        _check_tokenizer(folder)
-
-
-def _check_tokenizer(folder: Path) -> None:
+    read_json(folder / CONFIG_FILE)
+    shard_paths(folder)
+    if not needs_tokenizer:
+        return
     path = folder / TOKENIZER_FILE
     with_transformers = "with transformers, AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
     if not path.is_file():
         raise ConfigError(f"{folder} has no {TOKENIZER_FILE}; save the tokenizer once {with_transformers}")
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; save the tokenizer again {with_transformers}")
-    read_json(folder, TOKENIZER_FILE)
+    read_json(path)
 
 
-def check_weights(folder: Path) -> None:
-    """Raise ConfigError unless the weights are there as safetensors, every shard included."""
-    if (folder / WEIGHTS_FILE).is_file():
-        return
+def shard_paths(folder: Path) -> list[Path]:
+    """The weight files of `folder`, in name order.
+
+    Raises:
+        ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
+    """
     if (folder / INDEX_FILE).is_file():
-        shards = shard_names(folder)
-        missing = sorted(name for name in shards if not (folder / name).is_file())
-        if missing:
-            raise ConfigError(f"{folder} misses {len(missing)} of its {len(shards)} shards, {missing[0]} for one")
-        return
-    names = sorted(path.name for path in folder.iterdir())
-    for name in names:
+        return _indexed_paths(folder)
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    for name in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
         if name.endswith(PICKLE_SUFFIXES):
             raise ConfigError(
                 f"{folder} has its weights as {name}, a pickle file, which can run code when it is opened and is "
-                f"therefore not read; convert it to safetensors once: outrider convert {folder} OUT"
+                f"therefore not read; only safetensors are: convert it once: outrider convert {folder} OUT"
             )
         if name.endswith(".gguf"):
             raise ConfigError(f"{folder} has its weights as {name}; GGUF files are not read, {WEIGHTS_FILE} is needed")
@@ -103,32 +99,35 @@ def check_weights(folder: Path) -> None:
     )
 
 
-def shard_names(folder: Path) -> set[str]:
-    """The shards that the index names. Raises ConfigError when it names files elsewhere."""
-    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+def _indexed_paths(folder: Path) -> list[Path]:
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{folder / INDEX_FILE} has no weight_map")
-    names = {str(name) for name in weight_map.values()}
+    names = sorted({str(name) for name in weight_map.values()})
     for name in names:
+        # A plain file name: an index must not reach outside its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ConfigError(f"{folder / INDEX_FILE} names {name!r}, which is no safetensors file of the same folder")
-    return names
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"{folder} misses {len(missing)} of its {len(names)} shards, {missing[0]} for one")
+    return [folder / name for name in names]
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes from the header of a safetensors file; no weights are read.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    try:
+        with safe_open(path, framework="np") as shard:
+            return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from None
 
 
 def hash_tokenizer(folder: Path) -> str:
     """SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
     path = folder / TOKENIZER_FILE
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of `folder`. Raises ConfigError when it is missing or is no such thing."""
-    try:
-        value = json.loads((folder / name).read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder} has no {name}; a model folder needs it") from error
-    except ValueError as error:
-        raise ConfigError(f"{folder / name} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{folder / name} does not hold a JSON object")
-    return value

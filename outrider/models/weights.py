@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,57 +15,93 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.shards import INDEX_FILE, shard_paths
+from outrider.models.store_folder import INDEX_FILE, shard_paths, tensor_shapes
+
+Progress = Callable[[int, int], None]
 
 
-@contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
-    """The file mapped for reading, as safetensors' own (untyped) handle.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, under its name there."""
 
-    Raises:
-        ConfigError: it cannot be read, or is damaged.
-    """
-    try:
-        with safe_open(path, framework="pt", device="cpu") as shard:
-            yield shard
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from None
+    path: Path
+    name: str
+    shape: tuple[int, ...]
 
-
-class TensorReader:
-    """Keeps a folder's safetensors files mapped; use it in a `with`.
-
-    Raises:
-        ConfigError: the folder has no weights, or a file is damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._shards: dict[str, Any] = {}
-        for path in shard_paths(folder):
-            shard = self._stack.enter_context(open_shard(path))
-            self._shards.update(dict.fromkeys(shard.keys(), shard))
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU, in the checkpoint's dtype. Raises ConfigError when there is none of that name."""
-        if name not in self._shards:
-            raise ConfigError(f"{self._folder}: tensor {name} missing from the checkpoint")
-        found: Tensor = self._shards[name].get_tensor(name)
+    def read(self) -> Tensor:
+        """The tensor on the CPU, in its own dtype. Raises ConfigError where the file cannot be read."""
+        try:
+            with safe_open(self.path, framework="pt", device="cpu") as shard:
+                found: Tensor = shard.get_tensor(self.name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self.path}: cannot be read as safetensors: {error}") from None
         return found
+
+
+def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
+    """All tensors that `rename` names.
+
+    Raises:
+        ConfigError: the folder has no safetensors, or two tensors of one name.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in shard_paths(folder):
+        for name, shape in tensor_shapes(path).items():
+            ours = rename(name)
+            if ours is None:
+                continue
+            if ours in found:
+                raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
+            found[ours] = StoredTensor(path, name, shape)
+    return found
+
+
+def check_tensors(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], folder: Path, config: str = "config.json"
+) -> None:
+    """Compare names and shapes; `config` is what messages call the file that `expected` follows from.
+
+    Raises:
+        ConfigError: names file, tensor and both shapes.
+    """
+    for name, tensor in stored.items():
+        if name not in expected:
+            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
+        if tensor.shape != tuple(expected[name].shape):
+            raise ConfigError(
+                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, {config} calls for "
+                f"{list(expected[name].shape)}"
+            )
+    missing = sorted(expected.keys() - stored.keys())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
+
+
+def fill(
+    targets: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    progress: Progress | None,
+) -> None:
+    """Copy what `read` gives for each name into `targets`; `progress(done_bytes, total_bytes)` counts those of targets.
+
+    `progress` is called from this thread.
+    """
+    total = sum(tensor.nbytes for tensor in targets.values())
+    done = 0
+    for name, target in targets.items():
+        target.copy_(read(name))
+        done += target.nbytes
+        if progress is not None:
+            progress(done, total)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous CPU tensors; file permissions follow the umask. Raises OSError where the disk does."""
-    save_file(dict(tensors), path, {"format": "pt"})
+    try:
+        save_file(dict(tensors), path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     # safetensors writes through a temporary file that nobody else may read; another user may run the services.
     mask = os.umask(0)
     os.umask(mask)

@@ -19,8 +19,9 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.decoder import CausalLM
+from outrider.models.loader import decoder_tensors
 from outrider.models.progress import Progress
-from outrider.models.weights import TensorReader, write_shards
+from outrider.models.weights import write_shards
 from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
@@ -101,26 +102,26 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     config = ModelConfig.from_folder(source)
     shape_map = ShapeMap.of(config, options.shape)
     vocab_size = options.vocab_size or config.vocab_size
-    with TensorReader(source) as reader:
-        inflater = Inflater(reader, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
-        fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
-        shapes = _tensor_shapes(fields)
-        total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
-        with work_folder(out, total) as work:
-            (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-            for name in COPIED_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, work / name)
-            _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
-            stage = f"writing {out.name}"
-            write_shards(
-                work,
-                shapes,
-                options.dtype,
-                options.max_shard_bytes,
-                inflater.tensor,
-                lambda done: progress(stage, done, total),
-            )
+    stored = decoder_tensors(source, config)
+    inflater = Inflater(stored, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
+    fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
+    shapes = _tensor_shapes(fields)
+    total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
+    with work_folder(out, total) as work:
+        (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        for name in COPIED_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, work / name)
+        _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
+        stage = f"writing {out.name}"
+        write_shards(
+            work,
+            shapes,
+            options.dtype,
+            options.max_shard_bytes,
+            inflater.tensor,
+            lambda done: progress(stage, done, total),
+        )
     return total
 
 
@@ -228,19 +229,19 @@ def streamed_logits(folder: Path, token_ids: list[int], device: torch.device) ->
     one_layer = replace(config, num_layers=1, vocab_size=count, tie_embeddings=True)
     order = torch.arange(count, device=device)
     batch = ForwardBatch(order, order, [Segment(count, order)])
-    with TensorReader(folder) as reader:
-        rows = torch.tensor(token_ids)
-        stream = reader.tensor("model.embed_tokens.weight")[rows].to(device, torch.float32)
-        hidden = stream
-        for layer in range(config.num_layers):
-            model = CausalLM(one_layer, torch.float32, device)
-            for name, target in model.checkpoint_tensors().items():
-                if name == "model.embed_tokens.weight":
-                    target.copy_(stream)
-                else:
-                    target.copy_(reader.tensor(name.replace("layers.0.", f"layers.{layer}.")))
-            model.finish_loading()
-            hidden, (stream,) = model.forward_with_features(batch, model.new_kv(count), TorchAttention(), (1,))
-        head = reader.tensor("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
-        chunks = [hidden @ chunk.to(device, torch.float32).t() for chunk in head.split(VOCAB_CHUNK)]
-        return torch.cat(chunks, 1).cpu()
+    stored = decoder_tensors(folder, config)
+    rows = torch.tensor(token_ids)
+    stream = stored["model.embed_tokens.weight"].read()[rows].to(device, torch.float32)
+    hidden = stream
+    for layer in range(config.num_layers):
+        model = CausalLM(one_layer, torch.float32, device)
+        for name, target in model.checkpoint_tensors().items():
+            if name == "model.embed_tokens.weight":
+                target.copy_(stream)
+            else:
+                target.copy_(stored[name.replace("layers.0.", f"layers.{layer}.")].read())
+        model.finish_loading()
+        hidden, (stream,) = model.forward_with_features(batch, model.new_kv(count), TorchAttention(), (1,))
+    head = stored["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"].read()
+    chunks = [hidden @ chunk.to(device, torch.float32).t() for chunk in head.split(VOCAB_CHUNK)]
+    return torch.cat(chunks, 1).cpu()

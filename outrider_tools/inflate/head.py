@@ -6,7 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,16 @@ from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config, eagle_config
 from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.drafters.kinds import head_name
-from outrider.models.drafters.loader import StoredTensor, shared_tensors, stored_tensors
+from outrider.models.drafters.loader import shared_tensors
 from outrider.models.progress import Progress
-from outrider.models.shards import SINGLE_FILE
-from outrider.models.weights import save_tensors
+from outrider.models.store_folder import WEIGHTS_FILE
+from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater
 
 OFFSETS = "d2t"
 WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-
-
-@dataclass(frozen=True)
-class _StoredReader:
-    stored: Mapping[str, StoredTensor]
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self.stored:
-            raise ConfigError(f"the draft head: tensor {name} missing from the checkpoint")
-        return self.stored[name].read()
 
 
 class HeadInflater(Inflater):
@@ -53,8 +43,7 @@ class HeadInflater(Inflater):
         options: InflateOptions,
     ) -> None:
         decoder = config.decoder
-        reader = _StoredReader(stored)
-        super().__init__(reader, decoder, shape_map, decoder.vocab_size, options.dtype, options.device, options.seed)
+        super().__init__(stored, decoder, shape_map, decoder.vocab_size, options.dtype, options.device, options.seed)
         self._wide = "layers.0.hidden_norm.weight" in stored
         self._ids = Axis.front(vocab_size, decoder.vocab_size)
         self._rows = Axis.front(config.draft_vocab_size, config.draft_vocab_size)
@@ -89,7 +78,7 @@ class HeadInflater(Inflater):
         is_query = "q_proj" in name
         if is_query:
             self._clear_queries(target)
-        parts = self._reader.tensor(name).split([len(block.places) for block in blocks], 1)
+        parts = self._stored[name].read().split([len(block.places) for block in blocks], 1)
         for view, values, block in zip(target.split([block.size for block in blocks], 1), parts, blocks, strict=True):
             self._place_values(view, values, (rows, block), self._query_scale if is_query else 1.0)
         return target
@@ -140,7 +129,7 @@ def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Te
         for name in COPIED_FILES if copied is not None else ():
             if copied is not None and (copied / name).is_file():
                 shutil.copyfile(copied / name, work / name)
-        save_tensors(tensors, work / SINGLE_FILE)
+        save_tensors(tensors, work / WEIGHTS_FILE)
     return num_bytes
 
 

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
+from outrider.models.weights import StoredTensor
 from outrider_tools.inflate.shapes import ShapeMap
 
 # The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
@@ -55,13 +56,6 @@ class Axis:
         return cls(size, range(used), range(used))
 
 
-class Reader(Protocol):
-    """Where the source's tensors come from."""
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of that name, on the CPU."""
-
-
 class Inflater:
     """Makes the target's tensors one at a time, by name, in `dtype` on `device`.
 
@@ -70,7 +64,7 @@ class Inflater:
 
     def __init__(
         self,
-        reader: Reader,
+        stored: Mapping[str, StoredTensor],
         config: ModelConfig,
         shape_map: ShapeMap,
         vocab_size: int,
@@ -78,7 +72,7 @@ class Inflater:
         device: torch.device,
         seed: int,
     ) -> None:
-        self._reader, self._shape_map = reader, shape_map
+        self._stored, self._shape_map = stored, shape_map
         self._dtype, self._device, self._seed = dtype, device, seed
         source, target = shape_map.source, shape_map.target
         self._shrink = source.hidden / target.hidden
@@ -169,7 +163,7 @@ class Inflater:
 
     def _place(self, target: Tensor, source: str, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
         """Write a tensor of the source where it lies in `target`; returns `target`."""
-        return self._place_values(target, self._reader.tensor(source), axes, scale)
+        return self._place_values(target, self._stored[source].read(), axes, scale)
 
     def _place_values(self, target: Tensor, values: Tensor, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
         values = values.to(self._device, torch.float32).mul(scale).to(self._dtype)

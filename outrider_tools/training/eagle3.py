@@ -13,8 +13,9 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config
 from outrider.models.drafters.kinds import algorithm_of, head_name
-from outrider.models.drafters.loader import StoredTensor, check_tensors, stored_tensors
+from outrider.models.drafters.loader import CONFIG
 from outrider.models.drafters.token_ids import ids_of_offsets
+from outrider.models.weights import StoredTensor, check_tensors, stored_tensors
 from outrider_tools.training.layers import (
     INPUT_NORM,
     MLP_NORM,
@@ -202,7 +203,7 @@ class StoredEagle3Head:
         embedding = stored.pop(EMBEDDING, None)
         if embedding is not None:
             self._check_embedding(embedding, target)
-        check_tensors(stored, weights, self._folder)
+        check_tensors(stored, weights, self._folder, CONFIG)
         for name, weight in weights.items():
             tensor = stored[name].read()
             weight.copy_(tensor[self._order] if name == OUTPUT else tensor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider.models.weights import TensorReader
+from outrider.models.weights import stored_tensors
 from outrider_tools.inflate.shapes import shape_of
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
 from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
@@ -124,10 +124,10 @@ class TrainableLM(TrainableDrafter):
             return
         self.norm.weight.copy_(target.stored("model.norm.weight").float())
         chosen = torch.linspace(0, config.num_layers - 1, self.config.num_layers).round().long().tolist()
-        with TensorReader(target.folder) as reader:
-            for layer, number in zip(self.layers, chosen, strict=True):
-                for name, parameter in layer.named_parameters():
-                    parameter.copy_(reader.tensor(f"model.layers.{number}.{name}").float())
+        stored = stored_tensors(target.folder)
+        for layer, number in zip(self.layers, chosen, strict=True):
+            for name, parameter in layer.named_parameters():
+                parameter.copy_(stored[f"model.layers.{number}.{name}"].read().float())
 
 
 def _directions(embedding: Tensor, count: int) -> Tensor:

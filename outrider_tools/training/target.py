@@ -14,7 +14,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
-from outrider.models.weights import TensorReader
+from outrider.models.weights import stored_tensors
 from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -34,8 +34,7 @@ class TargetModel:
 
     def stored(self, name: str) -> Tensor:
         """A tensor of the checkpoint, on the CPU and in its file's dtype."""
-        with TensorReader(self.folder) as reader:
-            return reader.tensor(name)
+        return stored_tensors(self.folder)[name].read()
 
     def stored_output(self) -> Tensor:
         """The output matrix [vocab_size, hidden], likewise."""

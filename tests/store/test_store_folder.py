@@ -82,12 +82,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_manifest_matches_only_itself_and_whole_files(tmp_path: Path) -> None:
-    manifest = Manifest("tiny-model==1.0", "ab", 1)
+    manifest: Manifest = {"source": "tiny-model==1.0", "sha256": "ab", "converter_version": 1}
     assert not matches_manifest(tmp_path, manifest)
     write_manifest(make_folder(tmp_path), manifest)
     assert matches_manifest(tmp_path, manifest)
-    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "ab", 2))
-    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "cd", 1))
+    assert not matches_manifest(tmp_path, {**manifest, "converter_version": 2})
+    assert not matches_manifest(tmp_path, {**manifest, "sha256": "cd"})
     (tmp_path / "model.safetensors").write_text("")
     assert not matches_manifest(tmp_path, manifest)
 
@@ -95,4 +95,4 @@ def test_a_manifest_matches_only_itself_and_whole_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3}'])
 def test_a_broken_manifest_matches_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / "outrider.json").write_text(content)
-    assert not matches_manifest(tmp_path, Manifest("tiny-model==1.0", "ab", 1))
+    assert not matches_manifest(tmp_path, {"source": "tiny-model==1.0", "sha256": "ab", "converter_version": 1})

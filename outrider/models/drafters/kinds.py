@@ -12,9 +12,8 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, get_int, read_json
 from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config, eagle_config, mtp_config
-from outrider.models.shards import shard_paths, tensor_shapes
 from outrider.models.store import is_hub_id, resolve_model
-from outrider.models.store_folder import check_model_folder, hash_tokenizer
+from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import draft_folder, head_config, head_name, model_algorithm, mtp_name
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
-from outrider.models.loader import SUPPORTED_DTYPES, Progress, load_model
-from outrider.models.shards import shard_paths, tensor_shapes
+from outrider.models.loader import SUPPORTED_DTYPES, load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from outrider.models.weights import open_shard
+from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 _HEADS: dict[str, type[DraftHead]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3Head, "NEXTN": MtpHead}
+CONFIG = "the draft's config.json"
 
 
 def load_draft_model(
@@ -91,11 +90,16 @@ def _load_head(
     ids = _own_ids(stored.pop("d2t", None), config, folder)
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
-    check_tensors(stored, build(config, place.dtype, torch.device("meta")).checkpoint_tensors(), folder)
+    check_tensors(stored, build(config, place.dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
     rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
     with torch.inference_mode():
         head = build(config, place.dtype, place.device, _on(ids, place.device))
-        _fill(head.checkpoint_tensors(), stored, rows, place.progress)
+
+        def read(name: str) -> Tensor:
+            values = stored[name].read()
+            return values if rows is None or name != OUTPUT else values[rows]
+
+        fill(head.checkpoint_tensors(), read, place.progress)
         head.finish_loading()
     return head
 
@@ -130,19 +134,6 @@ def _with_shared(
     return stored | {name: shared[name] for name in missing}
 
 
-def _fill(
-    targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], rows: Tensor | None, progress: Progress | None
-) -> None:
-    total = sum(tensor.nbytes for tensor in targets.values())
-    done = 0
-    for name, target in targets.items():
-        values = stored[name].read()
-        target.copy_(values if rows is None or name != OUTPUT else values[rows])
-        done += target.nbytes
-        if progress is not None:
-            progress(done, total)
-
-
 def _stated_dtype(folder: Path) -> str:
     fields = read_json(folder / "config.json")
     return str(fields.get("dtype") or fields.get("torch_dtype") or "")
@@ -157,62 +148,9 @@ def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
     return None if ids is None else ids.to(device, torch.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file, under its name there."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        """The tensor on the CPU, in its own dtype."""
-        with open_shard(self.path) as shard:
-            found: Tensor = shard.get_tensor(self.name)
-        return found
-
-
-def stored_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[str, StoredTensor]:
-    """All tensors that `rename` names.
-
-    Raises:
-        ConfigError: the folder has no safetensors, or two tensors of one name.
-    """
-    found: dict[str, StoredTensor] = {}
-    for path in shard_paths(folder):
-        for name, shape in tensor_shapes(path).items():
-            ours = rename(name)
-            if ours is None:
-                continue
-            if ours in found:
-                raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
-            found[ours] = StoredTensor(path, name, shape)
-    return found
-
-
 def shared_tensors(target: Path) -> dict[str, StoredTensor]:
     """Embedding and output matrix of a target's folder, the same tensor where they are tied."""
     found = stored_tensors(target, {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get)
     if EMBEDDING not in found:
         raise ConfigError(f"{target}: tensor model.embed_tokens.weight missing from the checkpoint")
     return {OUTPUT: found[EMBEDDING], **found}
-
-
-def check_tensors(stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare names and shapes.
-
-    Raises:
-        ConfigError: names file, tensor and both shapes.
-    """
-    for name, tensor in stored.items():
-        if name not in expected:
-            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
-        if tensor.shape != tuple(expected[name].shape):
-            raise ConfigError(
-                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, the draft's config.json calls "
-                f"for {list(expected[name].shape)}"
-            )
-    missing = sorted(expected.keys() - stored.keys())
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.weights import open_shard
+from outrider.models.store_folder import tensor_shapes
+from outrider.models.weights import StoredTensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 MAX_FILE_BYTES = 64 << 20
@@ -55,14 +56,14 @@ def _from_json(path: Path) -> Tensor:
 
 
 def _from_safetensors(path: Path) -> Tensor:
-    with open_shard(path) as shard:
-        names = list(shard.keys())
-        if len(names) != 1:
-            raise ConfigError(f"{OPTION} {path}: must hold one tensor, and holds {len(names)}")
-        tensor: Tensor = shard.get_tensor(names[0])
+    shapes = tensor_shapes(path)
+    if len(shapes) != 1:
+        raise ConfigError(f"{OPTION} {path}: must hold one tensor, and holds {len(shapes)}")
+    name, shape = shapes.popitem()
+    tensor = StoredTensor(path, name, shape).read()
     if tensor.dim() != 1 or tensor.dtype not in INTEGERS:
         raise ConfigError(
-            f"{OPTION} {path}: tensor {names[0]} must be a list of integers, and is {tensor.dtype} {list(tensor.shape)}"
+            f"{OPTION} {path}: tensor {name} must be a list of integers, and is {tensor.dtype} {list(tensor.shape)}"
         )
     return tensor.long()
 
