@@ -46,7 +46,7 @@ class GrammarGuide:
 
     def allows(self, parent: int, token: int) -> bool:
         """See Guide."""
-        if self.state is None or self.state.waits:
+        if self.state is None or self.state.error is not None:
             return True
         node = self._find(self.state, parent)
         allowed = node is not None and (node.mask is None or node.allows(token))
@@ -146,10 +146,8 @@ class DraftGrammars:
         vocabulary = self._vocabulary(tokenizer_hash, vocab_size)
         if vocabulary is None or grammar is None:
             return
-        compiled = compile_grammar(grammar, vocabulary)
-        # Guesses are not worth compiling it anew in mid-answer, in the thread that grows all trees.
-        compiled.renew = _never
-        guide.state = GrammarState(compiled)
+        # Guesses are not worth compiling it anew in mid-answer: from there on the answer is drafted without it.
+        guide.state = GrammarState(compile_grammar(grammar, vocabulary))
 
     def _vocabulary(self, tokenizer_hash: str, vocab_size: int) -> GrammarVocabulary | None:
         """The target's, if its tokenizer is at hand. Raises ConfigError for one that cannot be read, once."""
@@ -165,10 +163,6 @@ class DraftGrammars:
                     "folder with --target-model-path"
                 )
         return self._vocabularies[key]
-
-
-def _never(state: GrammarState) -> None:
-    """The answer is drafted without its grammar from here on."""
 
 
 def _end_ids(folder: Path) -> list[int]:

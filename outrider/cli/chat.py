@@ -17,6 +17,7 @@ from outrider.cli.client import Message, Sampling, generate, list_models
 from outrider.cli.options import (
     MAX_SEED,
     MAX_TOKENS_LIMIT,
+    add_connect_tls_options,
     add_service_options,
     given_service_flags,
     make_cluster,
@@ -36,14 +37,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connect", metavar="ADDRESS", help="gRPC address of a running gateway; by default, start one."
     )
-    for word, text in (
-        ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
-        ("cert", "certificate to show the gateway"),
-        ("key", "its private key"),
-        ("name", "name in the gateway's certificate, if it is not the address"),
-    ):
-        metavar = "NAME" if word == "name" else "FILE"
-        parser.add_argument(f"--connect-tls-{word}", metavar=metavar, default="", help=f"With --connect: {text}.")
+    add_connect_tls_options(parser)
     parser.add_argument("--system", default="", help="System message.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,35 +44,24 @@ LINKS = (("verify", "draft", "draft"), ("gateway", "verify", "verify"))
 ADDRESS_FIELDS = ("address", "metrics_address", "rest_address")
 
 
-@dataclass(frozen=True)
-class Wiring:
-    """What a cluster chooses where the services' options are left at their defaults.
+def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -> ServiceOptions:
+    """The options of a service with what a cluster chooses where they are left at their defaults.
 
-    Verify and draft get unix sockets in `folder`. All other doors keep the default ports if `fixed_ports`, and
-    otherwise take free ones, so that any number of clusters fit on a machine.
+    Verify and draft get unix sockets in `folder`, where every service reports what it has bound. All other doors keep
+    the default ports if `fixed_ports`, and otherwise take free ones, so that any number of clusters fit on a machine.
     Verify computes on all physical cores.
     """
-
-    folder: Path
-    fixed_ports: bool
-
-    def ready_file(self, name: str) -> Path:
-        """Where the service reports what it has bound."""
-        return self.folder / f"{name}.json"
-
-    def place(self, name: str, options: ServiceOptions) -> ServiceOptions:
-        """The options with the choices filled in."""
-        changes: dict[str, Any] = {"ready_file": str(self.ready_file(name))}
-        for field in _addresses(options):
-            if not is_default(options, field):
-                continue
-            if field == "address" and name != "gateway":
-                changes[field] = f"unix:{self.folder / name}.sock"
-            elif not self.fixed_ports and getattr(options, field):
-                changes[field] = "127.0.0.1:0"
-        if isinstance(options, VerifyOptions) and is_default(options, "threads"):
-            options = replace(options, threads=num_cores())
-        return replace(options, **changes)
+    changes: dict[str, Any] = {"ready_file": str(folder / f"{name}.json")}
+    for field in _addresses(options):
+        if not is_default(options, field):
+            continue
+        if field == "address" and name != "gateway":
+            changes[field] = f"unix:{folder / name}.sock"
+        elif not fixed_ports and getattr(options, field):
+            changes[field] = "127.0.0.1:0"
+    if isinstance(options, VerifyOptions) and is_default(options, "threads"):
+        changes["threads"] = num_cores()
+    return replace(options, **changes)
 
 
 def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
@@ -108,7 +97,7 @@ def bind_again(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOpti
 
 def is_default(options: object, name: str) -> bool:
     """Whether the option was left as its class declares it."""
-    return any(getattr(options, name) == field.default for field in fields(options) if field.name == name)  # type: ignore[arg-type]
+    return bool(getattr(options, name) == getattr(type(options), name))
 
 
 def _addresses(options: ServiceOptions) -> list[str]:
@@ -154,7 +143,7 @@ SETTLED_SECONDS = 30.0
 class Cluster:
     """Draft, verify and gateway, wired to each other. Starts when entered, and is ready then.
 
-    Options left at their defaults get free ports and unix sockets (see Wiring; `fixed_ports` keeps the default
+    Options left at their defaults get free ports and unix sockets (see `place`; `fixed_ports` keeps the default
     ports). `services` leaves some out. With `supervise`, a service that dies is started again, later and later;
     without, it stays dead until `restart`. `on_line(name, line)` gets the services' log lines and `on_event(text)`
     what befalls them, both from threads of their own. `modules` and `env` replace what is run and its environment.
@@ -285,7 +274,7 @@ class Cluster:
         with self._locks[name]:
             child = self.children[name]
             if child.running:
-                self._end([child])
+                self._end(child)
             self._launch(name)
             child.wait_ready(self._start_seconds, self._closing)
 
@@ -299,8 +288,9 @@ class Cluster:
             for watcher in self._watchers:
                 watcher.join()
             self._spawner.submit(lambda: None).result()
-            for group in (["gateway"], ["verify"], ["draft"]):
-                self._end([self.children[name] for name in group if name in self.children])
+            for name in ("gateway", "verify", "draft"):
+                if name in self.children:
+                    self._end(self.children[name])
         except KeyboardInterrupt:
             self._on_event("interrupted again: killing what is left")
             raise
@@ -317,11 +307,10 @@ class Cluster:
     def _start(self) -> None:
         # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
-        wiring = Wiring(self._folder, self._fixed_ports)
-        placed = {name: wiring.place(name, options) for name, options in self._given.items()}
+        placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}
         self._options = link(placed)
-        for name in self._given:
-            self.children[name] = Child(name, self._modules[name], wiring.ready_file(name), self._on_line)
+        for name, options in self._options.items():
+            self.children[name] = Child(name, self._modules[name], Path(options.ready_file), self._on_line)
         # The gateway asks verify for its model, so it comes last.
         self._start_together([name for name in self._given if name != "gateway"])
         self._start_together([name for name in self._given if name == "gateway"])
@@ -344,17 +333,15 @@ class Cluster:
         env = {**service_env(name, self._env), **options_to_env(options)}
         self._spawner.submit(self.children[name].start, options_to_argv(options), env).result()
 
-    def _end(self, children: Sequence[Child]) -> None:
-        for child in children:
-            if not child.addresses:
-                # Still starting: nobody waits for an answer, and loading a model may take minutes.
-                child.kill()
-            child.terminate()
-            child.resume()
-        for child in children:
-            if not child.wait(self._options[child.name].drain_seconds + GRACE_SECONDS):
-                self._on_event(f"{child.name} did not end when asked to; killing it")
-                child.kill()
+    def _end(self, child: Child) -> None:
+        if not child.addresses:
+            # Still starting: nobody waits for an answer, and loading a model may take minutes.
+            child.kill()
+        child.terminate()
+        child.resume()
+        if not child.wait(self._options[child.name].drain_seconds + GRACE_SECONDS):
+            self._on_event(f"{child.name} did not end when asked to; killing it")
+            child.kill()
 
     def _watch(self, name: str) -> None:
         delay = FIRST_RESTART_SECONDS

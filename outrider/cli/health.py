@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles, read_secret
-from outrider.rpc.call import AUTHORIZATION_KEY
-from outrider.rpc.tls import channel_credentials, load_material
-from outrider.rpc.transport import check_address, check_token, split_host_port, unix_path
+from outrider.rpc.channel import open_channel
+from outrider.rpc.tls import TlsSource
+from outrider.rpc.transport import check_address, split_host_port, unix_path
 
 SERVES, SERVES_NOT = 0, 1
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -50,13 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
     address = reachable(arguments.address)
     files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
-    answer, detail = ask(
-        address,
-        service=arguments.service,
-        timeout=arguments.timeout,
-        token=read_secret("", arguments.token_file, "--token"),
-        tls=files if files.ca else None,
-    )
+    token = read_secret("", arguments.token_file, "--token")
+    answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files if files.ca else None))
     print(f"{address}: {answer}" + (f" ({detail})" if detail else ""))
     return SERVES if answer == "SERVING" else SERVES_NOT
 
@@ -70,33 +65,19 @@ def reachable(address: str) -> str:
     return f"{_ANY_HOST.get(host, host)}:{port}"
 
 
-def ask(
-    address: str, *, service: str = "", timeout: float = 3.0, token: str = "", tls: TlsFiles | None = None
-) -> tuple[str, str]:
+async def ask(address: str, service: str, timeout: float, token: str, tls: TlsFiles | None) -> tuple[str, str]:
     """What a service's health says, or the status code that came instead, and what is known of why.
 
     `timeout` is in seconds. Raises ConfigError for files that cannot be used.
     """
-    check_token(token, "--token-file")
-    metadata = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
-    with _channel(address, tls) as channel:
+    source = TlsSource(tls) if tls is not None else None
+    async with open_channel(address, auth_token=token, tls=source) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
         try:
-            response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=timeout, metadata=metadata
-            )
-        except grpc.RpcError as error:
+            response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
             return error.code().name, " ".join((error.details() or "").split())
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)), ""
-
-
-def _channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
-    options: Mapping[str, str | int] = {
-        "grpc.enable_http_proxy": 0,
-        **({"grpc.ssl_target_name_override": tls.name} if tls and tls.name else {}),
-    }
-    if tls is None:
-        return grpc.insecure_channel(address, options=tuple(options.items()))
-    return grpc.secure_channel(address, channel_credentials(load_material(tls)), options=tuple(options.items()))
 
 
 def _seconds(text: str) -> float:

@@ -13,15 +13,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import NoReturn, cast
+from dataclasses import fields, replace
+from typing import NamedTuple, NoReturn, cast
 
 from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
-from outrider.config.base import ENV_PREFIX, describe_options, parse_options
+from outrider.config.base import Option, describe_options, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -92,26 +92,29 @@ def number(minimum: float, maximum: float) -> Callable[[str], float]:
     return parse
 
 
+def add_connect_tls_options(group: argparse._ActionsContainer) -> None:
+    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them."""
+    for word, text in (
+        ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
+        ("cert", "certificate to show the gateway"),
+        ("key", "its private key"),
+        ("name", "name in the gateway's certificate, if it is not the address"),
+    ):
+        metavar = "NAME" if word == "name" else "FILE"
+        group.add_argument(f"--connect-tls-{word}", metavar=metavar, default="", help=f"To the gateway: {text}.")
+
+
 def given_service_flags(given: argparse.Namespace) -> list[str]:
     """The services' options that the command line holds, as the user spells them."""
     return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
 
 
-@dataclass(frozen=True)
-class ServiceFlag:
+class ServiceFlag(NamedTuple):
     """A service's option as `outrider up` spells it."""
 
     flag: str
     service: str
-    field: str
-    is_bool: bool
-    help: str
-    default: str
-
-    @property
-    def own_flag(self) -> str:
-        """As the service itself spells it."""
-        return "--" + self.field.replace("_", "-")
+    option: Option
 
 
 def service_flags() -> list[ServiceFlag]:
@@ -129,8 +132,7 @@ def service_flags() -> list[ServiceFlag]:
             own = name in (TARGETS if service == "verify" else DRAFTING)
             plain = (names[name] == 1 and name not in taken) or name in SHARED or own
             flag = option.flag if plain else f"--{service}-{option.flag.removeprefix('--')}"
-            default = "a unix socket" if name == "address" and service != "gateway" else option.default_text
-            flags.append(ServiceFlag(flag, service, name, option.kind is bool, option.help_text, default))
+            flags.append(ServiceFlag(flag, service, option))
     return flags
 
 
@@ -172,15 +174,17 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
     for flag in service_flags():
         by_flag.setdefault(flag.flag, flag)
     for name in [*subject_of, *(name for name in by_flag if name not in subject_of)]:
-        flag = by_flag[name]
-        group = shared if flag.field in SHARED else groups[flag.service]
+        _, service, option = by_flag[name]
+        group = shared if option.name in SHARED else groups[service]
+        is_socket = option.name == "address" and service != "gateway"
+        default = "a unix socket" if is_socket else option.default_text or "empty"
         action = (subjects[subject_of[name]] if name in subject_of else group).add_argument(
             name,
             dest=f"service{name}",
             metavar="VALUE",
             default=argparse.SUPPRESS,
-            help=f"{flag.help} Default: {flag.default or 'empty'}.".replace("%", "%%"),
-            **({"nargs": "?", "const": "true"} if flag.is_bool else {}),  # type: ignore[arg-type]
+            help=f"{option.help_text} Default: {default}.".replace("%", "%%"),
+            **({"nargs": "?", "const": "true"} if option.kind is bool else {}),  # type: ignore[arg-type]
         )
         if name not in subject_of:
             action.whole_help, action.help = action.help, argparse.SUPPRESS  # type: ignore[attr-defined]
@@ -197,19 +201,11 @@ def parse_service_options(given: argparse.Namespace, env: Mapping[str, str] | No
 
 
 def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -> ServiceOptions:
-    flags = [flag for flag in service_flags() if flag.service == service]
-    argv = [f"{flag.own_flag}={given[f'service{flag.flag}']}" for flag in flags if f"service{flag.flag}" in given]
-    legal = {ENV_PREFIX + flag.field.upper() for flag in flags if flag.flag == flag.own_flag}
-    try:
-        return parse_options(
-            OPTION_TYPES[service], argv, prog=service, env={name: env[name] for name in legal if name in env}
-        )
-    except ConfigError as error:
-        message = error.message
-        for flag in flags:
-            if flag.flag != flag.own_flag and message.startswith(f"{flag.own_flag}:"):
-                message = flag.flag + message.removeprefix(flag.own_flag)
-        raise ConfigError(message) from error
+    spelled = {option.name: flag for flag, its, option in service_flags() if its == service}
+    texts = {name: given[f"service{flag}"] for name, flag in spelled.items() if f"service{flag}" in given}
+    own = [option.env for flag, its, option in service_flags() if its == service and flag == option.flag]
+    legal = {name: env[name] for name in own if name in env}
+    return read_options(OPTION_TYPES[service], texts, legal, spelled)
 
 
 def make_cluster(
@@ -256,12 +252,13 @@ def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Non
     """
     taken: dict[str, str] = {}
     for flag in service_flags():
-        if flag.service not in options or flag.field not in ADDRESS_FIELDS:
+        field = flag.option.name
+        if flag.service not in options or field not in ADDRESS_FIELDS:
             continue
         one = options[flag.service]
-        address = getattr(one, flag.field)
-        is_socket = flag.field == "address" and flag.service != "gateway"
-        if not address or (is_default(one, flag.field) and (is_socket or not fixed_ports)):
+        address = getattr(one, field)
+        is_socket = field == "address" and flag.service != "gateway"
+        if not address or (is_default(one, field) and (is_socket or not fixed_ports)):
             continue
         check_address(address, flag.flag)
         if address in taken and not address.endswith(":0"):

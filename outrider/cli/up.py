@@ -44,7 +44,7 @@ def _port_hint(message: str) -> str:
     """How this command takes other ports, where one that a service wanted is taken."""
     if "cannot bind" not in message:
         return ""
-    flags = ", ".join(flag.flag for flag in service_flags() if flag.field in ADDRESS_FIELDS)
+    flags = ", ".join(flag.flag for flag in service_flags() if flag.option.name in ADDRESS_FIELDS)
     return f"\nFor free ports add --ephemeral; to choose them: {flags}."
 
 

@@ -119,10 +119,22 @@ def parse_options(
         raise SystemExit(2) from None
 
 
-def check_options(options: object) -> None:
-    """Raise ConfigError if a value of `options`, however they were made, is out of its limits or of another type."""
-    for item in describe_options(type(options)):
-        _check(item, getattr(options, item.name), item.flag)
+def read_options(
+    options_type: type[OptionsT], given: Mapping[str, Any], env: Mapping[str, str], spelled: Mapping[str, str]
+) -> OptionsT:
+    """Options from what argparse has `given` for fields' names, else from the environment, else by default.
+
+    `spelled` has the flags of fields that the user knows under another one than their own. Raises ConfigError.
+    """
+    values: dict[str, Any] = {}
+    for item in describe_options(options_type):
+        if item.name in given:
+            # argparse takes the -- out of --name=-- and leaves an empty list.
+            text = "--" if given[item.name] == [] else given[item.name]
+            values[item.name] = _from_text(item, text, spelled.get(item.name, item.flag))
+        elif item.env in env and (env[item.env] or item.optional or item.kind in (str, tuple)):
+            values[item.name] = _from_text(item, env[item.env], f"{item.env} (environment)")
+    return options_type(**values)
 
 
 def describe_options(options_type: type) -> list[Option]:
@@ -169,23 +181,13 @@ def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, 
             help=f"{item.help_text} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
             **arguments,
         )
-    if getattr(options_type, "knows_foreign_flags", False):
-        name = prog or Path(sys.argv[0]).name
-        argv = translate(
-            argv, [item.flag for item in items], lambda text: print(f"{name}: warning: {text}", file=sys.stderr)
-        )
-    given, unknown = parser.parse_known_args(list(argv))
+    flags = [item.flag for item in items]
+    name = prog or Path(sys.argv[0]).name
+    argv = translate(argv, flags, lambda text: print(f"{name}: warning: {text}", file=sys.stderr))
+    given, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ConfigError(_unknown_text(unknown[0], [item.flag for item in items]))
-    values: dict[str, Any] = {}
-    for item in items:
-        if hasattr(given, item.name):
-            text = getattr(given, item.name)
-            # argparse takes the -- out of --name=-- and leaves an empty list.
-            values[item.name] = _from_text(item, "--" if text == [] else text, item.flag)
-        elif item.env in env and (env[item.env] or item.optional or item.kind in (str, tuple)):
-            values[item.name] = _from_text(item, env[item.env], f"{item.env} (environment)")
-    return options_type(**values)
+        raise ConfigError(_unknown_text(unknown[0], flags))
+    return read_options(options_type, vars(given), env, {})
 
 
 def _describe_field(entry: Field[Any], hint: Any) -> Option:
@@ -230,14 +232,8 @@ def _from_text(item: Option, text: str, source: str) -> Any:
     return value
 
 
-def _check(item: Option, value: Any, source: str, text: str | None = None) -> None:
-    """Raise ConfigError unless `value` is legal; `text` is how the user wrote it."""
-    if value is None and item.optional:
-        return
-    shown = str(value) if text is None else text
-    right_type = isinstance(value, (int, float) if item.kind is float else item.kind)
-    if not right_type or (isinstance(value, bool) and item.kind is not bool):
-        raise _wrong(item, source, shown, f"is not {_KIND_WORDS.get(item.kind, item.kind.__name__)}")
+def _check(item: Option, value: Any, source: str, shown: str) -> None:
+    """Raise ConfigError unless `value` is within its limits; `shown` is how the user wrote it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise _wrong(item, source, shown, "is not a finite number")
     if item.minimum is not None and value < item.minimum:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.config.service import PeerServiceOptions
@@ -16,8 +15,6 @@ AUTO = ("AUTO",)
 @dataclass(frozen=True)
 class DraftOptions(PeerServiceOptions):
     """Guesses ahead of a verify service."""
-
-    knows_foreign_flags: ClassVar[bool] = True
 
     address: str = option(
         "127.0.0.1:50053", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."

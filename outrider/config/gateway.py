@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
-from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.config.service import ServiceOptions, read_api_keys
@@ -19,8 +18,6 @@ _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 @dataclass(frozen=True)
 class GatewayOptions(ServiceOptions):
     """The clients' door: gRPC and an OpenAI-compatible REST interface."""
-
-    knows_foreign_flags: ClassVar[bool] = True
 
     address: str = option(
         "127.0.0.1:50051", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.config.draft import DraftOptions
@@ -13,8 +12,6 @@ from outrider.config.service import PeerServiceOptions
 @dataclass(frozen=True)
 class VerifyOptions(PeerServiceOptions):
     """Holds the target model and its KV cache, and owns the truth."""
-
-    knows_foreign_flags: ClassVar[bool] = True
 
     address: str = option(
         "127.0.0.1:50052", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."

@@ -100,7 +100,7 @@ class CompiledGrammar:
         self.num_renewals = 0
         """How often it was compiled anew, so that matchers share nothing with those made before."""
         self.renew: Callable[[GrammarState], None] | None = None
-        """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None does it on the spot."""
+        """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None never does."""
         self._pristine = matcher
 
     @property
@@ -111,11 +111,6 @@ class CompiledGrammar:
     def matcher(self) -> LLMatcher:
         """A matcher at the start of an answer; some microseconds."""
         return self._pristine.deep_copy()
-
-    def fresh_matcher(self) -> LLMatcher:
-        """A matcher that shares nothing with others, compiled anew."""
-        self.adopt(compile_grammar(self.grammar, self.vocabulary))
-        return self.matcher()
 
     def adopt(self, fresh: CompiledGrammar) -> None:
         """Make matchers of the same grammar, compiled anew, from now on."""
@@ -295,32 +290,26 @@ class GrammarState:
         if mask is None:
             # A matcher that is in error stays so.
             self._restart(self.compiled.matcher())
+        elif not path:
+            self._was_renewed = False
         return mask
 
     def _try_afresh(self) -> Mask | None:
-        """The root's mask from a grammar that is compiled anew: others may have used up what its matchers share."""
-        was_renewed, self._was_renewed = self._was_renewed, False
+        """The root's mask from a grammar that is compiled anew: others may have used up what its matchers share.
+
+        None while it is being compiled, and where it is not or does not help, with an error.
+        """
         # All answers of a grammar come here at once, and compiling takes up to a second: the first one's does for all.
         if self._num_renewals < self.compiled.num_renewals:
             self._restart(self.compiled.matcher())
             if (mask := self._try(())) is not None:
                 return mask
-        if self.compiled.renew is not None and not was_renewed:
+        if self._was_renewed or self.compiled.renew is None:
+            self.error = refusal(self.compiled.grammar, self._matcher.get_error())
+        else:
             self.waits = True
             self.compiled.renew(self)
-            return None
-        if was_renewed:
-            self.error = refusal(self.compiled.grammar, self._matcher.get_error())
-            return None
-        try:
-            self._restart(self.compiled.fresh_matcher())
-        except OutriderError as error:
-            self.error = error
-            return None
-        mask = self._try(())
-        if mask is None:
-            self.error = refusal(self.compiled.grammar, self._matcher.get_error())
-        return mask
+        return None
 
     def _try(self, path: TokenPath) -> Mask | None:
         matcher = self._matcher

@@ -11,8 +11,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from outrider.errors import ConfigError
 from outrider.models.config import read_json
 
@@ -120,6 +118,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         ConfigError: it cannot be read, or is damaged.
     """
+    # Imported here: the gateway, which hashes tokenizers, has no use for it.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="np") as shard:
             return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118

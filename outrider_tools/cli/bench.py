@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.cli.options import MAX_SEED, number, whole_number
+from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
@@ -91,13 +91,7 @@ def _add_door(group: argparse._ArgumentGroup) -> None:
         "door's.",
     )
     group.add_argument("--api-key-file", type=Path, help="File with the API key; by default $OUTRIDER_API_KEY.")
-    for word, text in (
-        ("ca", "certificates that the gateway's must be signed with; turns TLS on over gRPC"),
-        ("cert", "certificate to show the gRPC door"),
-        ("key", "its private key"),
-        ("name", "name in the gateway's certificate, if it is not the address"),
-    ):
-        group.add_argument(f"--connect-tls-{word}", default="", help=f"TLS: {text}.")
+    add_connect_tls_options(group)
     group.add_argument("--model", default="", help="Name of the model; empty for the served one.")
 
 

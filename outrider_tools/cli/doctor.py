@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.cluster import LINKS, link
-from outrider.cli.options import add_service_options, number, parse_service_options
+from outrider.cli.options import add_connect_tls_options, add_service_options, number, parse_service_options
 from outrider.cli.placement import is_colocated, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
@@ -44,13 +44,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=number(0.05, 3600), default=3.0, help="Seconds that a service may take. Default: 3."
     )
-    for word, text in (
-        ("ca", "certificates that the gateway's must be signed with; turns TLS on"),
-        ("cert", "certificate to show it"),
-        ("key", "its private key"),
-        ("name", "name in the gateway's certificate, if it is not the address"),
-    ):
-        parser.add_argument(f"--connect-tls-{word}", metavar="FILE", default="", help=f"To the gateway: {text}.")
+    add_connect_tls_options(parser)
     for name, who in (("verify", "the gateway"), ("draft", "verify")):
         parser.add_argument(
             f"--{name}",

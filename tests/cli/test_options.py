@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.cluster import Wiring, bind_again, link
+from outrider.cli.cluster import bind_again, link, place
 from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import PEOPLES, SHARED, check_doors, in_our_words, parse_service_options, service_flags
 from outrider.cli.placement import place_draft_model
@@ -24,7 +24,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def test_every_option_of_a_service_goes_through_under_one_name() -> None:
-    flags = [flag for flag in service_flags() if flag.field not in SHARED]
+    flags = [flag for flag in service_flags() if flag.option.name not in SHARED]
     assert len({flag.flag for flag in flags}) == len(flags)
     for flag in flags:
         assert parse(f"{flag.flag}=1")
@@ -129,9 +129,8 @@ def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:
 
 def test_links_and_given_addresses_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("w")
-    wiring = Wiring(folder, fixed_ports=True)
     given = {"verify": VerifyOptions(address="0.0.0.0:7000", draft=("far:1",)), "gateway": GatewayOptions()}
-    linked = link({name: wiring.place(name, options) for name, options in given.items()})
+    linked = link({name: place(name, options, folder, fixed_ports=True) for name, options in given.items()})
     assert linked["verify"].address == "0.0.0.0:7000"
     assert getattr(linked["verify"], "draft") == ("far:1",)  # noqa: B009
     assert getattr(linked["gateway"], "verify") == ("0.0.0.0:7000",)  # noqa: B009

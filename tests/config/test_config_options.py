@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config.base import (
-    check_options,
     describe_options,
     option,
     options_to_argv,
@@ -106,17 +105,6 @@ def test_a_wrong_environment_names_the_variable() -> None:
     assert "OUTRIDER_FRACTION (environment): '2' is above the maximum 1" in problem(OUTRIDER_FRACTION="2")
 
 
-def test_values_made_in_code_are_checked_alike() -> None:
-    check_options(Options())
-    for wrong in (
-        replace(Options(), max_requests=0),
-        replace(Options(), max_requests=True),
-        replace(Options(), seed="1"),
-    ):
-        with pytest.raises(ConfigError, match=r"--(max-requests|seed): "):
-            check_options(wrong)
-
-
 def test_the_own_command_line_ends_the_process_as_argparse_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +178,7 @@ def test_no_command_line_raises_anything_but_a_config_error(argv: list[str]) -> 
 def test_any_text_for_an_option_is_taken_or_explained(name: str, text: str) -> None:
     flag = "--" + name.replace("_", "-")
     try:
-        check_options(parse(f"{flag}={text}"))
+        parse(f"{flag}={text}")
     except ConfigError as error:
         assert flag in error.message
 

@@ -44,7 +44,7 @@ def test_whatever_is_called_a_token_or_key_is_a_secret(kind: type) -> None:
 def test_no_two_options_of_outrider_up_have_one_name() -> None:
     named: dict[str, set[str]] = {}
     for flag in service_flags():
-        named.setdefault(flag.flag, set()).add(flag.field)
+        named.setdefault(flag.flag, set()).add(flag.option.name)
     assert [flag for flag, meant in named.items() if len(meant) > 1] == []
 
 

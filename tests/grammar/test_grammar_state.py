@@ -15,7 +15,14 @@ from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text
 
 from outrider.errors import ConfigError
 from outrider.grammar import compiler
-from outrider.grammar.compiler import GrammarState, GrammarVocabulary, TokenPath, compile_grammar, unpack
+from outrider.grammar.compiler import (
+    CompiledGrammar,
+    GrammarState,
+    GrammarVocabulary,
+    TokenPath,
+    compile_grammar,
+    unpack,
+)
 from outrider.grammar.spec import Grammar, GrammarKind
 
 
@@ -24,8 +31,22 @@ def legal(state: GrammarState, path: TokenPath = ()) -> list[int]:
     node = state.find(path)
     assert node is not None
     mask = state.mask(node, path)
+    if mask is None:  # asked again, for the grammar may have been compiled anew
+        mask = state.mask(node, path)
     assert mask is not None
     return [int(token) for token in np.flatnonzero(unpack(mask, VOCAB))]
+
+
+def renewing(grammar: Grammar, vocabulary: GrammarVocabulary) -> CompiledGrammar:
+    """A grammar that is compiled anew at once when it must be."""
+    compiled = compile_grammar(grammar, vocabulary)
+
+    def renew(state: GrammarState) -> None:
+        compiled.adopt(compiler.compile_grammar(grammar, vocabulary))
+        state.renewed()
+
+    compiled.renew = renew
+    return compiled
 
 
 def write(state: GrammarState, source: random.Random, most: int) -> list[int]:
@@ -152,7 +173,7 @@ def test_a_grammar_whose_shared_memory_is_used_up_goes_on_with_a_fresh_one(
         verbose_errors=False,
     )
     monkeypatch.setattr(compiler, "_LIMITS", tight)
-    compiled = compile_grammar(Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}"), vocabulary)
+    compiled = renewing(Grammar(GrammarKind.REGEX, "([a-e]{1,9}x){5,9}"), vocabulary)
     first = compiled._pristine
     for seed in (2, 3, 4, 5, 6, 7, 8):
         write(GrammarState(compiled), random.Random(seed), 60)
@@ -163,7 +184,7 @@ def test_a_grammar_whose_shared_memory_is_used_up_goes_on_with_a_fresh_one(
 def test_answers_that_shared_what_is_used_up_share_one_fresh_compilation(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = compile_grammar(CHOICE, vocabulary)
+    compiled = renewing(CHOICE, vocabulary)
     states = [GrammarState(compiled) for _ in range(5)]
     want, worn = legal(GrammarState(compiled)), [state._matcher for state in states]
     real = GrammarState._try

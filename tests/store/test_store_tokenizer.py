@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from outrider.errors import ConfigError
 from outrider.models.store_gguf import build_tokenizer, write_tokenizer
 
 FIELDS: dict[str, Any] = {
@@ -45,14 +43,6 @@ def test_special_tokens_are_matched_whole_and_keep_their_ids() -> None:
     assert tokenizer.get_vocab_size() == len(tiny_gguf.VOCAB)
 
 
-def test_user_tokens_are_matched_but_are_not_special() -> None:
-    types = list(FIELDS["tokenizer.ggml.token_type"])
-    types[0] = 4
-    tokenizer = build_tokenizer({**FIELDS, "tokenizer.ggml.token_type": types})
-    assert tokenizer.encode("<|endoftext|>").ids == [0]
-    assert tokenizer.decode([0], skip_special_tokens=True) == "<|endoftext|>"
-
-
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     tokenizer = build_tokenizer(FIELDS)
@@ -71,9 +61,3 @@ def test_files_hold_the_roles_and_the_template(tmp_path: Path) -> None:
         "pad_token": "<|im_end|>",
     }
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(" the12").tokens == ["Ġthe", "1", "2"]
-
-
-@pytest.mark.parametrize(("field", "value"), [("tokenizer.ggml.pre", "llama-bpe"), ("tokenizer.ggml.model", "llama")])
-def test_an_unknown_kind_is_refused_and_named(field: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=value):
-        build_tokenizer({**FIELDS, field: value})

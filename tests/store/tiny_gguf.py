@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -26,7 +25,7 @@ MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "12 3"]
 VOCAB = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def weights(*, tied: bool = True) -> dict[str, NDArray[np.float32]]:
+def weights() -> dict[str, NDArray[np.float32]]:
     """Random weights under their Hugging Face names; matrices [out_features, in_features]."""
     rng = np.random.default_rng(7)
 
@@ -34,8 +33,6 @@ def weights(*, tied: bool = True) -> dict[str, NDArray[np.float32]]:
         return rng.standard_normal((rows, columns), dtype=np.float32)
 
     result = {"model.embed_tokens.weight": matrix(len(VOCAB), HIDDEN), "model.norm.weight": matrix(1, HIDDEN)[0]}
-    if not tied:
-        result["lm_head.weight"] = matrix(len(VOCAB), HIDDEN)
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}"
         result |= {
@@ -56,7 +53,7 @@ def quantized_type(name: str) -> gguf.GGMLQuantizationType | None:
     """As llama.cpp's Q4_1 files have it: the embedding in 8 bits, vectors in float32, all else in 4 bits."""
     if "norm" in name:
         return None
-    return Q8_0 if "embed" in name or "lm_head" in name else Q4_1
+    return Q8_0 if "embed" in name else Q4_1
 
 
 def after_quantization(name: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -82,16 +79,9 @@ def gguf_name(name: str) -> str:
     return found
 
 
-def write_gguf(
-    path: Path,
-    tensors: dict[str, NDArray[np.float32]] | None = None,
-    *,
-    architecture: str = "llama",
-    pre: str = "smollm",
-    extra: dict[str, Any] | None = None,
-) -> None:
-    """Write the file. `tensors` have Hugging Face names; `extra` are uint32 metadata."""
-    writer = gguf.GGUFWriter(path, architecture)
+def write_gguf(path: Path, tensors: dict[str, NDArray[np.float32]] | None = None) -> None:
+    """Write the file. `tensors` have Hugging Face names."""
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(NUM_LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -101,7 +91,7 @@ def write_gguf(
     writer.add_rope_freq_base(100000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(VOCAB)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(VOCAB) - len(SPECIAL)))
     writer.add_token_merges(MERGES)
@@ -110,8 +100,6 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    for key, value in (extra or {}).items():
-        writer.add_uint32(key, value)
     for name, weight in (weights() if tensors is None else tensors).items():
         data = weight
         if "q_proj" in name:
