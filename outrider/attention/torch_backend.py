@@ -36,10 +36,11 @@ class TorchAttention(AttentionBackend):
         if start != batch.token_ids.numel() or start != batch.positions.numel() or start == 0:
             raise ValueError(f"segments have {start} queries, the batch {batch.token_ids.numel()} tokens")
         own = [segment.kv_slots[-segment.num_queries :] for segment in batch.segments]
-        groups = group_segments(members)
+        groups = [_GroupAttention(group, kv, num_heads) for group in group_segments(members)]
         order = row_order(groups, start)
-        calls = [_GroupAttention(group, kv, num_heads, in_order=len(groups) == 1 and order is None) for group in groups]
-        return _TorchPlan(kv, HeadSplit(batch, kv, num_heads, rotary), torch.cat(own), calls, order)
+        if len(groups) == 1 and order is None:
+            groups[0].rows = None
+        return _TorchPlan(kv, HeadSplit(batch, kv, num_heads, rotary), torch.cat(own), groups, order)
 
 
 class _TorchPlan(AttentionPlan):
@@ -64,40 +65,66 @@ class _TorchPlan(AttentionPlan):
         return rows if self._order is None else rows.index_select(0, self._order)
 
 
-class _GroupAttention:
-    """One group's attention: B segments of n queries over L keys."""
+class Member(NamedTuple):
+    """A segment and its first row in the batch."""
 
-    def __init__(self, group: SegmentGroup, kv: KVCache, num_heads: int, in_order: bool) -> None:
-        self._size, self._num_queries, self._length = group.shape
-        self._slots = group.slots
-        self._rows = None if in_order else group.rows
-        self._is_causal = group.is_causal
+    start: int
+    segment: Segment
+
+
+class _GroupAttention:
+    """Attention of segments that share a call: queries are padded to the most of them, keys to the longest."""
+
+    def __init__(self, members: list[Member], kv: KVCache, num_heads: int) -> None:
+        self.members = members
+        segments = [member.segment for member in members]
+        size = len(members)
+        self.num_queries = num_queries = max(segment.num_queries for segment in segments)
+        length = max(segment.kv_slots.numel() for segment in segments)
         self._num_heads = num_heads
-        self._num_kv_heads, self._head_dim = kv.k.shape[2:]
-        per_kv_head = num_heads // self._num_kv_heads
-        self._fold = not group.is_causal and self._num_queries * per_kv_head <= FOLD_ROWS
+        num_kv_heads, head_dim = kv.k.shape[2:]
+        self._read_shape = (size, length, num_kv_heads, head_dim)
+        device = segments[0].kv_slots.device
+        slots = torch.empty(size, length, dtype=torch.int64, device=device)
+        rows = torch.arange(num_queries, device=device).repeat(size, 1)
+        for i, (start, segment) in enumerate(members):
+            # What pads is real memory that the mask hides: the segment's own first slot, its own last query.
+            used = segment.kv_slots.numel()
+            slots[i, :used] = segment.kv_slots
+            slots[i, used:] = segment.kv_slots[0]
+            rows[i].clamp_(max=segment.num_queries - 1).add_(start)
+        self._slots = _as_slice(slots.view(-1)) if size == 1 else slots.view(-1)
+        self.rows: Tensor | None = rows.view(-1)
+        """The batch's row of each padded query; None where they are the same."""
+        # One segment with an empty context, for which the lower triangle is the whole mask.
+        self._is_causal = size == 1 and segments[0].mask is None and 1 < num_queries == length
+        per_kv_head = num_heads // num_kv_heads
+        self._fold = not self._is_causal and num_queries * per_kv_head <= FOLD_ROWS
         self._mask: Tensor | None = None
-        if group.mask is not None:
+        """What is added to scores; None where every query sees every key."""
+        hides = segments[0].mask is not None and segments[0].mask.shape[1] > 1
+        if not self._is_causal and (size > 1 or num_queries > 1 or hides):
+            allowed = torch.stack([_allowed(segment, num_queries, length) for segment in segments]).unsqueeze(1)
             # Torch would turn a bool mask into numbers once a layer.
-            mask = torch.zeros(group.mask.shape, dtype=kv.k.dtype, device=group.mask.device)
-            mask.masked_fill_(~group.mask, float("-inf"))
+            mask = torch.zeros(allowed.shape, dtype=kv.k.dtype, device=device).masked_fill_(~allowed, float("-inf"))
             self._mask = mask.repeat(1, 1, per_kv_head, 1) if self._fold else mask
 
     def __call__(self, q: Tensor, all_k: Tensor, all_v: Tensor) -> Tensor:
-        """q [M, num_heads, head_dim] -> [B * n, num_heads * head_dim]."""
-        if self._rows is not None:
-            q = q.index_select(0, self._rows)
+        """q [M, num_heads, head_dim] -> [B * n, num_heads * head_dim], for B segments of n padded queries."""
+        if self.rows is not None:
+            q = q.index_select(0, self.rows)
         k, v = self._read(all_k), self._read(all_v)
         if self._fold:
             return folded_attention(q, k, v, self._mask)
-        q = q.view(self._size, self._num_queries, self._num_heads, self._head_dim).transpose(1, 2)
+        size, _, _, head_dim = self._read_shape
+        q = q.view(size, self.num_queries, self._num_heads, head_dim).transpose(1, 2)
         output = scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._is_causal, enable_gqa=True)
-        return output.transpose(1, 2).reshape(self._size * self._num_queries, -1)
+        return output.transpose(1, 2).reshape(size * self.num_queries, -1)
 
     def _read(self, cache: Tensor) -> Tensor:
         """[num_slots, num_kv_heads, head_dim] -> [B, num_kv_heads, L, head_dim]."""
         read = cache[self._slots] if isinstance(self._slots, slice) else cache.index_select(0, self._slots)
-        return read.view(self._size, self._length, self._num_kv_heads, self._head_dim).transpose(1, 2)
+        return read.view(self._read_shape).transpose(1, 2)
 
 
 def _check(segment: Segment) -> None:
@@ -111,49 +138,7 @@ def _check(segment: Segment) -> None:
         raise ValueError(f"a mask of {rows} x {columns} does not fit {n} queries over {length} positions")
 
 
-class Member(NamedTuple):
-    """A segment and its first row in the batch."""
-
-    start: int
-    segment: Segment
-
-
-class SegmentGroup:
-    """Segments that share a call: queries padded to the most of them, keys to the longest.
-
-    Attributes:
-        shape: (segments, queries, keys) of the padded call.
-        slots: int64 [segments * keys], or a slice where one segment's slots follow each other.
-        rows: int64 [segments * queries], the batch row of each padded query.
-        mask: bool [segments, 1, queries, keys], True where a query may attend; None when every query sees every key.
-        is_causal: one segment with an empty context, for which the lower triangle is the whole mask.
-    """
-
-    def __init__(self, members: list[Member]) -> None:
-        self.members = members
-        segments = [member.segment for member in members]
-        num_queries = max(segment.num_queries for segment in segments)
-        length = max(segment.kv_slots.numel() for segment in segments)
-        self.shape = (len(members), num_queries, length)
-        device = segments[0].kv_slots.device
-        slots = torch.empty(len(members), length, dtype=torch.int64, device=device)
-        rows = torch.arange(num_queries, device=device).repeat(len(members), 1)
-        for i, (start, segment) in enumerate(members):
-            # What pads is real memory that the mask hides: the segment's own first slot, its own last query.
-            used = segment.kv_slots.numel()
-            slots[i, :used] = segment.kv_slots
-            slots[i, used:] = segment.kv_slots[0]
-            rows[i].clamp_(max=segment.num_queries - 1).add_(start)
-        self.slots = _as_slice(slots.view(-1)) if len(members) == 1 else slots.view(-1)
-        self.rows = rows.view(-1)
-        self.is_causal = len(members) == 1 and segments[0].mask is None and 1 < num_queries == length
-        self.mask: Tensor | None = None
-        hides = segments[0].mask is not None and segments[0].mask.shape[1] > 1
-        if not self.is_causal and (len(members) > 1 or num_queries > 1 or hides):
-            self.mask = torch.stack([_allowed(segment, num_queries, length) for segment in segments]).unsqueeze(1)
-
-
-def group_segments(members: list[Member]) -> list[SegmentGroup]:
+def group_segments(members: list[Member]) -> list[list[Member]]:
     """Split a batch into groups; a segment joins the one before it while the padding costs less than a call."""
     groups: list[list[Member]] = []
     queries = keys = 0
@@ -170,21 +155,20 @@ def group_segments(members: list[Member]) -> list[SegmentGroup]:
                 continue
         groups.append([member])
         queries, keys = num_queries, length
-    return [SegmentGroup(group) for group in groups]
+    return groups
 
 
-def row_order(groups: list[SegmentGroup], num_rows: int) -> Tensor | None:
+def row_order(groups: list[_GroupAttention], num_rows: int) -> Tensor | None:
     """Where each batch row lies in the groups' padded rows, one group after the other; None when in order already."""
     order = torch.empty(num_rows, dtype=torch.int64)
     offset = 0
     for group in groups:
-        num_queries = group.shape[1]
         for start, segment in group.members:
             order[start : start + segment.num_queries] = torch.arange(offset, offset + segment.num_queries)
-            offset += num_queries
+            offset += group.num_queries
     if offset == num_rows and bool((order == torch.arange(num_rows)).all()):
         return None
-    return order.to(groups[0].rows.device)
+    return order.to(groups[0].members[0].segment.kv_slots.device)
 
 
 def _allowed(segment: Segment, num_rows: int, length: int) -> Tensor:

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import InternalError
-
 
 class PagePool:
     """Hands out page numbers 0..num_pages-1. Page p covers slots p * page_size .. (p + 1) * page_size - 1.
@@ -74,15 +72,6 @@ class PagePool:
     def num_refs(self, page: int) -> int:
         """Owners of a page; 0 means free."""
         return self._refs[page]
-
-    def check_integrity(self) -> None:
-        """Raise InternalError unless every page is either free once or referenced."""
-        if len(set(self._free)) != len(self._free):
-            raise InternalError("page pool: a page is in the free list twice")
-        free = set(self._free)
-        for page, refs in enumerate(self._refs):
-            if refs < 0 or (refs == 0) != (page in free):
-                raise InternalError(f"page pool: page {page} has {refs} references and free={page in free}")
 
     def _check_owned(self, page: int, needed: int) -> None:
         if not 0 <= page < self.num_pages:

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from outrider.cache.pages import EvictableCount, PagePool
-from outrider.errors import InternalError
 
 Chunk = tuple[int | str, ...]
 """A page's tokens. A prefix's first one begins with the tenant's name, so that tenants share no page."""
@@ -116,26 +115,6 @@ class RadixCache:
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
         return self._evictable.value
-
-    def check_integrity(self) -> None:
-        """Raise InternalError unless the tree is well formed and holds a reference on each of its pages."""
-        seen: set[int] = set()
-        for node in self._nodes():
-            if not node.pages or len(node.pages) != len(node.chunks):
-                raise InternalError(f"radix cache: a node has {len(node.pages)} pages for {len(node.chunks)} chunks")
-            tokens = (chunk[node.parent is self._root and at == 0 :] for at, chunk in enumerate(node.chunks))
-            if any(len(chunk) != self._page_size for chunk in tokens):
-                raise InternalError("radix cache: a chunk is not a page long")
-            if node.parent is None or node.parent.children.get(node.chunks[0]) is not node:
-                raise InternalError("radix cache: a node is not its parent's child")
-            if node.parent is not self._root and node.parent.last_used < node.last_used:
-                raise InternalError("radix cache: a node was used after its parent")
-            for page in node.pages:
-                if page in seen or self._pool.num_refs(page) < 1:
-                    raise InternalError(f"radix cache: page {page} is held twice or free")
-                seen.add(page)
-        if len(seen) != self.num_pages:
-            raise InternalError(f"radix cache: {len(seen)} pages in the tree, {self.num_pages} counted")
 
     def _walk(self, chunks: list[Chunk]) -> tuple[_Node, int]:
         """Follow `chunks` as far as the tree knows them, marking the way as just used.

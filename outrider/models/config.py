@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,35 +267,32 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def get_int(fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0) -> int:
     """An integer field; null counts as absent. Without a default the field is required."""
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"config.json: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"config.json: {name} must be an integer of at least {minimum}, got {value!r}")
-    return value
+    what = f"an integer of at least {minimum}"
+    return int(_get(fields, name, default, what, lambda value: type(value) is int and value >= minimum))
 
 
 def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """A finite number field; null counts as absent. Without a default the field is required."""
+    return float(
+        _get(
+            fields, name, default, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
+        )
+    )
+
+
+def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A boolean field; null counts as absent."""
+    return bool(_get(fields, name, default, "true or false", lambda value: type(value) is bool))
+
+
+def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal: Callable[[Any], bool]) -> Any:
     value = fields.get(name)
     if value is None:
         value = default
     if value is None:
         raise ConfigError(f"config.json: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"config.json: {name} must be a finite number, got {value!r}")
-    return float(value)
-
-
-def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field; null counts as absent."""
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ConfigError(f"config.json: {name} must be true or false, got {value!r}")
+    if not is_legal(value):
+        raise ConfigError(f"config.json: {name} must be {what}, got {value!r}")
     return value
 
 

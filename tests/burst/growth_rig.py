@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 from integrity import check_forest, check_slots
+from page_integrity import check_pages
 from scripted_rows import Guesses, features_message
 from scripted_runner import ScriptedRunner
 
@@ -203,7 +204,7 @@ class Rig:
         assert not self.runner.page_owner
         assert sorted(batch_manager._free_rows) == list(range(self.runner.shape.num_rows))
         assert growth._kv_manager.pool.num_free == self.runner.shape.num_pages
-        growth._kv_manager.pool.check_integrity()
+        check_pages(growth._kv_manager.pool)
         check_slots(growth._forest.slots)
         assert not growth._forest.slots.live.any()
         assert not growth._forest.num_run.any()

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from page_integrity import check_pages
 
 from outrider.cache.pages import PagePool
 from outrider.errors import InternalError
@@ -53,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        self.pool.check_integrity()
+        check_pages(self.pool)
         assert self.pool.num_free == NUM_PAGES - len(self.refs)
         assert all(self.pool.num_refs(page) == self.refs[page] for page in range(NUM_PAGES))
 
@@ -70,7 +71,7 @@ def test_integrity_check_finds_a_page_that_is_free_and_owned() -> None:
     pool.allocate(1)
     pool._free.append(0)
     with pytest.raises(InternalError, match="page 0"):
-        pool.check_integrity()
+        check_pages(pool)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 4)])

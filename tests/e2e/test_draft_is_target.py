@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import Answer, make_engine, run_all, tiny_model
 from in_process_draft import InProcessDraft, drafter_of
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def engines() -> Iterator[list[ThreadedEngine]]:
     for engine in made:
         engine.stop()
         assert not engine.scheduler.running
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
 
 
 def options_of(**changes: object) -> DraftOptions:

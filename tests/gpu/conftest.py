@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from page_integrity import check_memory
 
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
@@ -58,7 +59,7 @@ def start() -> Iterator[Start]:
     yield begin
     for engine in made:
         engine.stop()
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
         assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 

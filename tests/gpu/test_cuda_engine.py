@@ -12,6 +12,7 @@ import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -56,7 +57,7 @@ def start() -> Iterator[Start]:
     yield begin
     for engine, executor in made:
         engine.stop()
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
         assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
         assert len(executor.rows) == 0, "a row leaked"
 

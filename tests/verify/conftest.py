@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cuda_harness import jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 
 from outrider.grammar.compiler import GrammarVocabulary
@@ -51,7 +52,7 @@ def engines() -> Iterator[list[ThreadedEngine]]:
     for engine in made:
         engine.stop()
         assert engine.scheduler.running == [] and not engine.scheduler.waiting
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
         assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
 
 

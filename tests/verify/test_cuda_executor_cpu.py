@@ -11,6 +11,7 @@ import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 
 from kernels.sampling import sample_rows
@@ -35,7 +36,7 @@ def made() -> Iterator[Made]:
     for engine, executor in engines:
         engine.stop()
         assert engine.scheduler.running == [] and not engine.scheduler.waiting
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
         assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
         assert len(executor.rows) == 0, "a row leaked"
 

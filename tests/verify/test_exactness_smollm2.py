@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import Answer, make_engine, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer
 
@@ -55,7 +56,7 @@ def run(engine: ThreadedEngine, jobs: list[Job], width: int, speculate: bool = T
         return run_all(engine, jobs, width, max_tokens=NUM_TOKENS, speculate=speculate)
     finally:
         engine.stop()
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
 
 
 @pytest.fixture(scope="module")

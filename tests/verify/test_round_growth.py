@@ -12,6 +12,7 @@ from cuda_harness import VOCAB, jobs, make_paged_engine, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_request, run_all
 from local_draft import Guess, LocalDraft, chain, noise, oracle
+from page_integrity import check_memory
 from test_cuda_executor_cpu import check_same
 from threaded_engine import ThreadedEngine
 from torch import Tensor
@@ -69,7 +70,7 @@ def made() -> Iterator[Made]:
     for engine, executor in engines:
         engine.stop()
         assert engine.scheduler.running == [] and not engine.scheduler.waiting
-        engine.memory.check_integrity()
+        check_memory(engine.memory)
         assert engine.memory.num_used == engine.memory.radix.num_pages, "a page leaked"
         assert len(executor.rows) == 0, "a row leaked"
 

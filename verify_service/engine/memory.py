@@ -93,11 +93,6 @@ class Memory:
         request.pages = []
         request.cached_len = 0
 
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if references and pages disagree."""
-        self.pool.check_integrity()
-        self.radix.check_integrity()
-
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
