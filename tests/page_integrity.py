@@ -17,7 +17,7 @@ def check_pages(pool: PagePool) -> None:
     free = set(pool._free)
     assert len(free) == len(pool._free), "a page is in the free list twice"
     for page, refs in enumerate(pool._refs):
-        assert refs >= 0 and (refs == 0) == (page in free), f"page {page} has {refs} references"
+        assert refs >= 0 and (refs == 0) == (page in free), f"page {page} has {refs} references and free={page in free}"
 
 
 def check_radix(cache: RadixCache) -> None:

@@ -39,7 +39,7 @@ OPTION_TYPES: dict[str, type[ServiceOptions]] = {
     "verify": VerifyOptions,
     "gateway": GatewayOptions,
 }
-# (service, its option that names the peer, the peer)
+# (service, its option with addresses of the peer, the peer)
 LINKS = (("verify", "draft", "draft"), ("gateway", "verify", "verify"))
 ADDRESS_FIELDS = ("address", "metrics_address", "rest_address")
 
@@ -72,10 +72,8 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
     linked = dict(options)
     for name, field, peer in LINKS:
         if name in linked and is_default(linked[name], field):
-            kind = type(getattr(linked[name], field))
-            address = linked[peer].address if peer in linked else ""
-            value: Any = address if kind is str else tuple(part for part in (address,) if part)
-            linked[name] = replace(linked[name], **{field: value})
+            addresses: Any = (linked[peer].address,) if peer in linked else ()
+            linked[name] = replace(linked[name], **{field: addresses})
     draft, verify = linked.get("draft"), linked.get("verify")
     # A draft that is to choose its drafters must know for whom; n-grams have no tokenizer of their own for grammars.
     chosen = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()

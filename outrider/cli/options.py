@@ -21,7 +21,7 @@ from rich.console import Console
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
-from outrider.config.base import Option, describe_options, read_options
+from outrider.config.base import Option, add_option, describe_options, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -178,14 +178,9 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         group = shared if option.name in SHARED else groups[service]
         is_socket = option.name == "address" and service != "gateway"
         default = "a unix socket" if is_socket else option.default_text or "empty"
-        action = (subjects[subject_of[name]] if name in subject_of else group).add_argument(
-            name,
-            dest=f"service{name}",
-            metavar="VALUE",
-            default=argparse.SUPPRESS,
-            help=f"{option.help_text} Default: {default}.".replace("%", "%%"),
-            **({"nargs": "?", "const": "true"} if option.kind is bool else {}),  # type: ignore[arg-type]
-        )
+        group = subjects[subject_of[name]] if name in subject_of else group
+        text = f"{option.help_text} Default: {default}."
+        action = add_option(group, option, name, f"service{name}", "VALUE", text)
         if name not in subject_of:
             action.whole_help, action.help = action.help, argparse.SUPPRESS  # type: ignore[attr-defined]
 

@@ -119,6 +119,21 @@ def parse_options(
         raise SystemExit(2) from None
 
 
+def add_option(
+    parser: argparse._ActionsContainer, item: Option, flag: str, dest: str, metavar: str, help: str
+) -> argparse.Action:
+    """Declare an option to argparse, for which it is text, and absent where it is not given; a switch needs none."""
+    return parser.add_argument(
+        flag,
+        dest=dest,
+        default=argparse.SUPPRESS,
+        metavar=metavar,
+        help=help.replace("%", "%%"),
+        nargs="?" if item.kind is bool else None,
+        const="true" if item.kind is bool else None,
+    )
+
+
 def read_options(
     options_type: type[OptionsT], given: Mapping[str, Any], env: Mapping[str, str], spelled: Mapping[str, str]
 ) -> OptionsT:
@@ -172,15 +187,8 @@ def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, 
     parser = _Parser(prog=prog, description=summary[0] if summary else None, allow_abbrev=False)
     for item in items:
         default = "a secret" if item.secret and item.default else (item.default_text or "empty")
-        arguments: dict[str, Any] = {"nargs": "?", "const": "true"} if item.kind is bool else {}
-        parser.add_argument(
-            item.flag,
-            dest=item.name,
-            default=argparse.SUPPRESS,
-            metavar=item.kind.__name__.upper(),
-            help=f"{item.help_text} Default: {default}. Environment: {item.env}.".replace("%", "%%"),
-            **arguments,
-        )
+        text = f"{item.help_text} Default: {default}. Environment: {item.env}."
+        add_option(parser, item, item.flag, item.name, item.kind.__name__.upper(), text)
     flags = [item.flag for item in items]
     name = prog or Path(sys.argv[0]).name
     argv = translate(argv, flags, lambda text: print(f"{name}: warning: {text}", file=sys.stderr))

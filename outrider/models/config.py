@@ -119,7 +119,6 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     tie_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -165,7 +164,6 @@ class ModelConfig:
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_fields(fields, max_positions),
             eos_token_ids=_eos_token_ids(fields, generation),
-            bos_token_id=next(iter(get_token_ids(fields, "bos_token_id", "config.json")), None),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,

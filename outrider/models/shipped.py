@@ -6,7 +6,6 @@ $OUTRIDER_HEADS names another folder in the place of `models/`.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
+from outrider.models.config import read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
 from outrider.models.store_folder import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 
@@ -49,10 +49,9 @@ def is_default_target(target: str) -> bool:
     if not target or not folder.is_dir():
         return False
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / MANIFEST_FILE).get("source") == DEFAULT_WHEEL.requirement
+    except ConfigError:
         return False
-    return isinstance(manifest, dict) and manifest.get("source") == DEFAULT_WHEEL.requirement
 
 
 def choose_drafters(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.sampling.noise import gumbel, philox
 from outrider.sampling.params import SamplingParams
@@ -92,7 +91,7 @@ def choose(
     rest = logits.copy()
     rest[places[known]] = -np.inf
     # Children that hold all mass pass whatever the coin, but for the rounding of their sum.
-    scores = (logits if np.isneginf(rest).all() else rest) + _noise(ids, params, position)
+    scores = (logits if np.isneginf(rest).all() else rest) + gumbel(params.seed, params.choice_index, position, ids)
     return int(ids[np.argmax(scores)])
 
 
@@ -119,7 +118,3 @@ def walk_tree(
         if node is not None:
             accepted.append(node)
     return tokens, accepted
-
-
-def _noise(ids: NDArray[np.int64], params: SamplingParams, position: int) -> NDArray[np.float32]:
-    return gumbel(params.seed, params.choice_index, position, ids)

@@ -25,12 +25,7 @@ VALID: dict[str, Any] = {
 def test_absent_fields_have_the_family_defaults() -> None:
     config = ModelConfig.from_fields(VALID, {})
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
-    assert (config.dtype, config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (
-        "float32",
-        False,
-        (),
-        None,
-    )
+    assert (config.dtype, config.tie_embeddings, config.eos_token_ids) == ("float32", False, ())
 
 
 def test_end_of_sequence_ids_come_from_both_files() -> None:
