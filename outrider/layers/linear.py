@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,6 +36,17 @@ class Linear:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: Tensor | None = None
+
+    def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
+        """Weights and biases to be filled, by their names in a checkpoint: matrices of so many rows, one upon another.
+
+        Without `rows` it is one matrix.
+        """
+        sizes = list(rows) or [self.weight.shape[0]]
+        found = {f"{name}.weight": view for name, view in zip(names, self.weight.split(sizes), strict=True)}
+        if self.bias is not None:
+            found |= {f"{name}.bias": view for name, view in zip(names, self.bias.split(sizes), strict=True)}
+        return found
 
     def pack(self) -> None:
         """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew."""

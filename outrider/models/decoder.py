@@ -51,15 +51,8 @@ class SelfAttention:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """q, k and v as views of the fused matrix; Qwen3's head norms fill one row a head."""
-        found: dict[str, Tensor] = {"o_proj.weight": self.output.weight}
         sizes = (self.q_size, self.kv_size, self.kv_size)
-        for name, view in zip("qkv", self.qkv.weight.split(sizes), strict=True):
-            found[f"{name}_proj.weight"] = view
-        if self.qkv.bias is not None:
-            for name, view in zip("qkv", self.qkv.bias.split(sizes), strict=True):
-                found[f"{name}_proj.bias"] = view
-        if self.output.bias is not None:
-            found["o_proj.bias"] = self.output.bias
+        found = self.qkv.tensors("q_proj", "k_proj", "v_proj", rows=sizes) | self.output.tensors("o_proj")
         if self.qk_norm is not None:
             found["q_norm.weight"] = self.qk_norm.weight[0]
             found["k_norm.weight"] = self.qk_norm.weight[self.num_heads]
@@ -88,16 +81,8 @@ class GatedMlp:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """gate and up as halves of one matrix."""
-        gate, up = self.gate_up.weight.split(self.size)
-        found: dict[str, Tensor] = {
-            "gate_proj.weight": gate,
-            "up_proj.weight": up,
-            "down_proj.weight": self.down.weight,
-        }
-        if self.gate_up.bias is not None and self.down.bias is not None:
-            found["gate_proj.bias"], found["up_proj.bias"] = self.gate_up.bias.split(self.size)
-            found["down_proj.bias"] = self.down.bias
-        return found
+        gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
+        return gate_up | self.down.tensors("down_proj")
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
@@ -170,7 +155,7 @@ class CausalLM:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not self.config.tie_embeddings:
-            found["lm_head.weight"] = self.head.weight
+            found |= self.head.tensors("lm_head")
         for number, layer in enumerate(self.layers):
             found |= {f"model.layers.{number}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
         return found

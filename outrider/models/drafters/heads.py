@@ -32,11 +32,7 @@ class EagleHead(DraftHead):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """See DraftHead."""
-        found = super().checkpoint_tensors()
-        found["fc.weight"] = self.fc.weight
-        if self.fc.bias is not None:
-            found["fc.bias"] = self.fc.bias
-        return found
+        return super().checkpoint_tensors() | self.fc.tensors("fc")
 
     def finish_loading(self) -> None:
         """See DraftHead."""
@@ -94,9 +90,7 @@ class Eagle3Head(DraftHead):
         found["layers.0.hidden_norm.weight"] = self.hidden_norm.weight
         found["norm.weight"] = self.final_norm.weight
         if self.fc is not None:
-            found["fc.weight"] = self.fc.weight
-            if self.fc.bias is not None:
-                found["fc.bias"] = self.fc.bias
+            found |= self.fc.tensors("fc")
         for number, norm in enumerate(self.feature_norms):
             found[f"fc_norm.{number}.weight"] = norm.weight
         if self.joint_norm is not None:
