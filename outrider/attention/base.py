@@ -127,6 +127,5 @@ class AttentionBackend(ABC):
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """Compute what all layers of the forward share, for `num_heads` query heads: angles, indices, masks, groups.
 
-        Raises:
-            ValueError: a batch that this backend cannot run, or segments that do not fit it.
+        Raises ValueError: a batch that this backend cannot run, or segments that do not fit it.
         """

@@ -47,8 +47,7 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, shape: FlashInferShape, device: torch.device, trees: bool = True) -> None:
         """Takes 128 MiB of device memory for prompts, and for `trees` 384 MiB more.
 
-        Raises:
-            ConfigError: FlashInfer is not installed or does not run this shape.
+        Raises ConfigError: FlashInfer is not installed or does not run this shape.
         """
         if find_spec("flashinfer") is None:
             raise ConfigError(

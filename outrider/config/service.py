@@ -77,11 +77,6 @@ class TlsFiles:
         """The option that names a file."""
         return f"{self.prefix}-{word}"
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that are named."""
-        return tuple(Path(text).expanduser() for text in (self.cert, self.key, self.ca) if text)
-
 
 def door_tls(options: object) -> TlsFiles | None:
     """The files of a service's own door; None where it is open. Raises ConfigError where they do not go together."""

@@ -65,8 +65,7 @@ class RopeConfig:
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
-        Raises:
-            ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
+        Raises ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
         """
         scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
@@ -130,8 +129,7 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face model folder.
 
-        Raises:
-            ConfigError: names the architecture or field that is at fault, and what is supported.
+        Raises ConfigError: names the architecture or field that is at fault, and what is supported.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -249,8 +247,7 @@ def _dtype(fields: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
-    Raises:
-        ConfigError: the file is missing, unreadable, not JSON, or not an object.
+    Raises ConfigError: the file is missing, unreadable, not JSON, or not an object.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

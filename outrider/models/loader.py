@@ -24,9 +24,7 @@ def load_model(
 
     Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
     `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do.
-
-    Raises:
-        ConfigError: names the architecture, field, file or tensor that is at fault.
+    Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
@@ -43,8 +41,7 @@ def load_model(
 def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The checkpoint's tensors that a decoder of this config has, and no others.
 
-    Raises:
-        ConfigError: one is missing, not called for, or of another shape.
+    Raises ConfigError: one is missing, not called for, or of another shape.
     """
     unread = FAMILIES[config.architecture].unread_prefix
 

@@ -76,8 +76,7 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
 def shard_paths(folder: Path) -> list[Path]:
     """The weight files of `folder`, in name order.
 
-    Raises:
-        ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
+    Raises ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
     """
     if (folder / INDEX_FILE).is_file():
         return _indexed_paths(folder)
@@ -115,8 +114,7 @@ def _indexed_paths(folder: Path) -> list[Path]:
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes from the header of a safetensors file; no weights are read.
 
-    Raises:
-        ConfigError: it cannot be read, or is damaged.
+    Raises ConfigError: it cannot be read, or is damaged.
     """
     # Imported here: the gateway, which hashes tokenizers, has no use for it.
     from safetensors import SafetensorError, safe_open

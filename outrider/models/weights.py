@@ -41,8 +41,7 @@ class StoredTensor:
 def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
     """All tensors that `rename` names.
 
-    Raises:
-        ConfigError: the folder has no safetensors, or two tensors of one name.
+    Raises ConfigError: the folder has no safetensors, or two tensors of one name.
     """
     found: dict[str, StoredTensor] = {}
     for path in shard_paths(folder):
@@ -61,8 +60,7 @@ def check_tensors(
 ) -> None:
     """Compare names and shapes; `config` is what messages call the file that `expected` follows from.
 
-    Raises:
-        ConfigError: names file, tensor and both shapes.
+    Raises ConfigError: names file, tensor and both shapes.
     """
     for name, tensor in stored.items():
         if name not in expected:
