@@ -73,7 +73,7 @@ class Engine:
             await queue.put(None)
 
     async def _one(self, answer: Answer, model: GatewayModel) -> AsyncGenerator[Delta, None]:
-        meter = AnswerMeter(self._metrics, model.name, answer.job)
+        meter = AnswerMeter(self._metrics, model.name, answer)
         outcome, last = "error", None
         try:
             async with aclosing(self._router.generate(answer.request)) as chunks:
@@ -92,7 +92,7 @@ class Engine:
         except InvalidRequestError as error:
             raise _renamed(error, answer.job) from None
         finally:
-            meter.finish(answer.finish_reason or outcome)
+            meter.finish(outcome)
 
 
 def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:

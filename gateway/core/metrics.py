@@ -19,12 +19,11 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from gateway.core.answer import Delta
+from gateway.core.answer import Answer, Delta
 from gateway.core.gate import Gate
 from gateway.core.replica import ReplicaState
-from gateway.core.request import Job
 from gateway.core.router import Router
-from outrider.protocol.generation import FinishReason, GenerationUpdate
+from outrider.protocol.generation import GenerationUpdate
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 LOAD_DEADLINE = 0.5
@@ -148,20 +147,18 @@ class GatewayMetrics:
 class AnswerMeter:
     """Measures one answer."""
 
-    def __init__(self, metrics: GatewayMetrics, model_name: str, job: Job) -> None:
+    def __init__(self, metrics: GatewayMetrics, model_name: str, answer: Answer) -> None:
         self._metrics = metrics
         self._name = model_name
-        self._job = job
+        self._answer = answer
+        self._arrived = answer.job.arrived
         self._first: float | None = None
         self._last = 0.0
-        self._num_tokens = 0
-        self._cached = 0
         self._queued = 0.0
 
     def chunk(self, chunk: GenerationUpdate, delta: Delta) -> None:
         """Counts what came from verify and what of it reached the client."""
         num_tokens = len(delta.tokens)
-        self._cached = max(self._cached, chunk.cached_prompt_tokens)
         self._queued = max(self._queued, chunk.queue_seconds)
         if num_tokens:
             self._time(num_tokens)
@@ -174,7 +171,7 @@ class AnswerMeter:
         metrics, name = self._metrics, self._name
         if self._first is None:
             self._first = now
-            metrics.first_token.labels(name).observe(now - self._job.arrived)
+            metrics.first_token.labels(name).observe(now - self._arrived)
             later = num_tokens - 1
         else:
             later = num_tokens
@@ -184,7 +181,6 @@ class AnswerMeter:
             inter.observe(gap)
             per_output.observe(gap)
         self._last = now
-        self._num_tokens += num_tokens
 
     def _round(self, num_draft: int, num_accepted: int) -> None:
         metrics, name = self._metrics, self._name
@@ -198,23 +194,24 @@ class AnswerMeter:
         for position in range(min(num_accepted, _MAX_POSITIONS)):
             metrics.accepted_per_position.labels(name, str(position)).inc()
 
-    def finish(self, reason: FinishReason | str) -> None:
-        """Ends the measurement; `reason` is "abort" or "error" where the answer is not whole."""
+    def finish(self, outcome: str) -> None:
+        """Ends the measurement; `outcome` is "abort" or "error", for an answer that is not whole."""
         metrics, name, now = self._metrics, self._name, time.monotonic()
-        word = reason.name.lower() if isinstance(reason, FinishReason) else reason
-        num_prompt = len(self._job.prompt_token_ids)
+        reason, usage = self._answer.finish_reason, self._answer.usage
+        word = outcome if reason is None else reason.name.lower()
+        num_prompt, num_tokens = usage.prompt_tokens, usage.completion_tokens
         metrics.success.labels(name, word).inc()
         metrics.prompt_tokens.labels(name).inc(num_prompt)
         metrics.prefix_queries.labels(name).inc(num_prompt)
-        metrics.prefix_hits.labels(name).inc(self._cached)
+        metrics.prefix_hits.labels(name).inc(usage.cached_prompt_tokens)
         metrics.request_prompt.labels(name).observe(num_prompt)
-        metrics.request_generation.labels(name).observe(self._num_tokens)
-        metrics.end_to_end.labels(name).observe(now - self._job.arrived)
+        metrics.request_generation.labels(name).observe(num_tokens)
+        metrics.end_to_end.labels(name).observe(now - self._arrived)
         if self._first is not None:
             metrics.queue_time.labels(name).observe(self._queued)
-            metrics.prefill_time.labels(name).observe(max(0.0, self._first - self._job.arrived - self._queued))
+            metrics.prefill_time.labels(name).observe(max(0.0, self._first - self._arrived - self._queued))
             metrics.decode_time.labels(name).observe(self._last - self._first)
-        if self._first is not None and self._num_tokens > 1 and self._last > self._first:
-            mean = (self._last - self._first) / (self._num_tokens - 1)
+        if self._first is not None and num_tokens > 1 and self._last > self._first:
+            mean = (self._last - self._first) / (num_tokens - 1)
             metrics.request_per_token.labels(name).observe(mean)
             metrics.request_speed.labels(name).observe(1 / mean)

@@ -23,13 +23,23 @@ from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields
 from gateway.openai.generation import (
+    AnswerHead,
     ChoicesBuilder,
     CollectedAnswer,
     UsageBody,
     finish_word,
 )
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
-from gateway.openai.tools import CallBody, CallDelta, CallMade, ToolBody, ToolChoice, check_tools, tool_fields
+from gateway.openai.tools import (
+    CallBody,
+    CallDelta,
+    CallMade,
+    ToolBody,
+    ToolChoice,
+    calls_made,
+    check_tools,
+    tool_fields,
+)
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
@@ -183,14 +193,10 @@ class ChatChoice(Body):
     trace: TraceBody | None = None
 
 
-class ChatCompletion(Body):
+class ChatCompletion(AnswerHead):
     """Answer to POST /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_logprobs: PromptLogprobsBody | None = None
@@ -216,14 +222,10 @@ class ChatChunkChoice(Body):
     trace: TraceBody | None = None
 
 
-class ChatCompletionChunk(Body):
+class ChatCompletionChunk(AnswerHead):
     """One event of a streamed chat answer."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: UsageBody | None = None
 
@@ -231,7 +233,7 @@ class ChatCompletionChunk(Body):
 def _finish_word(reason: FinishReason | None, answer: CollectedAnswer) -> ChatFinishWord:
     """OpenAI's word for the reason of a chat's end."""
     word = finish_word(reason)
-    return "tool_calls" if word == "stop" and answer.calls.made else word
+    return "tool_calls" if word == "stop" and answer.calls else word
 
 
 class ChatBuilder(ChoicesBuilder):
@@ -269,7 +271,7 @@ class ChatBuilder(ChoicesBuilder):
                 news["content"] = delta.text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **trace)
         if delta.tool_calls:
-            answer.calls.take(delta.tool_calls)
+            answer.calls.extend(delta.tool_calls)
             calls = ChatDelta(tool_calls=[CallDelta.of(call) for call in delta.tool_calls])
             yield ChatChunkChoice(index=index, delta=calls, logprobs=None, finish_reason=None)
         if delta.finish_reason is not None:
@@ -281,7 +283,7 @@ class ChatBuilder(ChoicesBuilder):
 
 
 def _message(answer: CollectedAnswer) -> AssistantMessage:
-    text, calls = "".join(answer.text), answer.calls.made
+    text, calls = "".join(answer.text), calls_made(answer.calls)
     more: dict[str, Any] = {"reasoning_content": reasoning} if (reasoning := "".join(answer.reasoning)) else {}
     if calls:
         more["tool_calls"] = calls

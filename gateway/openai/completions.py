@@ -14,6 +14,7 @@ from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, Text, TokenIdLi
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
 from gateway.openai.generation import (
+    AnswerHead,
     ChoicesBuilder,
     CollectedAnswer,
     FinishWord,
@@ -128,14 +129,10 @@ class CompletionChoice(Body):
     trace: TraceBody | None = None
 
 
-class Completion(Body):
+class Completion(AnswerHead):
     """Answer to POST /v1/completions, whole or one event of it."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageBody | None = None
 

@@ -22,6 +22,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Account
 from gateway.core.request import IGNORE_UNKNOWN_FIELDS, Job
 from gateway.core.service import Gateway
+from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import (
@@ -41,7 +42,6 @@ from gateway.http.responses import (
 )
 from gateway.openai.fields import GenerationBody, NamedRequests, OpenAIRequest, StreamOptions
 from gateway.openai.logprobs import prompt_logprobs_body
-from gateway.openai.tools import CollectedCalls
 from gateway.openai.trace import trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
@@ -54,6 +54,16 @@ _logger = get_logger(__name__)
 _INLINE_VALUES = 1024
 """Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
 _VERY_LARGE_VALUES = 1 << 16
+
+
+class AnswerHead(Body):
+    """What OpenAI's answers and their events begin with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 class PromptTokensDetails(Body):
@@ -125,7 +135,7 @@ class CollectedAnswer:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: CollectedCalls = field(default_factory=CollectedCalls)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     trees: list[RoundTree] = field(default_factory=list)
@@ -204,7 +214,7 @@ class ResponseBuilder(ABC):
         answer = self._answers[delta.choice_index]
         answer.text.append(delta.text)
         answer.reasoning.append(delta.reasoning)
-        answer.calls.take(delta.tool_calls)
+        answer.calls.extend(delta.tool_calls)
         if self._keeps_tokens(self._jobs[delta.choice_index]):
             answer.tokens.extend(delta.tokens)
             self._num_collected += _num_values(delta)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -130,25 +132,11 @@ class CallDelta(Body):
         return cls(index=delta.index, id=delta.id, type="function", function=function)
 
 
-class CollectedCalls:
-    """The calls of one answer so far."""
-
-    def __init__(self) -> None:
-        self._heads: list[ToolCallDelta] = []
-        self._arguments: list[list[str]] = []
-
-    def take(self, deltas: Sequence[ToolCallDelta]) -> None:
-        """Adds what is new."""
-        for delta in deltas:
-            if delta.id:
-                self._heads.append(delta)
-                self._arguments.append([])
-            self._arguments[-1].append(delta.arguments)
-
-    @property
-    def made(self) -> list[CallMade]:
-        """All calls."""
-        return [
-            CallMade(id=head.id, type="function", function=FunctionMade(name=head.name, arguments="".join(arguments)))
-            for head, arguments in zip(self._heads, self._arguments, strict=True)
-        ]
+def calls_made(deltas: Sequence[ToolCallDelta]) -> list[CallMade]:
+    """The calls of one answer, of which `deltas` are all news."""
+    made = []
+    for _, group in groupby(deltas, key=attrgetter("index")):
+        head, *more = group
+        function = FunctionMade(name=head.name, arguments="".join(delta.arguments for delta in (head, *more)))
+        made.append(CallMade(id=head.id, type="function", function=function))
+    return made
