@@ -10,13 +10,7 @@ from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
 from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
-from outrider.protocol.generation import (
-    FinishReason,
-    GenerationUpdate,
-    TokenLogprobs,
-    TokenOrigin,
-    Usage,
-)
+from outrider.protocol.generation import FinishReason, GenerationUpdate, TokenLogprobs, TokenOrigin, Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from msgspec.structs import replace
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.reasoning import ReasoningStart
@@ -36,9 +36,6 @@ _TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "cont
 MAX_PROMPT_TOKENS = 1 << 20
 """More than any context; longer lists are refused before they take the event loop's time."""
 
-
-IGNORE_UNKNOWN_FIELDS: dict[str, bool] = {}
-"""The context of a validation that leaves out what it does not know."""
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -49,7 +46,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, data: Any, info: ValidationInfo) -> Any:
+    def _one_unknown_field(cls, data: Any) -> Any:
         # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
         if not isinstance(data, dict):
             return data
@@ -57,8 +54,7 @@ class StrictModel(BaseModel):
         unknown = next((name for name in data if name not in names), None)
         if unknown is None:
             return data
-        known = {name: data[name] for name in names if name in data}
-        return known if info.context is IGNORE_UNKNOWN_FIELDS else known | {unknown: None}
+        return {name: data[name] for name in names if name in data} | {unknown: None}
 
 
 def _encodable(text: str) -> str:
@@ -119,6 +115,7 @@ def _one_or_more(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+PromptText = Annotated[Text, Field(min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
 StopStringList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 StopStrings = Annotated[

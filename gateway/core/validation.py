@@ -36,15 +36,18 @@ _WANTED: Mapping[str, str] = {
 }
 
 _OWN_PARTS = frozenset(
-    {"[key]", "@text", "@parts", "@texts", "@ids", "@lists", "@items", "@message", "@reasoning", "@word", "@named"}
+    {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@message", "@reasoning", "@word", "@named"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
 
-def validate(model: type[M], data: Any, context: Any = None) -> M:
-    """`data` as `model`, in pydantic's `context`. Raises InvalidRequestError about the first field that is wrong."""
+def validate(model: type[M], data: Any, *, ignore_unknown: bool = False) -> M:
+    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong.
+
+    `ignore_unknown`: fields that no model knows are left out, at any depth.
+    """
     try:
-        return model.model_validate(data, context=context)
+        return model.model_validate(data, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         raise explain(error.errors(include_url=False)[0], model) from None
 

@@ -21,14 +21,8 @@ from gateway.core.request import (
 )
 from gateway.core.validation import validate
 from gateway.http.responses import Body
-from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields
-from gateway.openai.generation import (
-    AnswerHead,
-    ChoicesBuilder,
-    CollectedAnswer,
-    UsageBody,
-    finish_word,
-)
+from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields, text_or_list
+from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
 from gateway.openai.tools import (
     CallBody,
@@ -55,14 +49,10 @@ class TextPart(StrictModel):
     text: Text
 
 
-def _content_kind(value: Any) -> str:
-    return "@parts" if isinstance(value, list) else "@text"
-
-
 Content = Annotated[
     Annotated[Text, Tag("@text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@parts")],
-    Discriminator(_content_kind),
+    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
 ]
 
 

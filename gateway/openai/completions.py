@@ -10,17 +10,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, Text, TokenIdList
+from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, PromptText, TokenIdList
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
-from gateway.openai.generation import (
-    AnswerHead,
-    ChoicesBuilder,
-    CollectedAnswer,
-    FinishWord,
-    UsageBody,
-    finish_word,
-)
+from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, FinishWord, UsageBody, finish_word
 from gateway.openai.logprobs import (
     CompletionLogprobs,
     PromptLogprobsBody,
@@ -45,10 +38,9 @@ def prompt_kind(value: Any) -> str:
     return "@texts" if isinstance(first, str) else "@lists" if isinstance(first, list) else "@ids"
 
 
-_PromptText = Annotated[Text, Field(min_length=1)]
 Prompt = Annotated[
-    Annotated[_PromptText, Tag("@text")]
-    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")]
+    Annotated[PromptText, Tag("@text")]
+    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")]
     | Annotated[TokenIdList, Tag("@ids")]
     | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@lists")],
     Discriminator(prompt_kind),

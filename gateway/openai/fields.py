@@ -103,6 +103,11 @@ def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | 
     return {**known, **(values or {})}
 
 
+def text_or_list(value: Any) -> str:
+    """The tag of what may be a text or a list."""
+    return "@list" if isinstance(value, list) else "@text"
+
+
 class StreamOptions(StrictModel):
     """What a stream tells besides the text."""
 

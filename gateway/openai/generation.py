@@ -20,7 +20,7 @@ from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token, count_rounds
 from gateway.core.catalogue import GatewayModel
 from gateway.core.gate import Account
-from gateway.core.request import IGNORE_UNKNOWN_FIELDS, Job
+from gateway.core.request import Job
 from gateway.core.service import Gateway
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
@@ -337,8 +337,7 @@ class GenerationRoute:
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
         user = body.get("user")
-        context = IGNORE_UNKNOWN_FIELDS if self._options.ignore_unknown_fields else None
-        parsed = validate(self._body_type, body, context)
+        parsed = validate(self._body_type, body, ignore_unknown=self._options.ignore_unknown_fields)
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @contextmanager

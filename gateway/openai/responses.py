@@ -15,6 +15,7 @@ from gateway.core.request import (
     MAX_MESSAGES,
     ClientRequest,
     Job,
+    PromptText,
     ReasoningEffort,
     SamplingFields,
     ServingFields,
@@ -34,6 +35,7 @@ from gateway.openai.fields import (
     Only,
     check_goes_with,
     template_values,
+    text_or_list,
 )
 from gateway.openai.generation import ResponseBuilder, SpeculationUsage
 from gateway.openai.trace import TraceBody
@@ -53,10 +55,6 @@ class InputPart(StrictModel):
     logprobs: list[Any] | None = Field(None, description="Taken and not used.")
 
 
-def _content_kind(value: Any) -> str:
-    return "@parts" if isinstance(value, list) else "@text"
-
-
 class InputMessage(StrictModel):
     """A message of the conversation, sent anew or as an earlier answer had it."""
 
@@ -64,8 +62,8 @@ class InputMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[Text, Tag("@text")]
-        | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@parts")],
-        Discriminator(_content_kind),
+        | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+        Discriminator(text_or_list),
     ]
     id: Text | None = Field(None, description="Taken and not used.")
     status: Text | None = Field(None, description="Taken and not used.")
@@ -99,14 +97,10 @@ InputItem = Annotated[
 ]
 
 
-def _input_kind(value: Any) -> str:
-    return "@items" if isinstance(value, list) else "@text"
-
-
 Input = Annotated[
-    Annotated[Text, Field(min_length=1), Tag("@text")]
-    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@items")],
-    Discriminator(_input_kind),
+    Annotated[PromptText, Tag("@text")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
 ]
 
 
@@ -395,7 +389,7 @@ class ResponsesBuilder(ResponseBuilder):
                 yield from self._end("completed")
             yield from self._begin(kind)
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._event(f"response.{_part_type(kind)}.delta", **self._place, delta=text, **more)
+        yield self._event(f"response.{_part(kind, '').type}.delta", **self._place, delta=text, **more)
 
     def _begin(self, kind: Literal["reasoning", "message"]) -> Iterator[ResponseEvent]:
         empty = self._item(kind, "in_progress").model_copy(update={"content": []})
@@ -451,10 +445,6 @@ class ResponsesBuilder(ResponseBuilder):
     def _format(self) -> dict[str, Any]:
         asked = None if self._body.text is None else self._body.text.format
         return {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_unset=True)
-
-
-def _part_type(kind: Literal["reasoning", "message"]) -> Literal["reasoning_text", "output_text"]:
-    return "reasoning_text" if kind == "reasoning" else "output_text"
 
 
 def _part(kind: Literal["reasoning", "message"], text: str) -> OutputPart:

@@ -11,7 +11,16 @@ from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_LOGPROBS, Job, SamplingFields, ServingFields, StopFields, Text, TokenIdList
+from gateway.core.request import (
+    MAX_LOGPROBS,
+    Job,
+    PromptText,
+    SamplingFields,
+    ServingFields,
+    StopFields,
+    Text,
+    TokenIdList,
+)
 from gateway.http.responses import Body
 from gateway.openai.fields import (
     EBNF,
@@ -22,6 +31,7 @@ from gateway.openai.fields import (
     NamedRequests,
     Only,
     prompt_requests,
+    text_or_list,
 )
 from gateway.openai.generation import CollectedAnswer, ResponseBuilder
 from gateway.openai.logprobs import finite, prompt_positions
@@ -45,19 +55,14 @@ Scored = tuple[float | None, int, str | None]
 """Log-probability, token id, and the token's text if that was asked for."""
 
 
-def _text_kind(value: Any) -> str:
-    return "@texts" if isinstance(value, list) else "@text"
-
-
 def _ids_kind(value: Any) -> str:
     return "@lists" if isinstance(value, list) and value and isinstance(value[0], list) else "@ids"
 
 
-_PromptText = Annotated[Text, Field(min_length=1)]
 _Texts = Annotated[
-    Annotated[_PromptText, Tag("@text")]
-    | Annotated[list[_PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")],
-    Discriminator(_text_kind),
+    Annotated[PromptText, Tag("@text")]
+    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
 ]
 _Ids = Annotated[
     Annotated[TokenIdList, Tag("@ids")]
