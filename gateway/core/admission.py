@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.reasoning import ReasoningStart
-from gateway.core.request import Chat, ClientRequest, Job
+from gateway.core.request import Chat, ClientRequest, Job, RequestSampling
 from gateway.core.tool_grammar import forced_grammar
 from gateway.core.tool_parser import ToolCalls
 from gateway.core.tool_prompt import chat_messages
@@ -117,7 +117,10 @@ def _bad_words(words: Sequence[str], model: GatewayModel) -> list[list[int]]:
 
 
 def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | None) -> SamplingParams:
-    fields = {**model.defaults.sampling, **_given(SamplingParams, request.sampling), "grammar": grammar}
+    fields: dict[str, Any] = {
+        name: value for name, value in model.defaults.items() if name in RequestSampling.model_fields
+    }
+    fields |= _given(SamplingParams, request.sampling) | {"grammar": grammar}
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
     fields["top_k"] = max(0, fields.get("top_k", 0))
@@ -221,5 +224,5 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
             f"{num_prompt} prompt tokens and {max_tokens} to generate exceed the context of {context_length} tokens",
             f"send at most {room} here, or a shorter prompt",
         )
-    limits = (room, max_tokens or request.default_max_tokens, model.defaults.max_tokens)
-    return min(limit for limit in limits if limit is not None)
+    limits = (room, max_tokens or request.default_max_tokens, model.defaults.get("max_tokens"))
+    return int(min(limit for limit in limits if limit is not None))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.core.generation_config import GenerationDefaults
+from gateway.core.generation_config import load_defaults
 from gateway.core.reasoning import ReasoningMarkers, find_markers
 from gateway.core.tokenizer import Tokenizer
 from gateway.core.tool_format import ToolFormat, find_format
@@ -34,8 +34,8 @@ class GatewayModel:
     """Changes with the model, its tokenizer or the release."""
     dtype: str = ""
     """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    """Of requests that leave fields of sampling out."""
+    defaults: dict[str, float | int] = field(default_factory=dict)
+    """Of requests that leave fields of sampling out, and the most tokens of any answer: `load_defaults`."""
     reasoning: ReasoningMarkers | None = None
     """What stands around what it thinks before it answers; None where it says nothing of the kind."""
     tool_format: ToolFormat | None = None
@@ -104,9 +104,9 @@ class Catalogue:
             if tokenizer is None:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, Path(info.model_path))
             _check_tokenizer(tokenizer, info)
-            defaults = GenerationDefaults()
+            defaults = {}
             if self._reads_defaults:
-                defaults = await asyncio.to_thread(GenerationDefaults.load, self._folder or Path(info.model_path))
+                defaults = await asyncio.to_thread(load_defaults, self._folder or Path(info.model_path))
             template = tokenizer.chat_template
             reasoning = find_markers(self._reasoning, None if template is None else template.source)
             if reasoning is not None:
@@ -127,8 +127,8 @@ class Catalogue:
             )
             self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)
-            if told := defaults.told():
-                _logger.info("defaults of sampling, from generation_config.json: %s", told)
+            if defaults:
+                _logger.info("defaults of sampling, from generation_config.json: %s", defaults)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:

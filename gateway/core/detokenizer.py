@@ -142,7 +142,7 @@ class StopMatcher:
             self.hit = True
             self._held = ""
             return text[:cut]
-        safe = len(text) - overlap_length(text, self._stops)
+        safe = len(text) - max(overlap_length(text, stop) for stop in self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -156,9 +156,10 @@ class StopMatcher:
         return min(found)[0 if self._keep else 1] if found else None
 
 
-def overlap_length(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text one of the marks may begin with."""
-    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return length
+def overlap_length(text: str, mark: str) -> int:
+    """How many characters at the end of a text the mark may begin with."""
+    if text[-1:] in mark:
+        for length in range(min(len(text), len(mark) - 1), 0, -1):
+            if mark.startswith(text[-length:]):
+                return length
     return 0

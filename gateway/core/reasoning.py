@@ -98,7 +98,7 @@ class ReasoningSplitter:
     def _inside(self, final: bool) -> bool:
         text, marker, rest = self._held.partition(self._end)
         if not marker:
-            safe = len(text) - (0 if final else overlap_length(text, (self._end,)))
+            safe = len(text) - (0 if final else overlap_length(text, self._end))
             text, rest = text[:safe], text[safe:]
         shown = text.rstrip()
         if not marker:  # more reasoning may come behind the white space

@@ -127,13 +127,16 @@ def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _
     depth, in_string = 0, False
     while True:
         take(character)
-        if in_string and character == "\\":
-            take((yield))
-        elif character == '"':
+        if character == '"':
             in_string = not in_string
-        elif not in_string:
-            depth += (character in "{[") - (character in "}]")
-        if not in_string and depth == 0:
+        elif in_string:
+            if character == "\\":
+                take((yield))
+        elif character in "{[":
+            depth += 1
+        elif character in "}]":
+            depth -= 1
+        if depth == 0 and not in_string:
             return "".join(read)
         character = yield
 
@@ -170,7 +173,7 @@ class ToolCallParser:
     def push(self, piece: str) -> tuple[str, list[ToolCallDelta]]:
         """Adds text. Returns the text that is no call, and what is new of calls."""
         for character in piece:
-            self._read(character)
+            self._step(character)
         return self._news()
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
@@ -188,16 +191,11 @@ class ToolCallParser:
         self._text, self._calls = [], []
         return text, calls
 
-    def _read(self, character: str) -> None:
-        if self._step != self._read_text and not self._begun:
-            self._raw += character
-        self._step(character)
-
     def _read_text(self, character: str) -> None:
         if self._bare and not self._held.strip() and character in "{[":
             self._raw, self._step, self._bare = self._held, self._read_between, False
             self._held = ""
-            self._read(character)
+            self._step(character)
             return
         self._held += character
         opener = self._form.opener
@@ -207,7 +205,7 @@ class ToolCallParser:
             self._called = False
             return
         # As far as it is neither whitespace at the end nor what an opener may begin with.
-        safe = self._held[: len(self._held) - overlap_length(self._held, (opener,))].rstrip()
+        safe = self._held[: len(self._held) - overlap_length(self._held, opener)].rstrip()
         self._let_through(safe)
 
     def _let_through(self, text: str) -> None:
@@ -220,6 +218,7 @@ class ToolCallParser:
         self._text.append(text)
 
     def _read_between(self, character: str) -> None:
+        self._raw += character
         closer, opener = self._form.closer, self._form.opener
         tail = (self._raw.removeprefix(opener) if opener else self._raw).lstrip(_SEPARATORS)
         if character == "{" and tail == "{":
@@ -240,6 +239,7 @@ class ToolCallParser:
             self._give_up()
 
     def _read_name(self, character: str) -> None:
+        self._raw += character
         if character == "{":
             # A further opener begins with a separator, which is not here any more.
             name = self._name.removeprefix(self._form.opener[1:]).removesuffix("[ARGS]").partition("[CALL_ID]")[0]
@@ -258,6 +258,8 @@ class ToolCallParser:
             self._name += character
 
     def _read_call(self, character: str) -> None:
+        if not self._begun:
+            self._raw += character
         self._reader.read(character)
         self._look()
 
@@ -306,5 +308,5 @@ class ToolCallParser:
         raw = self._raw.lstrip(_SEPARATORS) if self._called else self._raw
         self._raw, self._name, self._called = "", "", False
         self._step, self._bare, self._held = self._read_text, False, raw
-        keep = overlap_length(raw, (self._form.opener,))
+        keep = overlap_length(raw, self._form.opener)
         self._let_through(raw[: len(raw) - keep].rstrip())

@@ -143,7 +143,7 @@ class InfoRoutes:
             model_path=model.name,
             tokenizer_path=model.name,
             is_generation=True,
-            preferred_sampling_params=model.defaults.told() or None,
+            preferred_sampling_params=model.defaults or None,
             weight_version=model.fingerprint,
             max_model_len=model.context_length,
             vocab_size=model.vocab_size,
@@ -204,7 +204,7 @@ def _model_body(model: GatewayModel) -> ModelBody:
         root=model.name,
         parent=None,
         max_model_len=model.context_length,
-        default_sampling_params=model.defaults.told(),
+        default_sampling_params=model.defaults,
     )
 
 

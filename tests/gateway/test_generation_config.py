@@ -11,7 +11,7 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.core.generation_config import GenerationDefaults
+from gateway.core.generation_config import load_defaults
 from outrider.errors import ConfigError
 from outrider.v1 import gateway_pb2
 
@@ -83,7 +83,7 @@ async def test_completions_stop_after_16_tokens_unless_told_otherwise(world: Wor
 def test_values_that_no_request_may_have_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad = {"temperature": 7, "top_k": "many", "top_p": 0, "min_p": None, "max_new_tokens": True}
     configure(folder, bad | {"repetition_penalty": 1.25})
-    assert GenerationDefaults.load(folder).told() == {"repetition_penalty": 1.25}
+    assert load_defaults(folder) == {"repetition_penalty": 1.25}
     for name in ("temperature", "top_k", "top_p", "max_new_tokens"):
         assert any(f"generation_config.json: {name}: " in message for message in caplog.messages)
 
@@ -91,4 +91,4 @@ def test_values_that_no_request_may_have_are_left_out(folder: Path, caplog: pyte
 def test_a_file_that_is_no_json_is_named(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
-        GenerationDefaults.load(folder)
+        load_defaults(folder)
