@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider_tools.training.eagle import TrainableEagleHead
-from outrider_tools.training.eagle3 import Eagle3Shape, StoredEagle3Head, TrainableEagle3Head, default_feature_layers
+from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
 from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.mtp import TrainableMtpHead
 from outrider_tools.training.options import RunOptions
@@ -23,8 +24,6 @@ from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary
 
-# Options that an initial head decides.
-INITIAL_HEAD_SIZES = ("draft_vocab_size", "intermediate_size", "feature_layers")
 DRAFT_VOCAB_SIZE = 8192
 # What makes a folder a language model of its own, beside config and weights.
 MODEL_FILES = (
@@ -58,8 +57,7 @@ def _eagle3(target: TargetModel, texts: Texts, options: RunOptions) -> Trainable
             raise ConfigError(f"--feature-layers: must be given for a target of {config.num_layers} layers")
         layers = default_feature_layers(config.num_layers)
     chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
-    shape = Eagle3Shape(config, options.draft_vocab_size, layers, options.intermediate_size)
-    head = TrainableEagle3Head(shape, torch.from_numpy(chosen))
+    head = TrainableEagle3Head(config, torch.from_numpy(chosen), layers, options.intermediate_size)
     head.start(target)
     return head
 
@@ -91,13 +89,18 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
                 raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
     if options.init_from is None:
         return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
-    shape = StoredEagle3Head(options.init_from, target).shape
-    for name in INITIAL_HEAD_SIZES:
-        given, own = getattr(options, name), getattr(shape, name)
+    head = StoredEagle3Head(options.init_from, target).config
+    sizes: dict[str, Any] = {
+        "draft_vocab_size": head.draft_vocab_size,
+        "intermediate_size": head.decoder.intermediate_size,
+        "feature_layers": head.feature_layers,
+    }
+    for name, own in sizes.items():
+        given = getattr(options, name)
         if given and given != own:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {given}: the head of --init-from has {own}; leave the option out")
-    return replace(options, **{name: getattr(shape, name) for name in INITIAL_HEAD_SIZES})
+    return replace(options, **sizes)
 
 
 def export_drafter(

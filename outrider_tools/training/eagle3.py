@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Shape:
-    """Sizes of a head. Its attention has the target's own; so has its MLP, unless `intermediate_size` is given."""
-
-    target: ModelConfig
-    draft_vocab_size: int
-    feature_layers: tuple[int, ...]
-    intermediate_size: int = 0
-
-    @property
-    def mlp_size(self) -> int:
-        """Width of the MLP."""
-        return self.intermediate_size or self.target.intermediate_size
-
-
 class _MidLayer(TrainableLayer):
     """Its queries, keys and values are of twice the width: the token's embedding and the feature before it."""
 
@@ -74,21 +59,24 @@ class TrainableEagle3Head(TrainableHead):
     learned: bool
     """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
-    def __init__(self, shape: Eagle3Shape, target_ids: Tensor) -> None:
-        """`target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
-        super().__init__(shape.target)
-        config = shape.target
-        self.shape = shape
-        self.feature_layers = shape.feature_layers
+    def __init__(
+        self, config: ModelConfig, target_ids: Tensor, feature_layers: tuple[int, ...], mlp_size: int = 0
+    ) -> None:
+        """`config` is the target's, whose attention the head has, and whose MLP unless `mlp_size` is another width.
+
+        `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending.
+        """
+        super().__init__(config)
+        self.feature_layers = feature_layers
         self.learned = False
-        self.fc = matrix(len(shape.feature_layers) * config.hidden_size, config.hidden_size)
-        self.midlayer = _MidLayer(config, shape.mlp_size)
+        self.fc = matrix(len(feature_layers) * config.hidden_size, config.hidden_size)
+        self.midlayer = _MidLayer(config, mlp_size or config.intermediate_size)
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = matrix(config.hidden_size, shape.draft_vocab_size)
+        self.lm_head = matrix(config.hidden_size, target_ids.shape[0])
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
         known[target_ids] = True
         # Public heads store the difference of the two ids.
-        self.register_buffer("d2t", target_ids - torch.arange(shape.draft_vocab_size))
+        self.register_buffer("d2t", target_ids - torch.arange(target_ids.shape[0]))
         self.register_buffer("t2d", known)
         self.register_buffer("feature_scale", torch.ones(self.fc.in_features))
 
@@ -149,20 +137,20 @@ class TrainableEagle3Head(TrainableHead):
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
         """See TrainableDrafter."""
-        shape, target = self.shape, self.config
+        target = self.config
         found = llama_fields(
             target,
             "LlamaForCausalLMEagle3",
             target_fields,
-            intermediate_size=shape.mlp_size,
-            draft_vocab_size=shape.draft_vocab_size,
+            intermediate_size=self.midlayer.mlp.gate_proj.out_features,
+            draft_vocab_size=self.lm_head.out_features,
             target_hidden_size=target.hidden_size,
         )
-        if tuple(shape.feature_layers) != default_feature_layers(target.num_layers):
+        if self.feature_layers != default_feature_layers(target.num_layers):
             # Heads name the layer whose output they take; ours are numbered by the layer that it enters.
             found["eagle_config"] = {
                 "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in shape.feature_layers],
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.feature_layers],
             }
         return found
 
@@ -171,8 +159,7 @@ class StoredEagle3Head:
     """A head in a folder, checked against the target that it is to be trained for.
 
     Attributes:
-        shape: of the trainable head that takes its weights.
-        target_ids: int64 [draft_vocab_size], the target's id of each row of its output matrix, ascending.
+        config: of the head.
     """
 
     def __init__(self, folder: Path, target: ModelConfig) -> None:
@@ -182,12 +169,9 @@ class StoredEagle3Head:
         if found != "EAGLE3":
             raise self._misfit("algorithm", found, "EAGLE3")
         self._stored = stored_tensors(folder, head_name)
-        config = eagle3_config(read_json(folder / "config.json"), self._stored, target.num_layers)
-        self._check(config, target)
-        self.shape = Eagle3Shape(
-            target, config.draft_vocab_size, config.feature_layers, config.decoder.intermediate_size
-        )
-        self.target_ids, self._order = self._vocabulary(self._stored.pop("d2t", None))
+        self.config = eagle3_config(read_json(folder / "config.json"), self._stored, target.num_layers)
+        self._check(target)
+        self._target_ids, self._order = self._vocabulary(target.vocab_size)
 
     def head(self, target: TargetModel) -> TrainableEagle3Head:
         """A trainable head, on the target's device, that computes what the head in the folder does.
@@ -195,7 +179,9 @@ class StoredEagle3Head:
         Raises:
             ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
-        head = TrainableEagle3Head(self.shape, self.target_ids)
+        config = self.config
+        sizes = (config.feature_layers, config.decoder.intermediate_size)
+        head = TrainableEagle3Head(target.config, self._target_ids, *sizes)
         weights = {
             name.replace("midlayer.", "layers.0.", 1): weight.detach() for name, weight in head.named_parameters()
         }
@@ -210,35 +196,36 @@ class StoredEagle3Head:
         head.learned = True
         return head.to(target.device)
 
-    def _vocabulary(self, offsets: StoredTensor | None) -> tuple[Tensor, Tensor]:
-        """Target ids, ascending, and where their rows lie in the folder's output matrix."""
-        size, whole = self.shape.draft_vocab_size, self.shape.target.vocab_size
+    def _vocabulary(self, whole: int) -> tuple[Tensor, Tensor]:
+        """Target ids int64 [draft_vocab_size], ascending, and where their rows lie in the folder's output matrix."""
+        size, offsets = self.config.draft_vocab_size, self._stored.pop("d2t", None)
         if offsets is None:
             if size != whole:
                 raise self._misfit("draft_vocab_size", size, f"{whole} where tensor d2t is missing")
             return torch.arange(size), torch.arange(size)
-        sorted_ids = ids_of_offsets(offsets.read(), size, whole, str(offsets.path)).sort()
-        return sorted_ids.values, sorted_ids.indices
+        found = ids_of_offsets(offsets.read(), size, whole, str(offsets.path)).sort()
+        return found.values, found.indices
 
-    def _check(self, config: HeadConfig, target: ModelConfig) -> None:
-        decoder, plain = config.decoder, HeadConfig(config.decoder, 0, 0, ())
-        wanted: list[tuple[str, Any, Any]] = [("target_hidden_size", config.target_hidden_size, target.hidden_size)]
-        wanted += [(name, getattr(decoder, name), getattr(target, name)) for name in SHARED]
-        wanted += [("num_hidden_layers", decoder.num_layers, 1)]
-        wanted += [(name, getattr(decoder, name), False) for name in LACKING]
+    def _check(self, target: ModelConfig) -> None:
+        decoder, plain = self.config.decoder, HeadConfig(self.config.decoder, 0, 0, ())
+        wanted: list[tuple[str, Any, Any]] = [
+            ("target_hidden_size", self.config.target_hidden_size, target.hidden_size),
+            *((name, getattr(decoder, name), getattr(target, name)) for name in SHARED),
+            ("num_hidden_layers", decoder.num_layers, 1),
+            *((name, getattr(decoder, name), False) for name in LACKING),
+        ]
         # The flags of EAGLE-3 heads, which all have a default.
         flags = [field.name for field in fields(HeadConfig) if isinstance(field.default, bool)]
-        wanted += [(name, getattr(config, name), getattr(plain, name)) for name in flags]
+        wanted += [(name, getattr(self.config, name), getattr(plain, name)) for name in flags]
         for name, value, needed in wanted:
             if value != needed:
                 raise self._misfit(name, value, needed)
 
     def _check_embedding(self, stored: StoredTensor, target: TargetModel) -> None:
-        vocab_size, hidden = self.shape.target.vocab_size, self.shape.target.hidden_size
-        if stored.shape != (vocab_size, hidden):
-            raise self._misfit(stored.name, list(stored.shape), [vocab_size, hidden])
         # A head is trained and written with the target's own.
-        own = target.embed(torch.arange(vocab_size, device=target.device))
+        own = target.embed(torch.arange(target.config.vocab_size, device=target.device))
+        if stored.shape != tuple(own.shape):
+            raise self._misfit(stored.name, list(stored.shape), list(own.shape))
         if not torch.equal(stored.read().to(own.device, own.dtype), own):
             raise ConfigError(f"--init-from {self._folder}: tensor {stored.name} is not the target's embedding")
 

@@ -14,7 +14,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.drafters import export_drafter
-from outrider_tools.training.eagle3 import Eagle3Shape, TrainableEagle3Head
+from outrider_tools.training.eagle3 import TrainableEagle3Head
 from outrider_tools.training.layers import matrix
 from outrider_tools.training.target import TargetModel
 
@@ -41,11 +41,9 @@ def test_target_ids_are_those_of_the_draft_vocabulary(head: TrainableEagle3Head)
 
 
 def test_a_seed_gives_the_same_weights_and_states_on_disk_the_same_numbers(target: TargetModel) -> None:
-    shape = Eagle3Shape(
-        replace(target.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True), 200, (1, 2)
-    )
+    config = replace(target.config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
     torch.manual_seed(1)
-    head = TrainableEagle3Head(shape, torch.arange(200))
+    head = TrainableEagle3Head(config, torch.arange(200), (1, 2))
     matrices = [
         "fc",
         *(f"midlayer.self_attn.{name}_proj" for name in "qkvo"),
@@ -78,7 +76,7 @@ def test_exported_head_has_public_names_and_gives_the_same_logits(
         target_model_path=str(target.folder),
     )
     loaded = load_draft_model(options, torch.device("cpu"), torch.float32)
-    assert loaded.feature_layers == head.shape.feature_layers
+    assert loaded.feature_layers == head.feature_layers
     assert loaded.target_ids is not None and torch.equal(loaded.target_ids.long(), head.target_ids)
 
     ids = torch.from_numpy(random_texts(target, 1, 4, 20).sequence(0)).long()
@@ -98,5 +96,5 @@ def test_default_feature_layers_go_without_saying(target: TargetModel, head: Tra
     fields = json.loads((target.folder / "config.json").read_text())
     layers = head.config_fields(fields)["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     assert layers == [0, 1, 2]
-    head.shape = replace(head.shape, feature_layers=(2, 2, 1))
+    head.feature_layers = (2, 2, 1)
     assert "eagle_config" not in head.config_fields(fields)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.eagle3 import Eagle3Shape, TrainableEagle3Head
+from outrider_tools.training.eagle3 import TrainableEagle3Head
 from outrider_tools.training.learner import DraftInput, Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.target import TargetModel, target_states
@@ -21,7 +21,7 @@ def make_head(target: TargetModel, draft_vocab_size: int = 200) -> TrainableEagl
     """An untrained head whose draft vocabulary leaves some tokens out."""
     torch.manual_seed(5)
     random = torch.randperm(target.config.vocab_size)[:draft_vocab_size].sort().values
-    head = TrainableEagle3Head(Eagle3Shape(target.config, draft_vocab_size, (1, 2, 3)), random)
+    head = TrainableEagle3Head(target.config, random, (1, 2, 3))
     head.start(target)
     head.calibrate(torch.rand(10, head.fc.in_features) * 3, torch.empty(0))
     return head
