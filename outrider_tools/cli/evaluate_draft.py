@@ -12,7 +12,6 @@ from typing import Any
 from outrider.cli.options import whole_number
 from outrider.errors import ConfigError
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.cli.train import pick_device
 from outrider_tools.training.options import ALGORITHMS, TreeShape
 
 
@@ -63,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--temperature {arguments.temperature}: must be between 0 and 100")
     # By name: the command line imports without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
-    questions = import_module("outrider_tools.training.prompts").read_questions(arguments.prompts)
+    prompts, tables = import_module("outrider_tools.training.prompts"), import_module("outrider_tools.training.figures")
+    questions = prompts.read_questions(arguments.prompts)
     if arguments.limit is not None and arguments.limit < len(questions):
         questions = [questions[i * len(questions) // arguments.limit] for i in range(arguments.limit)]
     target_folder = resolve_model(arguments.model)
     draft_folder = resolve_model(arguments.draft, needs_tokenizer=False)
     algorithm = arguments.algorithm or import_module("outrider.models.drafters.kinds").algorithm_of(draft_folder)
-    device = pick_device(arguments.device, torch)
+    device = import_module("outrider.device").choose_device(arguments.device)
     dtype = arguments.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     with import_module("outrider_tools.training.report").Report() as report:
         evaluations = stage.measure(
             target,
-            import_module("outrider_tools.training.prompts").ChatForm(target_folder),
+            prompts.ChatForm(target_folder),
             drafter,
             questions,
             report,
@@ -89,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
             num_rows=arguments.num_rows,
             seed=arguments.seed,
         )
-    tables = import_module("outrider_tools.training.figures")
     report.table(tables.length_table(evaluations))
     report.table(tables.rate_table(evaluations))
     if arguments.json is not None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.options import number, whole_number
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
@@ -31,11 +32,17 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="The folder to make; it must not exist.")
     parser.add_argument("--draft", help="A draft head of the source (EAGLE or EAGLE-3): a folder or hub id.")
     parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
-    parser.add_argument("--draft-vocab-size", type=int, default=32000, help="Of a random head. Default: 32000.")
+    parser.add_argument(
+        "--draft-vocab-size", type=whole_number(1, 1 << 24), default=32000, help="Of a random head. Default: 32000."
+    )
     parser.add_argument("--draft-out", type=Path, help="The head's folder to make; with it --out may be left out.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the random filling. Default: 0.")
+    parser.add_argument(
+        "--seed", type=whole_number(0, (1 << 31) - 1), default=0, help="Of the random filling. Default: 0."
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="Of the weights. Default: bfloat16.")
-    parser.add_argument("--shard-gb", type=float, default=2.0, help="Largest weight file, in GB. Default: 2.")
+    parser.add_argument(
+        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest weight file, in GB. Default: 2."
+    )
     parser.add_argument("--vocab-size", type=int, help="Pad the vocabulary with tokens that are never chosen.")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What fills and checks. Default: auto."
@@ -55,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     source = resolve_model(arguments.model)
     # By name: the command line imports without torch, and of its commands this one alone computes.
     folder = import_module("outrider_tools.inflate.folder")
-    options = folder.make_options(
-        shape=shape,
-        dtype=arguments.dtype,
-        device=arguments.device,
+    options = folder.InflateOptions(
+        shape,
+        dtype=getattr(import_module("torch"), arguments.dtype),
+        device=import_module("outrider.device").choose_device(arguments.device),
         seed=arguments.seed,
-        shard_gb=arguments.shard_gb,
+        max_shard_bytes=int(arguments.shard_gb * 1e9),
         vocab_size=arguments.vocab_size,
     )
     if arguments.draft_out is not None:
@@ -72,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {num_bytes / 1e9:.2f} GB of weights")
     if not arguments.check:
         return 0
-    check = import_module("outrider_tools.inflate.folder")
-    result = check.compare(source, arguments.out, folder.tokenize(source, CHECK_TEXT), options.device)
+    result = folder.compare(source, arguments.out, folder.tokenize(source, CHECK_TEXT), options.device)
     print(f"logits against {arguments.model}: {result}")
     if not result.passes(options.dtype):
         raise OutriderError(f"{arguments.out} does not compute what {arguments.model} does: {result}")
@@ -89,21 +95,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
     if arguments.out is None and not wants_draft:
         raise ConfigError("--out: names the folder to make")
-    if arguments.draft_vocab_size < 1:
-        raise ConfigError(f"--draft-vocab-size {arguments.draft_vocab_size}: must be at least 1")
 
 
 def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> None:
     """The head beside the inflated model."""
-    with ConsoleProgress() as progress:
-        if arguments.draft is not None:
-            head = resolve_model(arguments.draft, needs_tokenizer=False)
-            heads = import_module("outrider_tools.inflate.head")
+    heads = import_module("outrider_tools.inflate.head")
+    if arguments.draft is not None:
+        head = resolve_model(arguments.draft, needs_tokenizer=False)
+        with ConsoleProgress() as progress:
             num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
-        else:
-            heads = import_module("outrider_tools.inflate.head")
-            target = heads.shaped(source, options)
-            num_bytes = heads.random_eagle3_head(
-                arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device
-            )
+    else:
+        target = heads.shaped(source, options)
+        num_bytes = heads.random_eagle3_head(
+            arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device
+        )
     print(f"{arguments.draft_out}: {num_bytes / 1e9:.2f} GB of weights")

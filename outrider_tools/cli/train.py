@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = resolve_model(arguments.model)
     # By name: the command line imports without torch.
     module, torch = import_module("outrider_tools.training.run"), import_module("torch")
-    device = pick_device(arguments.device, torch)
+    device = import_module("outrider.device").choose_device(arguments.device)
     options = _given(RunOptions(), arguments)
     options = replace(
         options,
@@ -95,19 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     with import_module("outrider_tools.training.report").Report() as report:
         module.train(folder, arguments.out, device, options, report)
     return 0
-
-
-def pick_device(name: str, torch: Any) -> Any:
-    """A torch device: `auto` is a GPU if there is one.
-
-    Raises:
-        ConfigError: there is none, and one was asked for.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    elif name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; choose cpu")
-    return torch.device(name)
 
 
 def _given(defaults: OptionsT, arguments: argparse.Namespace, smoke: Mapping[str, int] | None = None) -> OptionsT:

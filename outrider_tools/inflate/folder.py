@@ -65,25 +65,6 @@ class InflateOptions:
     vocab_size: int | None = None
 
 
-def make_options(
-    shape: Shape, dtype: str, device: str, seed: int, shard_gb: float, vocab_size: int | None
-) -> InflateOptions:
-    """The options from words. `device` "auto" is the GPU where there is one.
-
-    Raises:
-        ConfigError: names the option that is at fault.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; choose cpu")
-    if not 0.001 <= shard_gb <= 1000:
-        raise ConfigError(f"--shard-gb {shard_gb:g}: must be from 0.001 to 1000")
-    if not 0 <= seed < 1 << 31:
-        raise ConfigError(f"--seed {seed}: must be from 0 to {(1 << 31) - 1}")
-    return InflateOptions(shape, getattr(torch, dtype), torch.device(device), seed, int(shard_gb * 1e9), vocab_size)
-
-
 def tokenize(folder: Path, text: str) -> list[int]:
     """Token ids of `text` for the model in `folder`."""
     ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids

@@ -275,12 +275,15 @@ def test_the_command_writes_checks_and_reports(model_folder: Path, capsys: pytes
     assert "exists; remove it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "problem"), [(["--shard-gb", "0"], "--shard-gb 0"), (["--seed", "-1"], "--seed -1")])
+@pytest.mark.parametrize(
+    ("words", "problem"), [(["--shard-gb", "0"], "--shard-gb: '0' is not"), (["--seed=-1"], "--seed: '-1' is not")]
+)
 def test_the_command_names_a_wrong_option(
     model_folder: Path, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(model_folder.parent / "big")
-    assert main(["inflate", "--model", str(model_folder), "--shape", "llama-8b", "--out", out, *words]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["inflate", "--model", str(model_folder), "--shape", "llama-8b", "--out", out, *words])
     assert problem in capsys.readouterr().err
 
 

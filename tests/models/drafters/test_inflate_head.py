@@ -216,7 +216,9 @@ def test_the_command_makes_heads(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--draft", "x"], "--draft-out"),
         (["--draft-out", "x"], "--draft-out"),
         (["--draft", "x", "--random-draft", "--draft-out", "x"], "--random-draft"),
-        (["--random-draft", "--draft-out", "x", "--draft-vocab-size", "0"], "--draft-vocab-size 0"),
     ):
         assert main([*words, *wrong]) == 2
         assert problem in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--random-draft", "--draft-out", "x", "--draft-vocab-size", "0"])
+    assert "--draft-vocab-size: '0' is not" in capsys.readouterr().err
