@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import NamedTuple
 
 from outrider.cli.terminal import aligned
-from outrider.models.installed import installed_models
-from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider.errors import ConfigError
+from outrider.models.store import DEFAULT_MODEL, default_cache_dir, hub_cache_dir, resolve_model
+from outrider.models.store_folder import CONFIG_FILE, check_model_folder
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -35,3 +38,43 @@ def run(arguments: argparse.Namespace) -> int:
     if DEFAULT_MODEL not in {model.name for model in found}:
         print(f"{DEFAULT_MODEL} (the default) is not here yet: outrider models pull")
     return 0
+
+
+class InstalledModel(NamedTuple):
+    """A model that needs no download."""
+
+    name: str
+    """What `--model` takes: the default's name, a hub id, with @revision where that is not main, or else the folder."""
+    folder: Path
+    num_bytes: int
+
+
+def installed_models() -> list[InstalledModel]:
+    """The converted default, other folders beside it, and language models of the hub's cache, by their names."""
+    found = _of_hub()
+    for config in (default_cache_dir() / "models").glob(f"*/{CONFIG_FILE}"):
+        folder = config.parent
+        name = folder.name if folder.name == DEFAULT_MODEL else str(folder)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        found.append(InstalledModel(name, folder, size))
+    return sorted(found)
+
+
+def _of_hub() -> list[InstalledModel]:
+    # Imported here: it takes a second.
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        cache = scan_cache_dir(hub_cache_dir())
+    except CacheNotFound:
+        return []
+    found = []
+    for repo in cache.repos:
+        for revision in repo.revisions if repo.repo_type == "model" else ():
+            try:
+                check_model_folder(revision.snapshot_path)
+            except ConfigError:
+                continue  # a head, or a part of a model
+            name = "" if "main" in revision.refs else f"@{min(revision.refs, default=revision.commit_hash)}"
+            found.append(InstalledModel(repo.repo_id + name, revision.snapshot_path, revision.size_on_disk))
+    return found

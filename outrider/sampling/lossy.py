@@ -23,18 +23,12 @@ _COIN_COUNTER = 1
 
 @dataclass(frozen=True, slots=True)
 class AcceptRule:
-    """Thresholds of lossy acceptance. At 1.0 both, sampling is exact and no coin is thrown."""
+    """Thresholds of lossy acceptance, above 0 and at most 1. At 1.0 both, sampling is exact and no coin is thrown."""
 
     single: float = 1.0
     """A child passes if its own chance is at least this."""
     acc: float = 1.0
     """A child passes if the coin is below the accumulated chance divided by this."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError unless both thresholds are above 0 and at most 1."""
-        for name, value in (("single", self.single), ("acc", self.acc)):
-            if not 0.0 < value <= 1.0:
-                raise ValueError(f"the acceptance threshold `{name}` must be above 0 and at most 1, not {value}")
 
     @property
     def lossy(self) -> bool:

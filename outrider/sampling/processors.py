@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import InternalError, InvalidRequestError
+from outrider.errors import InternalError
 from outrider.sampling.params import SamplingParams
 
 
@@ -20,34 +20,26 @@ class TokenHistory:
     """
 
     def __init__(self, prompt_ids: Sequence[int], vocab_size: int) -> None:
-        """Count a prompt. Raises ValueError for ids outside the vocabulary."""
+        """Count a prompt. Ids, here and below, are of the vocabulary."""
         self._in_prompt = np.zeros(vocab_size, np.bool_)
-        self._in_prompt[self._checked(prompt_ids)] = True
+        self._in_prompt[np.asarray(prompt_ids, np.int64)] = True
         self._counts = np.zeros(vocab_size, np.int32)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed output tokens."""
-        np.add.at(self._counts, self._checked(token_ids), 1)
+        np.add.at(self._counts, np.asarray(token_ids, np.int64), 1)
 
     def counts(self, path: Sequence[int]) -> NDArray[np.int32]:
         """How often each token occurs in output + path: int32 [vocab_size]. Not to be written to."""
         if not len(path):
             return self._counts
         counts = self._counts.copy()
-        np.add.at(counts, self._checked(path), 1)
+        np.add.at(counts, np.asarray(path, np.int64), 1)
         return counts
 
     def present(self, counts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which tokens occur in the prompt or in what `counts` counted: bool [vocab_size]."""
         return self._in_prompt | (counts > 0)
-
-    def _checked(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        ids = np.asarray(token_ids, np.int64)
-        size = len(self._in_prompt)
-        # A negative id would silently count for another token.
-        if ids.size and (ids.min() < 0 or ids.max() >= size):
-            raise ValueError(f"token ids must be between 0 and {size - 1}, not {ids.min()} to {ids.max()}")
-        return ids
 
 
 Logits = NDArray[np.float32]
@@ -81,14 +73,8 @@ class Candidates:
 class LogitsProcessor:
     """The processors of one request. Never writes to the logits it is given."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
-        """Raises InvalidRequestError if a biased token is outside the vocabulary."""
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        for token_id in params.logit_bias:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    "logit_bias", f"token id {token_id} is unknown", f"use ids from 0 to {vocab_size - 1}"
-                )
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
 

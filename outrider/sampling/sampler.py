@@ -35,15 +35,11 @@ class RequestSampler:
         end: AnswerEnd = ANY_END,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Start at the end of the prompt.
-
-        Raises InvalidRequestError for biased tokens outside the vocabulary and ValueError for such prompt tokens of a
-        penalized request.
-        """
+        """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to."""
         self.params = params
         self.vocab_size = vocab_size
         self._length = len(prompt_ids)
-        self._processor = LogitsProcessor(params, vocab_size)
+        self._processor = LogitsProcessor(params)
         self._min_length = len(prompt_ids) + end.min_tokens
         self._goes_on = None if not end.min_tokens else ~np.isin(np.arange(vocab_size), list(end.token_ids))
         self._bad_words = [list(word) for word in bad_words]

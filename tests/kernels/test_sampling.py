@@ -317,7 +317,7 @@ def test_rows_for_lossy_acceptance_hold_what_the_filters_left(device: str, candi
     sample_rows(logits, 90, trial.tokens, trial.tables, buffers, lossy=True)
     for row, each in enumerate(params):
         history = TokenHistory([1], 90)
-        expected = LogitsProcessor(each, 90).process(logits[row].cpu().numpy(), history, []).dense(90)
+        expected = LogitsProcessor(each).process(logits[row].cpu().numpy(), history, []).dense(90)
         np.testing.assert_array_equal(buffers.processed[row, :90].cpu().numpy(), expected)
         total = np.logaddexp.reduce(expected.astype(np.float64))
         assert float(buffers.totals[row]) == pytest.approx(total, abs=1e-12)

@@ -195,7 +195,7 @@ def lossy_walk(trial: Round, logits: torch.Tensor, row: int) -> tuple[list[int],
         index = trial.index(row, node)
         values = logits[index, : trial.vocab_size].cpu().numpy()
         mask = trial.allowed(index) if case.masked else None
-        candidates = LogitsProcessor(case.params, trial.vocab_size).process(values, history, path, mask)
+        candidates = LogitsProcessor(case.params).process(values, history, path, mask)
         return choose(candidates, children, case.params, case.position(node), rule)
 
     return walk_tree(case.parents, case.token_ids, sample)

@@ -12,9 +12,9 @@ import pytest
 from filelock import FileLock
 
 from outrider.cli.main import main
+from outrider.cli.models import installed_models
 from outrider.errors import ConfigError
 from outrider.models import store
-from outrider.models.installed import installed_models
 from outrider.models.progress import silent
 from outrider.models.store import embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder

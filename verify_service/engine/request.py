@@ -49,7 +49,7 @@ class Request:
 
     @classmethod
     def begin(cls, params: GenerationRequest, sink: Callable[[GenerationUpdate], None], vocab_size: int) -> Request:
-        """A request at its start. Raises InvalidRequestError for what the door should not let in."""
+        """A request at its start; `EngineLimits.check` has seen it."""
         tokens = list(params.prompt_token_ids)
         sampler = RequestSampler(params.sampling, tokens, vocab_size, params.answer_end, params.bad_words)
         return cls(params, tokens, len(tokens), sampler, sink, params.priority)
