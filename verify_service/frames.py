@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.config.verify import VerifyOptions
 from outrider.host.frames import Ready, Refused, Start, Stop, decoder
-from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo
 from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, ProjectionPart, VerifyMessage
 from outrider.tree.handshake import Terms
 
@@ -20,13 +20,7 @@ from outrider.tree.handshake import Terms
 class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     """The model that an engine serves, and its limits."""
 
-    model_path: str
-    tokenizer_hash: str
-    """SHA-256 of tokenizer.json, hex."""
-    vocab_size: int
-    context_length: int
-    dtype: str
-    eos_token_ids: list[int]
+    info: VerifyInfo
     max_running: int
     max_waiting: int
     hidden_size: int = 0

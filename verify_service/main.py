@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from outrider import __version__
 from outrider.config.base import parse_options
 from outrider.config.service import read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.metrics import MetricsServer
-from outrider.models.store import served_name
-from outrider.protocol.generation import VerifyInfo, VerifyLoad
+from outrider.protocol.generation import VerifyLoad
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
@@ -85,16 +83,16 @@ async def _serve_engine(
     metrics_address: str,
 ) -> int:
     """Open the door, and drain at the end."""
-    info = _info(options, served)
+    info = served.info
     addresses = () if options.no_speculation else options.draft
-    dialers = [DraftDialer(address, _hello(info, served), engine, dial=dial) for address in addresses]
+    dialers = [DraftDialer(address, _hello(served), engine, dial=dial) for address in addresses]
     metrics.watch(engine, dialers)
     drafts_inside = bool(options.speculative_algorithm) and not options.no_speculation
     admission = Admission(
-        served.vocab_size, served.context_length, tuple(served.eos_token_ids), bool(dialers) or drafts_inside
+        info.vocab_size, info.context_length, info.eos_token_ids, speculation=bool(dialers) or drafts_inside
     )
     engine.backlog.max_tokens = options.max_queued_tokens
-    grammars = GrammarChecker(served.model_path, served.vocab_size, served.eos_token_ids)
+    grammars = GrammarChecker(info.model_path, info.vocab_size, info.eos_token_ids)
     servicer = VerifyServicer(
         engine,
         admission,
@@ -127,20 +125,8 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
-def _info(options: VerifyOptions, served: TargetProfile) -> VerifyInfo:
-    return VerifyInfo(
-        model=options.served_model_name or served_name(options.model),
-        model_path=served.model_path,
-        tokenizer_hash=served.tokenizer_hash,
-        vocab_size=served.vocab_size,
-        context_length=served.context_length,
-        dtype=served.dtype,
-        eos_token_ids=tuple(served.eos_token_ids),
-        version=__version__,
-    )
-
-
-def _hello(info: VerifyInfo, served: TargetProfile) -> Hello:
+def _hello(served: TargetProfile) -> Hello:
+    info = served.info
     return Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,

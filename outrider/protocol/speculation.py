@@ -229,3 +229,4 @@ class ProjectionPart(msgspec.Struct, frozen=True, array_like=True):
 
 VerifyMessage = Hello | Open | Commit | Pause | Resume | Close
 DraftMessage = Hello | Grow | Decline
+FeaturesResponse = FeaturesAccept | FeaturesReleased | ProjectionPart

@@ -24,6 +24,7 @@ from outrider.protocol.speculation import (
     FeaturesAccept,
     FeaturesBegin,
     FeaturesReleased,
+    FeaturesResponse,
     Grow,
     Hello,
     LineOffer,
@@ -118,26 +119,25 @@ def _decode_grow(message: draft_pb2.Grow) -> Grow:
     return _GROW.decode(message)
 
 
-_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    Hello: ("hello", _HELLO.encode),
-    Open: ("open", _OPEN.encode),
-    Commit: ("commit", _COMMIT.encode),
-    Pause: ("pause", _PAUSE.encode),
-    Resume: ("resume", _RESUME.encode),
-    Close: ("close", _CLOSE.encode),
-    Grow: ("grow", _GROW.encode),
-    Decline: ("decline", _DECLINE.encode),
+_ACCEPT = StructCodec(FeaturesAccept, draft_pb2.FeaturesAccept)
+_RELEASED = StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased)
+_PROJECTION = StructCodec(ProjectionPart, draft_pb2.FeatureProjection)
+
+_EVENTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    Hello: ("hello", _HELLO.encode, _decode_hello),
+    Open: ("open", _OPEN.encode, _decode_open),
+    Commit: ("commit", _COMMIT.encode, _decode_commit),
+    Pause: ("pause", _PAUSE.encode, _PAUSE.decode),
+    Resume: ("resume", _RESUME.encode, _RESUME.decode),
+    Close: ("close", _CLOSE.encode, _CLOSE.decode),
+    Grow: ("grow", _GROW.encode, _decode_grow),
+    Decline: ("decline", _DECLINE.encode, _DECLINE.decode),
+    FeaturesAccept: ("accept", _ACCEPT.encode, _ACCEPT.decode),
+    FeaturesReleased: ("released", _RELEASED.encode, _RELEASED.decode),
+    ProjectionPart: ("projection", _PROJECTION.encode, _PROJECTION.decode),
 }
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "hello": _decode_hello,
-    "open": _decode_open,
-    "commit": _decode_commit,
-    "pause": _PAUSE.decode,
-    "resume": _RESUME.decode,
-    "close": _CLOSE.decode,
-    "grow": _decode_grow,
-    "decline": _DECLINE.decode,
-}
+"""Of each struct that is one of several in a message: the field of the message, and both ways between them."""
+_DECODERS = {field: decode for field, _, decode in _EVENTS.values()}
 
 
 def encode_verify(messages: Iterable[VerifyMessage]) -> draft_pb2.DraftServiceSpeculateRequest:
@@ -171,12 +171,12 @@ def in_parts(batch: Batch) -> Iterator[Batch]:
         yield type(batch)(events=batch.events[start : start + MAX_EVENTS_AT_ONCE])
 
 
-def _encode_event(message: VerifyMessage | DraftMessage) -> dict[str, Any]:
-    kind, encode = _ENCODERS[type(message)]
-    return {kind: encode(message)}
+def _encode_event(message: VerifyMessage | DraftMessage | FeaturesResponse) -> dict[str, Any]:
+    field, encode, _ = _EVENTS[type(message)]
+    return {field: encode(message)}
 
 
-def _decode_event(event: draft_pb2.VerifyEvent | draft_pb2.DraftEvent) -> Any:
+def _decode_event(event: draft_pb2.VerifyEvent | draft_pb2.DraftEvent | draft_pb2.DraftServiceFeaturesResponse) -> Any:
     kind = event.WhichOneof("event")
     if kind is None:
         raise InvalidRequestError("event", "is empty or not known to this version")
@@ -185,9 +185,6 @@ def _decode_event(event: draft_pb2.VerifyEvent | draft_pb2.DraftEvent) -> Any:
 
 _RING = StructCodec(FeatureRing, draft_pb2.FeatureRing)
 _BEGIN = StructCodec(FeaturesBegin, draft_pb2.FeaturesBegin, nested={"ring": _RING})
-_ACCEPT = StructCodec(FeaturesAccept, draft_pb2.FeaturesAccept)
-_RELEASED = StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased)
-_PROJECTION = StructCodec(ProjectionPart, draft_pb2.FeatureProjection)
 _FEATURES = StructCodec(
     Features,
     draft_pb2.Features,
@@ -210,31 +207,15 @@ def encode_features(batch: Sequence[Features]) -> draft_pb2.DraftServiceFeatures
     return draft_pb2.DraftServiceFeaturesRequest(batch=draft_pb2.FeaturesBatch(features=pieces))
 
 
-def encode_response(
-    response: FeaturesAccept | FeaturesReleased | ProjectionPart,
-) -> draft_pb2.DraftServiceFeaturesResponse:
+def encode_response(response: FeaturesResponse) -> draft_pb2.DraftServiceFeaturesResponse:
     """What a draft says on the features stream."""
-    match response:
-        case FeaturesAccept():
-            return draft_pb2.DraftServiceFeaturesResponse(accept=_ACCEPT.encode(response))
-        case FeaturesReleased():
-            return draft_pb2.DraftServiceFeaturesResponse(released=_RELEASED.encode(response))
-        case ProjectionPart():
-            return draft_pb2.DraftServiceFeaturesResponse(projection=_PROJECTION.encode(response))
+    return draft_pb2.DraftServiceFeaturesResponse(**_encode_event(response))
 
 
-def decode_response(
-    message: draft_pb2.DraftServiceFeaturesResponse,
-) -> FeaturesAccept | FeaturesReleased | ProjectionPart:
+def decode_response(message: draft_pb2.DraftServiceFeaturesResponse) -> FeaturesResponse:
     """What a draft says on the stream. Raises InvalidRequestError for what this version does not know."""
-    match message.WhichOneof("event"):
-        case "accept":
-            return _ACCEPT.decode(message.accept)
-        case "released":
-            return _RELEASED.decode(message.released)
-        case "projection":
-            return _PROJECTION.decode(message.projection)
-    raise InvalidRequestError("event", "is empty or not known to this version")
+    response: FeaturesResponse = _decode_event(message)
+    return response
 
 
 def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegin:

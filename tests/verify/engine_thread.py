@@ -14,6 +14,7 @@ from threaded_engine import ThreadedEngine
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
 from outrider.host.worker import run_engine
+from outrider.protocol.generation import VerifyInfo
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
@@ -58,16 +59,8 @@ class EngineThread:
 def ready_of(engine: ThreadedEngine) -> TargetProfile:
     """What the door is told of an engine."""
     limits = engine.limits
-    return TargetProfile(
-        model_path="folder",
-        tokenizer_hash="hash",
-        vocab_size=limits.vocab_size,
-        context_length=limits.context_length,
-        dtype="float32",
-        eos_token_ids=[60],
-        max_running=limits.max_running,
-        max_waiting=limits.max_waiting,
-    )
+    info = VerifyInfo("m", "folder", "hash", limits.vocab_size, limits.context_length, "float32", (60,), "1")
+    return TargetProfile(info, limits.max_running, limits.max_waiting)
 
 
 @asynccontextmanager

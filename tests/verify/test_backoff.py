@@ -1,4 +1,4 @@
-"""What fails again and again is tried less and less often, and said seldom."""
+"""What fails again and again is said seldom."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import logging
 
 import pytest
 
-from verify_service.door.session import Backoff, ThrottledWarnings
-
-
-def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_long_try() -> None:
-    now = 0.0
-    backoff = Backoff(0.5, 3.0, lambda: now)
-    pauses = []
-    for seconds in (0.0, 1.0, 2.9, 0.0, 3.0, 0.0):
-        backoff.begin()
-        now += seconds
-        pauses.append(backoff.failed())
-    assert pauses == [0.5, 1.0, 2.0, 3.0, 0.5, 1.0]
+from verify_service.door.session import ThrottledWarnings
 
 
 def test_a_warning_comes_at_most_once_in_so_many_seconds_with_the_number_left_out(

@@ -19,7 +19,6 @@ from outrider.protocol.speculation import (
     Decline,
     DeclineReason,
     DraftMessage,
-    Features,
     FeaturesBegin,
     Grow,
     Hello,
@@ -29,7 +28,6 @@ from outrider.protocol.speculation import (
 from outrider.sampling.params import SamplingParams
 from outrider.tree.projection import Projection
 from verify_service.door.remote import MAX_UNREAD_DRAFT_WEIGHT, RemoteVerifyEngine
-from verify_service.frames import FeaturesDone, FeaturesToDraft, FromDoor
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 PARAMS = [
@@ -305,33 +303,6 @@ async def test_parts_of_a_projection_wait_for_an_engine_that_is_behind(model: Ca
         assert remote._transport.get_write_buffer_size() < 2 * MAX_FEATURE_BYTES
         may_run.set()
         await asyncio.wait_for(giving, 20)
-
-
-class Reader(Silent):
-    """Is sent features."""
-
-    def send_features(self, messages: list[Features]) -> None:
-        return
-
-
-async def test_releases_are_passed_on_once_and_none_of_what_was_not_sent(
-    model: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with engine_thread(make_engine(model)) as thread:
-        remote, draft = thread.remote, Reader()
-        remote.draft_connected(draft)
-        session = remote._sessions_by_stream[draft].number
-        features = [Features(1, at, 1, False, memoryview(b""), "float32", at + 1) for at in range(4)]
-        remote.receive(FeaturesToDraft(session, features))
-        with monkeypatch.context() as patched:
-            passed: list[FromDoor] = []
-            patched.setattr(remote, "send", passed.append)
-            for through in (1, 1, 3, 2, 3, 0, 4):
-                remote.features_released(draft, through)
-            assert draft.num_resets == 0
-            remote.features_released(draft, 5)
-        assert passed == [FeaturesDone(session, through) for through in (1, 3, 4)]
-        assert draft.num_resets == 1
 
 
 async def test_what_a_draft_should_not_send_is_counted(model: CausalLM) -> None:

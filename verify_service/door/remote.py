@@ -147,10 +147,6 @@ class _DraftState:
     stream: DraftStream
     unread_weight: int = 0
     """Of messages that the engine has not taken."""
-    features_sent: int = 0
-    """Number of the last message of features that the draft may have."""
-    features_released: int = 0
-    """Number of the last one that it is done with."""
 
 
 class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
@@ -241,14 +237,8 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self.send(FeaturesUp(self._sessions_by_stream[stream].number, window, uses_ring))
 
     def features_released(self, stream: DraftStream, through: int) -> None:
-        """A draft is done with features. One that releases what it was not sent loses its session."""
-        session = self._sessions_by_stream[stream]
-        if through > session.features_sent:
-            log.warning("draft %s releases features that it was not sent; its session is reset", stream.address)
-            stream.reset()
-        elif through > session.features_released:
-            session.features_released = through
-            self.send(FeaturesDone(session.number, through))
+        """A draft is done with features that it was sent."""
+        self.send(FeaturesDone(self._sessions_by_stream[stream].number, through))
 
     def on_ready(self, served: TargetProfile) -> None:
         """See EngineConnection."""
@@ -278,7 +268,6 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             case FeaturesOpen():
                 session.stream.begin_features(frame.begin)
             case FeaturesToDraft():
-                session.features_sent += len(frame.features)
                 session.stream.send_features(frame.features)
             case DraftReset():
                 session.stream.reset()

@@ -23,6 +23,7 @@ from outrider.protocol.speculation import (
     FeaturesAccept,
     FeaturesBegin,
     FeaturesReleased,
+    FeaturesResponse,
     Hello,
     Open,
     ProjectionPart,
@@ -49,8 +50,8 @@ HELLO_SECONDS = 3.0
 RETRY_SECONDS = 0.5
 """The pause before the next dial after a session that ended without a failure, and the first one after a failure."""
 MAX_RETRY_SECONDS = 2.0
-"""The longest pause, whatever failed and however often. A draft that is well again is in use within 5 seconds: nothing
-tells that it was replaced, or mended, but the next dial."""
+"""The longest pause: it doubles with each failure, until a session has lasted as long as that. A draft that is well
+again is in use within 5 seconds: nothing tells that it was replaced, or mended, but the next dial."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
@@ -64,33 +65,6 @@ SpeculateCall = grpc.aio.StreamStreamCall[
 ]
 Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an address."""
-
-
-class Backoff:
-    """How long to wait before something is tried again: twice as long after each failure, up to a limit.
-
-    What lasted as long as the longest pause is forgiven what was before.
-    """
-
-    def __init__(self, least: float, most: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """The shortest and the longest pause, in seconds."""
-        self._least = least
-        self._most = most
-        self._clock = clock
-        self._pause = least
-        self._began = float("-inf")
-
-    def begin(self) -> None:
-        """A try begins."""
-        self._began = self._clock()
-
-    def failed(self) -> float:
-        """The try that began last has failed: seconds to wait before the next."""
-        if self._clock() - self._began >= self._most:
-            self._pause = self._least
-        pause = self._pause
-        self._pause = min(2 * pause, self._most)
-        return pause
 
 
 class ThrottledWarnings:
@@ -212,7 +186,7 @@ class FeatureUpload:
         return batch
 
 
-def _read(message: object) -> FeaturesAccept | FeaturesReleased | ProjectionPart | None:
+def _read(message: object) -> FeaturesResponse | None:
     """What came in; None at the stream's end. Raises InvalidRequestError for what is no message of it."""
     if message is grpc.aio.EOF:
         return None
@@ -378,7 +352,9 @@ class DraftDialer:
         self._hello = hello
         self._engine = engine
         self._sleep = sleep
-        self._backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS, clock)
+        self._clock = clock
+        self._failure_pause = RETRY_SECONDS
+        """Seconds before the next dial after one that fails."""
         self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS, clock)
         self._features_failed = False
         self._failure = ""
@@ -389,7 +365,7 @@ class DraftDialer:
         while True:
             state, failure = "connecting", ""
             self._features_failed = False
-            self._backoff.begin()
+            began = self._clock()
             try:
                 await self._converse()
             except asyncio.CancelledError:
@@ -410,7 +386,13 @@ class DraftDialer:
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
             self.state, self._failure = state, failure
-            await self._sleep(self._backoff.failed() if failure or self._features_failed else RETRY_SECONDS)
+            if self._clock() - began >= MAX_RETRY_SECONDS:
+                self._failure_pause = RETRY_SECONDS
+            if failure or self._features_failed:
+                await self._sleep(self._failure_pause)
+                self._failure_pause = min(2 * self._failure_pause, MAX_RETRY_SECONDS)
+            else:
+                await self._sleep(RETRY_SECONDS)
 
     async def _converse(self) -> None:
         channel = self._dial(self.address)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from outrider import __version__
 from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
@@ -32,8 +33,9 @@ from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
-from outrider.models.store import resolve_model
+from outrider.models.store import resolve_model, served_name
 from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
+from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.lossy import AcceptRule
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
@@ -70,13 +72,18 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     limits = parts.limits
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth)
-    served = TargetProfile(
+    info = VerifyInfo(
+        model=options.served_model_name or served_name(options.model),
         model_path=str(path),
         tokenizer_hash=hash_tokenizer(path),
         vocab_size=limits.vocab_size,
         context_length=limits.context_length,
         dtype=str(model.dtype).removeprefix("torch."),
-        eos_token_ids=list(model.config.eos_token_ids),
+        eos_token_ids=tuple(model.config.eos_token_ids),
+        version=__version__,
+    )
+    served = TargetProfile(
+        info,
         max_running=limits.max_running,
         max_waiting=limits.max_waiting,
         hidden_size=model.config.hidden_size,
