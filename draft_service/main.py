@@ -22,7 +22,7 @@ from outrider.logs import get_logger
 from outrider.metrics import MetricsServer
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
-from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options
+from outrider.rpc.server import GrpcServer, check_free, door_options
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -56,7 +56,32 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         engine.on_state = metrics.take
         servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=chosen_here)
         watch(metrics, engine, servicer, profile.gauges)
-        return await _serve_engine(options, server_options, stop, process, engine, servicer, metrics)
+        server = GrpcServer(
+            **server_options,
+            service_names=["outrider.v1.DraftService"],
+            for_peers=True,
+            max_message_bytes=options.max_message_bytes,
+            allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
+        )
+        add_DraftServiceServicer_to_server(servicer, server.grpc)
+        try:
+            address = await server.start()
+            with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
+                _settle_memory()
+                server.set_serving(True)
+                write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+                await process.until_stopped(stop)
+                server.set_serving(False)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(engine.drain(), options.drain_seconds)
+                await server.stop(grace=0)
+        finally:
+            await server.stop(grace=0)
+        if not engine.alive:
+            _logger.error("the draft engine failed; the service must be restarted")
+            return EXIT_FAILURE
+        await process.stop()
+        return EXIT_OK
     finally:
         await process.close()
 
@@ -70,44 +95,6 @@ async def start_engine(
     # The engine opens no door: it needs no tokens.
     process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token=""), engine, [features], threads)
     return process, engine, features
-
-
-async def _serve_engine(
-    options: DraftOptions,
-    server_options: DoorOptions,
-    stop: asyncio.Event,
-    process: EngineProcess[DrafterProfile],
-    engine: RemoteDraftEngine,
-    servicer: DraftServicer,
-    metrics: DraftMetrics,
-) -> int:
-    """Open the door, and drain at the end."""
-    server = GrpcServer(
-        **server_options,
-        service_names=["outrider.v1.DraftService"],
-        for_peers=True,
-        max_message_bytes=options.max_message_bytes,
-        allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
-    )
-    add_DraftServiceServicer_to_server(servicer, server.grpc)
-    try:
-        address = await server.start()
-        with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
-            _settle_memory()
-            server.set_serving(True)
-            write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-            await process.until_stopped(stop)
-            server.set_serving(False)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(engine.drain(), options.drain_seconds)
-            await server.stop(grace=0)
-    finally:
-        await server.stop(grace=0)
-    if not engine.alive:
-        _logger.error("the draft engine failed; the service must be restarted")
-        return EXIT_FAILURE
-    await process.stop()
-    return EXIT_OK
 
 
 def _choose(options: DraftOptions) -> DraftOptions:

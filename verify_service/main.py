@@ -16,7 +16,7 @@ from outrider.protocol.generation import VerifyLoad
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
-from outrider.rpc.server import DoorOptions, GrpcServer, check_free, door_options, peer_source
+from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
 from outrider.rpc.transport import check_address
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2_grpc
@@ -54,9 +54,37 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             served = await process.ready(stop)
             if served is None:
                 return EXIT_OK
-            return await _serve_engine(
-                options, server_options, dial, stop, process, engine, served, metrics, metrics_address
+            addresses = () if options.no_speculation else options.draft
+            speculates = bool(addresses or (options.speculative_algorithm and not options.no_speculation))
+            dialers = [DraftDialer(address, _hello(served), engine, dial=dial) for address in addresses]
+            metrics.watch(engine, dialers)
+            engine.backlog.max_tokens = options.max_queued_tokens
+            info = served.info
+            grammars = GrammarChecker(info.model_path, info.vocab_size, info.eos_token_ids)
+            servicer = VerifyServicer(
+                engine,
+                Admission(info.vocab_size, info.context_length, info.eos_token_ids, speculates),
+                info,
+                lambda: _load_report(engine, metrics),
+                stall_seconds=options.unread_seconds,
+                grammars=grammars,
             )
+            server = GrpcServer(**server_options, service_names=[SERVICE], for_peers=True)
+            verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
+            address = await server.start()
+            sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
+            server.set_serving(True)
+            write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+            await process.until_stopped(stop)
+            servicer.draining = True
+            await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
+            for session in sessions:
+                session.cancel()
+            await asyncio.gather(*sessions, return_exceptions=True)
+            await grammars.close()
+            healthy = engine.alive
+            await process.stop()
+            return EXIT_OK if healthy else EXIT_FAILURE
         finally:
             await process.close()
 
@@ -69,54 +97,6 @@ async def start_engine(
     # The engine opens no door and calls nobody: it needs no tokens.
     process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token="", draft_auth_token=""), engine)
     return process, engine
-
-
-async def _serve_engine(
-    options: VerifyOptions,
-    server_options: DoorOptions,
-    dial: Dial,
-    stop: asyncio.Event,
-    process: EngineProcess[TargetProfile],
-    engine: RemoteVerifyEngine,
-    served: TargetProfile,
-    metrics: VerifyMetrics,
-    metrics_address: str,
-) -> int:
-    """Open the door, and drain at the end."""
-    info = served.info
-    addresses = () if options.no_speculation else options.draft
-    dialers = [DraftDialer(address, _hello(served), engine, dial=dial) for address in addresses]
-    metrics.watch(engine, dialers)
-    drafts_inside = bool(options.speculative_algorithm) and not options.no_speculation
-    admission = Admission(
-        info.vocab_size, info.context_length, info.eos_token_ids, speculation=bool(dialers) or drafts_inside
-    )
-    engine.backlog.max_tokens = options.max_queued_tokens
-    grammars = GrammarChecker(info.model_path, info.vocab_size, info.eos_token_ids)
-    servicer = VerifyServicer(
-        engine,
-        admission,
-        info,
-        lambda: _load_report(engine, metrics),
-        stall_seconds=options.unread_seconds,
-        grammars=grammars,
-    )
-    server = GrpcServer(**server_options, service_names=[SERVICE], for_peers=True)
-    verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
-    address = await server.start()
-    sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
-    server.set_serving(True)
-    write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
-    await process.until_stopped(stop)
-    servicer.draining = True
-    await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
-    for session in sessions:
-        session.cancel()
-    await asyncio.gather(*sessions, return_exceptions=True)
-    await grammars.close()
-    healthy = engine.alive
-    await process.stop()
-    return EXIT_OK if healthy else EXIT_FAILURE
 
 
 def _draft_dial(options: VerifyOptions) -> Dial:

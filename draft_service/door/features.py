@@ -20,9 +20,6 @@ from draft_service.frames import (
 from outrider.host.process import FrameConnection
 from outrider.protocol.speculation import Features, FeaturesBegin, ProjectionPart
 
-MAX_HELD_BYTES = 16 << 20
-"""Features of one stream that may wait for the engine; the stream is read no further while there are more."""
-
 
 class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
     """The door's end of the socket that features take."""
@@ -70,32 +67,25 @@ class FeatureStream:
         self._remote = remote
         self._session = session
         self._part: asyncio.Future[tuple[ProjectionPart, bool]] | None = None
-        self._handed_over: deque[tuple[int, int]] = deque()
-        """Last sequence number and bytes of each message that the engine has not taken."""
-        self._num_held_bytes = 0
+        self._handed_over: deque[int] = deque()
+        """Last sequence number of each message that the engine has not taken."""
         self._newest = 0
         self._released = 0
         self._has_release = asyncio.Event()
-        self._may_read = asyncio.Event()
-        self._may_read.set()
 
     async def submit(self, pieces: Sequence[tuple[int, Features | None]]) -> int:
-        """Hand over what came in one message, by sequence numbers, once there is room; returns how many were dropped.
+        """Hand over what came in one message, by sequence numbers; returns how many were dropped.
 
-        Dropped is what is malformed (None), and pieces whose number does not rise.
+        That is once most of it has left: no stream is read faster than the engine works. Dropped is what is malformed
+        (None), and pieces whose number does not rise.
         """
-        await self._may_read.wait()
         before, features = self._newest, []
         for sequence, piece in pieces:
             if sequence > self._newest:
                 self._newest = sequence
                 features += [] if piece is None else [piece]
         if self._newest > before:
-            num_bytes = sum(len(piece.data) for piece in features)
-            self._handed_over.append((self._newest, num_bytes))
-            self._num_held_bytes += num_bytes
-            if self._num_held_bytes > MAX_HELD_BYTES:
-                self._may_read.clear()
+            self._handed_over.append(self._newest)
             self._remote.send(FeaturePieces(self._session, features))
             await self._remote.writable()
         return len(pieces) - len(features)
@@ -121,11 +111,8 @@ class FeatureStream:
         match frame:
             case FeaturesTaken():
                 self.broken = frame.broken
-                self._released, num_bytes = self._handed_over.popleft()
-                self._num_held_bytes -= num_bytes
+                self._released = self._handed_over.popleft()
                 self._has_release.set()
-                if self._num_held_bytes <= MAX_HELD_BYTES:
-                    self._may_read.set()
             case FeatureStreamReady():
                 if not self.ready.done():
                     self.ready.set_result(frame.uses_ring)

@@ -55,8 +55,6 @@ class VerifyLines:
         self._unnamed: dict[_VerifyLine, _UnnamedLine] = {}
         self._lines: dict[int, _VerifyLine] = {}
         """By session."""
-        self._registered: dict[_VerifyLine, int] = {}
-        """Descriptors in the poll object, which a line that closed itself does not know any more."""
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 
@@ -82,7 +80,6 @@ class VerifyLines:
             return
         for line in self.listener.accept():
             self._unnamed[line] = _UnnamedLine(monotonic())
-            self._registered[line] = line.fileno()
             self._poll.register(line.fileno(), select.POLLIN)
         for line, unnamed in self._unnamed.items():
             unnamed.frames += line.receive_from(_VERIFY)
@@ -150,7 +147,7 @@ class VerifyLines:
             self.lost.append(session)
 
     def _close(self, line: _VerifyLine) -> None:
-        self._poll.unregister(self._registered.pop(line))
+        self._poll.unregister(line.fileno())
         line.close()
 
 

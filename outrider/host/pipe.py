@@ -52,6 +52,7 @@ class Pipe(Generic[FrameT]):
         sock.setblocking(False)
         self.closed = False
         self._socket = sock
+        self._descriptor = sock.fileno()
         self._decode = decoder.decode
         self._reader = FrameReader(max_frame_bytes)
         self._max_reads = max_reads
@@ -64,8 +65,8 @@ class Pipe(Generic[FrameT]):
         return len(self._backlog)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for who waits for several."""
-        return self._socket.fileno()
+        """The socket's descriptor, for who waits for several; also of one that is closed by now."""
+        return self._descriptor
 
     def send(self, frame: msgspec.Struct) -> None:
         """Send a frame, after all earlier ones."""

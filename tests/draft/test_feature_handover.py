@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from draft_service.door import features
 from draft_service.door.features import FeatureStream
 from draft_service.frames import FeaturePieces, FeaturesFromDoor, FeaturesTaken
 from outrider.protocol.speculation import Features
@@ -17,12 +14,14 @@ class Remote:
 
     def __init__(self) -> None:
         self.sent: list[FeaturesFromDoor] = []
+        self.has_room = asyncio.Event()
+        self.has_room.set()
 
     def send(self, frame: FeaturesFromDoor) -> None:
         self.sent.append(frame)
 
     async def writable(self) -> None:
-        return
+        await self.has_room.wait()
 
 
 class Stream(FeatureStream):
@@ -90,14 +89,12 @@ async def test_malformed_pieces_are_dropped_and_released_in_their_turn() -> None
     assert await stream.next_release() == 3
 
 
-async def test_the_reader_waits_while_too_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "MAX_HELD_BYTES", 100)
+async def test_the_reader_waits_while_the_engine_takes_nothing() -> None:
     stream = Stream()
-    await stream.put(1, num_bytes=60)
-    await stream.put(2, num_bytes=60)
-    third = asyncio.create_task(stream.put(3, num_bytes=60))
+    stream.remote.has_room.clear()
+    first = asyncio.create_task(stream.put(1))
     for _ in range(5):
         await asyncio.sleep(0)
-    assert not third.done()
-    stream.take()
-    assert await asyncio.wait_for(third, 10) == 0
+    assert not first.done() and stream.handed_over == [[1]]
+    stream.remote.has_room.set()
+    assert await asyncio.wait_for(first, 10) == 0

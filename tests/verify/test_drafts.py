@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import numpy as np
 import pytest
 from scripted_peer import Clock, Recorder, follow, request, tree
@@ -13,7 +10,6 @@ from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason,
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts, SpeculativeRequest
-from verify_service.speculation.health import ReplicaHealth
 
 
 @pytest.fixture
@@ -281,28 +277,6 @@ def test_a_request_finds_a_draft_while_rounds_are_longer_than_a_healthy_answer(d
         epoch += 1
         drafts.receive(port, [tree(first.number, epoch, length, [4])], answered_at)
     assert second.replica is not None
-
-
-def test_health_may_be_asked_for_from_any_thread() -> None:
-    health = ReplicaHealth(lambda: 1.0)
-    done = threading.Event()
-
-    def serve() -> None:
-        for number in range(40_000):
-            health.sent(number % 97, number)
-            health.forget(number * 31 % 97)
-        done.set()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        while not done.is_set():
-            assert health.good
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_draft_that_speaks_of_another_epoch_is_told_of_its_request_anew_but_not_again_and_again() -> None:

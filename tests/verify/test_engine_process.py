@@ -42,8 +42,10 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
     process, engine = await main.start_engine(options_for(folder), rounds.append)
     try:
         ready = await process.ready(asyncio.Event())
-        assert ready is not None and (ready.vocab_size, ready.context_length) == (61, 256)
-        assert ready.eos_token_ids == [60] and ready.dtype == "float32" and ready.model_path == str(folder)
+        assert ready is not None
+        info = ready.info
+        assert (info.vocab_size, info.context_length) == (61, 256)
+        assert info.eos_token_ids == (60,) and info.dtype == "float32" and info.model_path == str(folder)
         environment = psutil.Process(process._process.pid).environ()
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
         updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -14,11 +14,11 @@ from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
-from outrider.protocol.speculation import DraftMessage, VerifyMessage
+from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
 from verify_service.engine.engine import Action, VerifyEngine
-from verify_service.engine.reporter import RelayedConnection, VerifyReporter
+from verify_service.engine.reporter import VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames import (
     Cancel,
@@ -26,106 +26,60 @@ from verify_service.frames import (
     DraftReset,
     DraftUp,
     FeaturesDone,
+    FeaturesOpen,
+    FeaturesToDraft,
     FeaturesUp,
     FromDoor,
     FromDraft,
     ProjectionFrame,
     Submit,
+    ToDraft,
 )
-from verify_service.speculation.drafts import Drafts
 
 log = get_logger(__name__)
 
 
-class LineConnection(RelayedConnection):
-    """A draft's session whose trees take a line; all else takes the door."""
+@dataclass(eq=False, slots=True)
+class SessionConnection:
+    """A session with a draft. Its streams are in the door; where the draft's engine is on this host, a line is here."""
 
-    def __init__(self, session: int, address: str, pipe: Pipe[FromDoor], line: Line[DraftBatch]) -> None:
-        super().__init__(session, address, pipe)
-        self.line = line
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        """See RelayedConnection."""
-        self.line.send(VerifyBatch(messages))
-
-
-class DraftLines:
-    """The engine's ends of all lines. The engine's thread alone uses them.
-
-    A line is read again when what came last was dealt with, so a draft that never stops holds up nobody.
-    """
-
-    def __init__(self, pipe: Pipe[FromDoor], drafts: Drafts, post: Callable[[Action], None]) -> None:
-        """`pipe`: to the door. `post`: leaves an action for the engine."""
-        self._pipe = pipe
-        self._drafts = drafts
-        self._post = post
-        self._connections: dict[int, LineConnection] = {}
-        self._busy: set[int] = set()
-        """Sessions of which something has come that was not dealt with."""
-
-    def connect(self, frame: DraftUp) -> RelayedConnection:
-        """The connection to a draft whose session began: a line, if its engine is on this host."""
-        offer = frame.terms.line
-        line = None if offer is None else dial(offer.host, offer.path, offer.token)
-        if line is None:
-            return RelayedConnection(frame.session, frame.address, self._pipe)
-        log.info("draft %s is on this host: its engine is spoken to directly", frame.address)
-        connection = self._connections[frame.session] = LineConnection(frame.session, frame.address, self._pipe, line)
-        return connection
-
-    def forget(self, session: int) -> None:
-        """A session has ended."""
-        connection = self._connections.pop(session, None)
-        self._busy.discard(session)
-        if connection is not None:
-            connection.line.close()
-
-    def take(self) -> bool:
-        """Post what has come; whether there was anything."""
-        received = False
-        for session, connection in list(self._connections.items()):
-            connection.line.flush()
-            if session not in self._busy:
-                received |= self._read_line(session, connection)
-            if connection.line.closed:
-                # The door ends the session and dials anew.
-                self.forget(session)
-                self._pipe.send(DraftReset(session))
-        return received
-
-    def wait(self, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds, None for ever, until something comes, of the door too."""
-        if self._pipe.closed:
-            return
-        wait_for_any([self._pipe, *(connection.line for connection in self._connections.values())], timeout)
-
-    def _read_line(self, session: int, connection: LineConnection) -> bool:
-        batches = connection.line.receive_from(f"draft {connection.address}")
-        if not batches:
-            return connection.line.closed
-        arrived_at = monotonic()
-        self._busy.add(session)
-        # One by one, so that the engine may turn to something else in between.
-        for batch in batches:
-            for message in batch.messages:
-                self._post(partial(self._receive, session, connection, message, arrived_at))
-        self._post(lambda: self._busy.discard(session))
-        return True
-
-    def _receive(self, session: int, connection: LineConnection, message: DraftMessage, arrived_at: float) -> None:
-        if session in self._connections:
-            self._drafts.receive(connection, [message], arrived_at)
-
-
-@dataclass(slots=True)
-class _DraftSession:
-    """A session with a draft, and as much of its projection as has come."""
-
-    connection: RelayedConnection
-    terms: Terms
+    session: int
+    address: str
+    pipe: Pipe[FromDoor]
+    terms: Terms = field(default_factory=Terms)
+    line: Line[DraftBatch] | None = None
+    """Takes what the speculation stream would carry."""
+    is_busy: bool = False
+    """Whether something has come on the line that was not dealt with: until then it is not read."""
     projection_dtype: str = ""
     projection: bytearray = field(default_factory=bytearray)
+    """As much of it as has come."""
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Send messages at once, in order: a round may be held for their answer."""
+        if self.line is not None:
+            self.line.send(VerifyBatch(messages))
+        else:
+            self.pipe.send(ToDraft(self.session, messages))
+
+    @property
+    def has_room(self) -> bool:
+        """See DraftConnection."""
+        # What is told of rounds should find little before it.
+        self.pipe.flush()
+        return not self.pipe.backlog
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """See DraftConnection."""
+        self.pipe.send(FeaturesOpen(self.session, begin))
+
+    def send_features(self, messages: list[Features]) -> None:
+        """See DraftConnection."""
+        self.pipe.send(FeaturesToDraft(self.session, messages))
+
+    def reset(self) -> None:
+        """End the session; the door dials it anew."""
+        self.pipe.send(DraftReset(self.session))
 
     def take_projection(self) -> Projection | None:
         """The projection, all of which is here, if one was asked for."""
@@ -148,16 +102,16 @@ class SocketInbox:
         self._pipe = pipe
         self._actions: deque[Action] = deque()
         self._requests: dict[int, Request] = {}
-        self._sessions: dict[int, _DraftSession] = {}
+        self._sessions: dict[int, SessionConnection] = {}
+        self._lines: dict[int, tuple[SessionConnection, Line[DraftBatch]]] = {}
+        """Lines that were not lost, by session."""
         self._engine: VerifyEngine
         self._reporter: VerifyReporter
-        self._lines: DraftLines
 
     def serve(self, engine: VerifyEngine, reporter: VerifyReporter) -> None:
         """From now on frames are for this engine."""
         self._engine = engine
         self._reporter = reporter
-        self._lines = DraftLines(self._pipe, engine.drafts, self.post)
 
     def post(self, action: Action) -> None:
         """Leave an action."""
@@ -170,7 +124,7 @@ class SocketInbox:
         """
         received = self._receive()
         if timeout is not None and not received and not self._actions:
-            self._lines.wait(timeout)
+            wait_for_any([self._pipe, *(line for _, line in self._lines.values())], timeout)
             self._receive()
         actions = list(self._actions)
         self._actions.clear()
@@ -186,7 +140,26 @@ class SocketInbox:
         if self._pipe.closed:
             self._engine.stop()
         # Behind the door's frames: a session that is over is not read.
-        return self._lines.take() or bool(frames) or self.stopped or self._pipe.closed
+        return self._receive_from_lines() or bool(frames) or self.stopped or self._pipe.closed
+
+    def _receive_from_lines(self) -> bool:
+        """Post what has come on lines; whether there was anything. A draft that never stops holds up nobody."""
+        received = False
+        for connection, line in list(self._lines.values()):
+            line.flush()
+            batches = [] if connection.is_busy else line.receive_from(f"draft {connection.address}")
+            if batches:
+                received = connection.is_busy = True
+                arrived_at = monotonic()
+                for batch in batches:
+                    self._post_messages(connection, batch.messages, arrived_at)
+                self.post(partial(setattr, connection, "is_busy", False))
+            if line.closed:
+                # The door ends the session and dials anew.
+                received = True
+                self._forget_line(connection)
+                connection.reset()
+        return received
 
     def _handle(self, frame: FromDoor) -> None:
         """One frame, in the order of arrival. What it asks for is done when the engine takes its actions."""
@@ -196,25 +169,27 @@ class SocketInbox:
             case Cancel():
                 self._cancel(frame.number)
             case FromDraft():
-                self._receive_from_draft(frame)
+                self._post_messages(self._sessions[frame.session], frame.messages, frame.arrived_at)
+                self.post(partial(self._reporter.read, frame.session, frame.weight))
             case DraftUp():
-                session = self._sessions[frame.session] = _DraftSession(self._lines.connect(frame), frame.terms)
-                self._engine.draft_connected(session.connection, frame.terms)
+                connection = self._sessions[frame.session] = self._connect(frame)
+                self._engine.draft_connected(connection, frame.terms)
             case DraftDown():
-                self._lines.forget(frame.session)
-                self._engine.draft_disconnected(self._sessions.pop(frame.session).connection)
+                connection = self._sessions.pop(frame.session)
+                self._forget_line(connection)
+                self._engine.draft_disconnected(connection)
             case ProjectionFrame():
                 # The door has checked that it follows, and how many there are.
-                session = self._sessions[frame.session]
-                session.projection_dtype = frame.part.dtype
-                session.projection += frame.part.data
+                connection = self._sessions[frame.session]
+                connection.projection_dtype = frame.part.dtype
+                connection.projection += frame.part.data
             case FeaturesUp():
-                session = self._sessions[frame.session]
+                connection = self._sessions[frame.session]
                 opened = self._engine.features.opened
-                self.post(partial(opened, session.connection, frame.window, frame.uses_ring, session.take_projection()))
+                self.post(partial(opened, connection, frame.window, frame.uses_ring, connection.take_projection()))
             case FeaturesDone():
                 released = self._engine.features.released
-                self.post(partial(released, self._sessions[frame.session].connection, frame.through))
+                self.post(partial(released, self._sessions[frame.session], frame.through))
             case Stop():
                 self.stopped = True
                 self._engine.stop()
@@ -244,9 +219,28 @@ class SocketInbox:
             self._engine.cancel(request)
             self.post(lambda: self._reporter.ended(number))
 
-    def _receive_from_draft(self, frame: FromDraft) -> None:
-        connection = self._sessions[frame.session].connection
+    def _connect(self, up: DraftUp) -> SessionConnection:
+        """The connection to a draft whose session began, with a line if its engine is on this host."""
+        connection = SessionConnection(up.session, up.address, self._pipe, up.terms)
+        offer = up.terms.line
+        if offer is not None and (line := dial(offer.host, offer.path, offer.token)) is not None:
+            log.info("draft %s is on this host: its engine is spoken to directly", up.address)
+            connection.line = line
+            self._lines[up.session] = connection, line
+        return connection
+
+    def _forget_line(self, connection: SessionConnection) -> None:
+        """A session has ended, or its line was lost."""
+        if self._lines.pop(connection.session, None) is not None and connection.line is not None:
+            connection.line.close()
+
+    def _post_messages(
+        self, connection: SessionConnection, messages: Sequence[DraftMessage], arrived_at: float
+    ) -> None:
         # One by one, so that the engine may turn to something else in between.
-        for message in frame.messages:
-            self.post(partial(self._engine.drafts.receive, connection, [message], frame.arrived_at))
-        self.post(lambda: self._reporter.read(frame.session, frame.weight))
+        for message in messages:
+            self.post(partial(self._receive_message, connection, message, arrived_at))
+
+    def _receive_message(self, connection: SessionConnection, message: DraftMessage, arrived_at: float) -> None:
+        if connection.line is None or not connection.line.closed:
+            self._engine.drafts.receive(connection, [message], arrived_at)

@@ -8,20 +8,15 @@ from collections.abc import Callable, Sequence
 
 from outrider.host.pipe import Pipe
 from outrider.protocol.generation import GenerationUpdate
-from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry
 from verify_service.frames import (
-    DraftReset,
     DraftStatus,
     EngineUpdates,
-    FeaturesOpen,
-    FeaturesToDraft,
     FromDoor,
     RoundFigures,
     RoundReport,
     Snapshot,
-    ToDraft,
 )
 
 SNAPSHOT_SECONDS = 0.25
@@ -98,38 +93,6 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
             update.num_accepted_tokens for entry, update in zip(entries, updates, strict=True) if entry.max_grown
         ),
     )
-
-
-class RelayedConnection:
-    """A draft's session, whose streams are in the door."""
-
-    def __init__(self, session: int, address: str, pipe: Pipe[FromDoor]) -> None:
-        self.address = address
-        self._session = session
-        self._pipe = pipe
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        """Send messages at once, in order: a round may be held for their answer."""
-        self._pipe.send(ToDraft(self._session, messages))
-
-    @property
-    def has_room(self) -> bool:
-        """See DraftConnection."""
-        # What is told of rounds should find little before it.
-        self._pipe.flush()
-        return not self._pipe.backlog
-
-    def begin_features(self, begin: FeaturesBegin) -> None:
-        """See DraftConnection."""
-        self._pipe.send(FeaturesOpen(self._session, begin))
-
-    def send_features(self, messages: list[Features]) -> None:
-        """See DraftConnection."""
-        self._pipe.send(FeaturesToDraft(self._session, messages))
-
-    def reset(self) -> None:
-        """End the session; the door dials it anew."""
-        self._pipe.send(DraftReset(self._session))
 
 
 def take_snapshot(engine: VerifyEngine) -> Snapshot:

@@ -204,9 +204,7 @@ class ReplicaHealth:
         return self._silence + self._oldest() > _LOST_SECONDS
 
     def _oldest(self) -> float:
-        # Copied at once: scrapes and load reports ask from threads of their own.
-        unanswered = list(self._unanswered.values())
-        return self._clock() - min(since for _, since in unanswered) if unanswered else 0.0
+        return self._clock() - min(since for _, since in self._unanswered.values()) if self._unanswered else 0.0
 
     def _note(self, seconds: float) -> None:
         self.unreported.append(seconds)
