@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,7 @@ from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, BurstMemory, Pool
 from benchmarks.simulate.world import Actor, Costs
 from draft_service.engine.inbox import LineMessages
-from draft_service.engine.reporter import SessionPort
-from draft_service.engine.requests import Requests
+from draft_service.engine.requests import AnswerPort, Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
@@ -213,11 +213,11 @@ class DraftService:
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
         engine.requests, engine.drafter, engine.inbox = self.requests, None, SimulatedDraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
-            answer=self._say, flush=self._flush, tell_state=lambda: None, seconds_left=None,
+            flush=self._flush, tell_state=lambda: None, seconds_left=None,
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),
         )  # fmt: skip
         engine._reporter, engine._features = reporter, SimpleNamespace(mapping=False)
-        engine._ports = {_SESSION: SessionPort(_SESSION, VOCAB, None, reporter)}
+        engine._ports = {_SESSION: AnswerPort(VOCAB, None, partial(self._say, _SESSION))}
         engine._garbage, engine._stopping, engine._num_turns = GarbageCollector(), False, 0
         made: draft_engine.DraftEngine = engine
         return made

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 
 from draft_service.engine.features import FeatureReceiver
 from draft_service.engine.inbox import DraftInbox, LineMessages
-from draft_service.engine.reporter import DraftReporter, SessionPort
-from draft_service.engine.requests import Requests
+from draft_service.engine.reporter import DraftReporter
+from draft_service.engine.requests import AnswerPort, Requests
 from draft_service.frames import (
     AskProjection,
     AskState,
@@ -71,7 +72,7 @@ class DraftEngine:
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)
         self._features = FeatureReceiver(features, drafter, mapper, self._apply, self._fail_features)
-        self._ports: dict[int, SessionPort] = {}
+        self._ports: dict[int, AnswerPort] = {}
         self._target: tuple[int, str] | None = None
         """Size and tokenizer of the vocabulary that the newest session brought."""
         self._garbage = GarbageCollector()
@@ -167,7 +168,7 @@ class DraftEngine:
             self.requests.growth.forget_target()
             self.requests.grammars.serve(up.tokenizer_hash)
         parts = None if up.parts is None else frozenset(up.parts)
-        self._ports[up.session] = SessionPort(up.session, up.vocab_size, parts, self._reporter)
+        self._ports[up.session] = AnswerPort(up.vocab_size, parts, partial(self._reporter.answer, up.session))
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
         """Do what a session's messages ask, unless it has ended meanwhile."""

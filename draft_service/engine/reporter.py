@@ -102,20 +102,6 @@ class DraftReporter:
         )
 
 
-class SessionPort:
-    """A session whose other half is in the door: see AnswerPort."""
-
-    def __init__(self, number: int, vocab_size: int, parts: frozenset[int] | None, reporter: DraftReporter) -> None:
-        self.number = number
-        self.vocab_size = vocab_size
-        self.parts = parts
-        self._reporter = reporter
-
-    def send(self, messages: Sequence[DraftMessage]) -> None:
-        """Send answers at the end of the turn."""
-        self._reporter.answer(self.number, messages)
-
-
 def _emptied(counts: Counter[_Key]) -> dict[_Key, int]:
     taken = dict(counts)
     counts.clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
@@ -34,14 +35,16 @@ _RETRYABLE = {
 }
 
 
-class AnswerPort(Protocol):
-    """A session with a verify service: what it may be sent, and the way there."""
+@dataclass(frozen=True, eq=False, slots=True)
+class AnswerPort:
+    """A session with a verify service."""
 
     vocab_size: int
+    """Token ids at or past this are illegal."""
     parts: frozenset[int] | None
-
-    def send(self, messages: list[DraftMessage]) -> None:
-        """Queue answers."""
+    """Numbers of the drafters that guess for it; None for all."""
+    send: Callable[[Sequence[DraftMessage]], None]
+    """Queues answers."""
 
 
 class Requests:

@@ -8,6 +8,7 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -45,50 +46,49 @@ class GrammarChecker:
     ) -> None:
         """`folder`: of the model, which holds the tokenizer."""
         command = [sys.executable, "-m", module, folder, str(vocab_size), *map(str, end_ids)]
-        self._idle = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
-        self._sandboxes = tuple(self._idle)
-        self._free = asyncio.Semaphore(_NUM_PROCESSES)
-        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
-        self._checks: dict[str, asyncio.Task[Verdict]] = {}
+        self._sandboxes = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
+        self._idle: asyncio.Queue[Sandbox] = asyncio.Queue()
+        for sandbox in self._sandboxes:
+            self._idle.put_nowait(sandbox)
+        self._checks: OrderedDict[str, asyncio.Task[Verdict]] = OrderedDict()
+        """By the grammar's digest: those under way, and those whose verdict lasts; the oldest first."""
 
     async def check(self, grammar: Grammar) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be used, OverloadedError if too many wait for this."""
-        verdict = self._verdicts.get(grammar.digest)
-        if verdict is None:
-            verdict = await self._judge(grammar)
-        if verdict.lasting:
-            self._verdicts[grammar.digest] = verdict
-            self._verdicts.move_to_end(grammar.digest)
-        while len(self._verdicts) > _MAX_VERDICTS:
-            self._verdicts.popitem(last=False)
+        """Raise InvalidRequestError for a grammar that cannot be used, OverloadedError if too many wait for this.
+
+        One check serves all who ask for it; it goes on when one of them goes away.
+        """
+        check = self._checks.get(grammar.digest)
+        if check is None:
+            if sum(not one.done() for one in self._checks.values()) >= _MAX_WAITING:
+                raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
+            check = self._checks[grammar.digest] = asyncio.create_task(self._run(grammar))
+            check.add_done_callback(partial(self._ended, grammar.digest))
+        self._checks.move_to_end(grammar.digest)
+        verdict = await asyncio.shield(check)
         if verdict.problem:
             raise InvalidRequestError(grammar.field, verdict.problem, verdict.fix, code="invalid_grammar")
 
     async def close(self) -> None:
         """End the processes."""
-        for check in self._checks.values():
+        for check in list(self._checks.values()):
             check.cancel()
         for sandbox in self._sandboxes:
             await sandbox.close()
 
-    async def _judge(self, grammar: Grammar) -> Verdict:
-        """One check for all who ask for it at the same time; it goes on when one of them goes away."""
-        digest = grammar.digest
-        check = self._checks.get(digest)
-        if check is None:
-            if len(self._checks) >= _MAX_WAITING:
-                raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
-            check = self._checks[digest] = asyncio.create_task(self._run(grammar))
-            check.add_done_callback(lambda _: self._checks.pop(digest, None))
-        return await asyncio.shield(check)
+    def _ended(self, digest: str, check: asyncio.Task[Verdict]) -> None:
+        """Keep a verdict that lasts, and no more than fit."""
+        if check.cancelled() or check.exception() is not None or not check.result().lasting:
+            self._checks.pop(digest, None)
+        while len(self._checks) > _MAX_VERDICTS:
+            self._checks.popitem(last=False)
 
     async def _run(self, grammar: Grammar) -> Verdict:
-        async with self._free:
-            sandbox = self._idle.pop()
-            try:
-                return await sandbox.judge(grammar)
-            finally:
-                self._idle.append(sandbox)
+        sandbox = await self._idle.get()
+        try:
+            return await sandbox.judge(grammar)
+        finally:
+            self._idle.put_nowait(sandbox)
 
 
 class Sandbox:

@@ -24,8 +24,9 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.speculation.budget import Budget, CostModel
+from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
-from verify_service.speculation.drafts import CREDIT_ROUNDS, DraftConnection, Drafts
+from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 
 log = get_logger(__name__)
 

@@ -4,92 +4,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
 from outrider.errors import InternalError, OutriderError
 from outrider.host.frames import Start, Stop
-from outrider.host.line import DraftBatch, Line, VerifyBatch, dial
+from outrider.host.line import DraftBatch, Line, dial
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
-from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, VerifyMessage
-from outrider.tree.handshake import Terms
-from outrider.tree.projection import Projection
+from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.reporter import VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames import (
     Cancel,
     DraftDown,
-    DraftReset,
     DraftUp,
     FeaturesDone,
-    FeaturesOpen,
-    FeaturesToDraft,
     FeaturesUp,
     FromDoor,
     FromDraft,
     ProjectionFrame,
     Submit,
-    ToDraft,
 )
+from verify_service.speculation.connection import DraftConnection
 
 log = get_logger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class SessionConnection:
-    """A session with a draft. Its streams are in the door; where the draft's engine is on this host, a line is here."""
-
-    session: int
-    address: str
-    pipe: Pipe[FromDoor]
-    terms: Terms = field(default_factory=Terms)
-    line: Line[DraftBatch] | None = None
-    """Takes what the speculation stream would carry."""
-    is_busy: bool = False
-    """Whether something has come on the line that was not dealt with: until then it is not read."""
-    projection_dtype: str = ""
-    projection: bytearray = field(default_factory=bytearray)
-    """As much of it as has come."""
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        """Send messages at once, in order: a round may be held for their answer."""
-        if self.line is not None:
-            self.line.send(VerifyBatch(messages))
-        else:
-            self.pipe.send(ToDraft(self.session, messages))
-
-    @property
-    def has_room(self) -> bool:
-        """See DraftConnection."""
-        # What is told of rounds should find little before it.
-        self.pipe.flush()
-        return not self.pipe.backlog
-
-    def begin_features(self, begin: FeaturesBegin) -> None:
-        """See DraftConnection."""
-        self.pipe.send(FeaturesOpen(self.session, begin))
-
-    def send_features(self, messages: list[Features]) -> None:
-        """See DraftConnection."""
-        self.pipe.send(FeaturesToDraft(self.session, messages))
-
-    def reset(self) -> None:
-        """End the session; the door dials it anew."""
-        self.pipe.send(DraftReset(self.session))
-
-    def take_projection(self) -> Projection | None:
-        """The projection, all of which is here, if one was asked for."""
-        if not self.projection:
-            return None
-        matrix, self.projection = self.projection, bytearray()
-        terms = self.terms
-        return Projection(
-            terms.feature_layers, terms.projection_columns, self.projection_dtype, matrix, terms.projection_hash
-        )
 
 
 class SocketInbox:
@@ -102,8 +43,8 @@ class SocketInbox:
         self._pipe = pipe
         self._actions: deque[Action] = deque()
         self._requests: dict[int, Request] = {}
-        self._sessions: dict[int, SessionConnection] = {}
-        self._lines: dict[int, tuple[SessionConnection, Line[DraftBatch]]] = {}
+        self._sessions: dict[int, DraftConnection] = {}
+        self._lines: dict[int, tuple[DraftConnection, Line[DraftBatch]]] = {}
         """Lines that were not lost, by session."""
         self._engine: VerifyEngine
         self._reporter: VerifyReporter
@@ -219,9 +160,9 @@ class SocketInbox:
             self._engine.cancel(request)
             self.post(lambda: self._reporter.ended(number))
 
-    def _connect(self, up: DraftUp) -> SessionConnection:
+    def _connect(self, up: DraftUp) -> DraftConnection:
         """The connection to a draft whose session began, with a line if its engine is on this host."""
-        connection = SessionConnection(up.session, up.address, self._pipe, up.terms)
+        connection = DraftConnection(up.session, up.address, self._pipe, up.terms)
         offer = up.terms.line
         if offer is not None and (line := dial(offer.host, offer.path, offer.token)) is not None:
             log.info("draft %s is on this host: its engine is spoken to directly", up.address)
@@ -229,18 +170,16 @@ class SocketInbox:
             self._lines[up.session] = connection, line
         return connection
 
-    def _forget_line(self, connection: SessionConnection) -> None:
+    def _forget_line(self, connection: DraftConnection) -> None:
         """A session has ended, or its line was lost."""
         if self._lines.pop(connection.session, None) is not None and connection.line is not None:
             connection.line.close()
 
-    def _post_messages(
-        self, connection: SessionConnection, messages: Sequence[DraftMessage], arrived_at: float
-    ) -> None:
+    def _post_messages(self, connection: DraftConnection, messages: Sequence[DraftMessage], arrived_at: float) -> None:
         # One by one, so that the engine may turn to something else in between.
         for message in messages:
             self.post(partial(self._receive_message, connection, message, arrived_at))
 
-    def _receive_message(self, connection: SessionConnection, message: DraftMessage, arrived_at: float) -> None:
+    def _receive_message(self, connection: DraftConnection, message: DraftMessage, arrived_at: float) -> None:
         if connection.line is None or not connection.line.closed:
             self._engine.drafts.receive(connection, [message], arrived_at)

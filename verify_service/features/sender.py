@@ -21,7 +21,8 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.round import Executor, Pending
 from verify_service.features.base import FeatureExecutor, FeatureLine, FeaturePlan
 from verify_service.features.staging import STAGE_BYTES, StagedRows
-from verify_service.speculation.drafts import DraftConnection, DraftReplica, Drafts, SpeculativeRequest
+from verify_service.speculation.connection import DraftConnection
+from verify_service.speculation.drafts import DraftReplica, Drafts, SpeculativeRequest
 
 log = get_logger(__name__)
 

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.protocol.speculation import (
     Close,
@@ -15,8 +14,6 @@ from outrider.protocol.speculation import (
     Decline,
     DeclineReason,
     DraftMessage,
-    Features,
-    FeaturesBegin,
     Grow,
     Open,
     Pause,
@@ -28,6 +25,7 @@ from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
 from verify_service.features.base import FeatureLine
 from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
+from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
 from verify_service.speculation.health import ReplicaHealth
 
@@ -49,28 +47,6 @@ bring nothing.
 
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
-
-
-class DraftConnection(Protocol):
-    """The connection to one draft service, for one session. Methods must not block."""
-
-    address: str
-
-    def send(self, messages: list[VerifyMessage]) -> None:
-        """Queue messages, in order."""
-
-    def reset(self) -> None:
-        """End the session; it reports itself down, and up again when it is."""
-
-    @property
-    def has_room(self) -> bool:
-        """Whether features should be sent now."""
-
-    def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
-
-    def send_features(self, messages: list[Features]) -> None:
-        """Queue features, in order. Their bytes are good during the call alone."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,68 @@
+"""The connection of verify's engine to a draft service, for one session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.host.line import DraftBatch, Line, VerifyBatch
+from outrider.host.pipe import Pipe
+from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
+from outrider.tree.handshake import Terms
+from outrider.tree.projection import Projection
+from verify_service.frames import DraftReset, FeaturesOpen, FeaturesToDraft, FromDoor, ToDraft
+
+
+@dataclass(eq=False, slots=True)
+class DraftConnection:
+    """A session. Its streams are in the door; where the draft's engine is on this host, a line is here.
+
+    No method blocks while the door reads.
+    """
+
+    session: int
+    address: str
+    pipe: Pipe[FromDoor]
+    terms: Terms = field(default_factory=Terms)
+    line: Line[DraftBatch] | None = None
+    """Takes what the speculation stream would carry."""
+    is_busy: bool = False
+    """Whether something has come on the line that was not dealt with: until then it is not read."""
+    projection_dtype: str = ""
+    projection: bytearray = field(default_factory=bytearray)
+    """As much of it as has come."""
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Send messages at once, in order: a round may be held for their answer."""
+        if self.line is not None:
+            self.line.send(VerifyBatch(messages))
+        else:
+            self.pipe.send(ToDraft(self.session, messages))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether features should be sent now."""
+        # What is told of rounds should find little before it.
+        self.pipe.flush()
+        return not self.pipe.backlog
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
+        self.pipe.send(FeaturesOpen(self.session, begin))
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Send features, in order. Their bytes are good during the call alone."""
+        self.pipe.send(FeaturesToDraft(self.session, messages))
+
+    def reset(self) -> None:
+        """End the session; the door dials it anew, and reports it down, and up again."""
+        self.pipe.send(DraftReset(self.session))
+
+    def take_projection(self) -> Projection | None:
+        """The projection, all of which is here, if one was asked for."""
+        if not self.projection:
+            return None
+        matrix, self.projection = self.projection, bytearray()
+        terms = self.terms
+        return Projection(
+            terms.feature_layers, terms.projection_columns, self.projection_dtype, matrix, terms.projection_hash
+        )
