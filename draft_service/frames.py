@@ -9,14 +9,22 @@ from __future__ import annotations
 import msgspec
 
 from outrider.config.draft import DraftOptions
-from outrider.host.frames import Ready, Refused, Start, Stop, decoder
+from outrider.host.frames import (
+    FeaturePieces,
+    FromVerify,
+    Ready,
+    Refused,
+    SessionDown,
+    SessionLost,
+    Start,
+    Stop,
+    decoder,
+)
 from outrider.protocol.speculation import (
     DraftMessage,
-    Features,
     FeaturesBegin,
     Hello,
     ProjectionPart,
-    VerifyMessage,
 )
 
 GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
@@ -50,19 +58,6 @@ class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Numbers of the drafters that guess for it; None for all."""
     line_token: str = ""
     """By which its verify engine names it where it calls directly; empty if it was not told how."""
-
-
-class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """door -> engine: the session is over; everything of it is to be freed."""
-
-    session: int
-
-
-class FromVerify(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """door -> engine: what verify sent in one message, or in a part of one, in order."""
-
-    session: int
-    messages: list[VerifyMessage]
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -114,12 +109,6 @@ class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """What they took together."""
 
 
-class LineLost(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """engine -> door: the session's verify engine has hung up, or sent what makes no sense; the session is to end."""
-
-    session: int
-
-
 class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """door -> engine: the features stream of a session began; there is one at most."""
 
@@ -132,13 +121,6 @@ class FeatureStreamDown(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """door -> engine: it has ended; its ring is to be unmapped."""
 
     session: int
-
-
-class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """door -> engine: features that came in one message; `FeaturesTaken` answers."""
-
-    session: int
-    features: list[Features]
 
 
 class AskProjection(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -173,7 +155,7 @@ class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 FromDoor = Start[DraftOptions] | Stop | SessionUp | SessionDown | FromVerify | Drain | AskState
-FromEngine = TurnUpdates | DraftEngineState | LineLost
+FromEngine = TurnUpdates | DraftEngineState | SessionLost
 FeaturesFromDoor = FeatureStreamUp | FeatureStreamDown | FeaturePieces | AskProjection
 FeaturesFromEngine = FeatureStreamReady | FeaturesTaken | ProjectionAnswer
 

@@ -11,9 +11,19 @@ from typing import NamedTuple
 import msgspec
 
 from outrider.config.verify import VerifyOptions
-from outrider.host.frames import Ready, Refused, Start, Stop, decoder
+from outrider.host.frames import (
+    FeaturePieces,
+    FromVerify,
+    Ready,
+    Refused,
+    SessionDown,
+    SessionLost,
+    Start,
+    Stop,
+    decoder,
+)
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo
-from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, ProjectionPart, VerifyMessage
+from outrider.protocol.speculation import DraftMessage, FeaturesBegin, ProjectionPart
 from outrider.tree.handshake import Terms
 
 
@@ -114,12 +124,6 @@ class DraftUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     terms: Terms
 
 
-class DraftDown(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """door -> engine: the session is over."""
-
-    session: int
-
-
 class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """door -> engine: what a draft sent, and when it came, in seconds of the machine's monotonic clock."""
 
@@ -166,19 +170,6 @@ class EngineUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     snapshot: Snapshot | None
 
 
-class ToDraft(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """engine -> door: messages for a draft, in order."""
-
-    session: int
-    messages: list[VerifyMessage]
-
-
-class DraftReset(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """engine -> door: end this session; it is dialled again."""
-
-    session: int
-
-
 class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
 
@@ -187,26 +178,19 @@ class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Without the session's token, which the door knows."""
 
 
-class FeaturesToDraft(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """engine -> door: features for a draft, in order."""
-
-    session: int
-    features: list[Features]
-
-
 FromDoor = (
     Start[VerifyOptions]
     | Stop
     | Submit
     | Cancel
     | DraftUp
-    | DraftDown
+    | SessionDown
     | FromDraft
     | FeaturesUp
     | FeaturesDone
     | ProjectionFrame
 )
-FromEngine = EngineUpdates | ToDraft | DraftReset | FeaturesOpen | FeaturesToDraft
+FromEngine = EngineUpdates | FromVerify | SessionLost | FeaturesOpen | FeaturePieces
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[Ready[TargetProfile] | Refused | FromEngine] = decoder(

@@ -24,12 +24,12 @@ import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, BurstMemory, Pool
 from benchmarks.simulate.world import Actor, Costs
-from draft_service.engine.inbox import LineMessages
 from draft_service.engine.requests import AnswerPort, Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
 from outrider.drafting.model.drafter import ModelDrafter
+from outrider.host.frames import FromVerify
 from outrider.host.garbage import GarbageCollector
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
@@ -166,9 +166,9 @@ class SimulatedDraftInbox:
         self.ended: set[int] = set()
         self.waiting = actor.waiting
         self._actor = actor
-        self._heard: list[LineMessages] = []
+        self._heard: list[FromVerify] = []
 
-    def next(self) -> LineMessages | None:
+    def next(self) -> FromVerify | None:
         """The next frame, if there is one."""
         self._heard += self._actor.take()
         return self._heard.pop(0) if self._heard else None
@@ -206,7 +206,7 @@ class DraftService:
     def send(self, messages: list[VerifyMessage]) -> None:
         """Verify says something, on its own thread and in its own time."""
         at = self._actor.other.now + 1e-3 * self._costs.line
-        self._actor.post(at, LineMessages(_SESSION, list(messages)))
+        self._actor.post(at, FromVerify(_SESSION, list(messages)))
 
     def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from draft_service.frames import (
     AskProjection,
-    FeaturePieces,
     FeaturesFromEngine,
     FeaturesTaken,
     FeatureStreamDown,
@@ -17,6 +16,7 @@ from draft_service.frames import (
     ProjectionAnswer,
     features_from_engine,
 )
+from outrider.host.frames import FeaturePieces
 from outrider.host.process import FrameConnection
 from outrider.protocol.speculation import Features, FeaturesBegin, ProjectionPart
 

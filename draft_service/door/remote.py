@@ -15,14 +15,12 @@ from draft_service.frames import (
     DrafterProfile,
     Drain,
     FromEngine,
-    FromVerify,
-    LineLost,
-    SessionDown,
     SessionUp,
     TurnUpdates,
     from_engine,
 )
 from outrider.errors import OutriderError, OverloadedError, UnavailableError
+from outrider.host.frames import FromVerify, SessionDown, SessionLost
 from outrider.host.process import EngineConnection
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 
@@ -160,7 +158,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
                 self._deliver(frame)
             case DraftEngineState():
                 self._take_state(frame)
-            case LineLost():
+            case SessionLost():
                 if (session := self._sessions.get(frame.session)) is not None:
                     session.lose_line()
 

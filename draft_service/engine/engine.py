@@ -8,27 +8,24 @@ from functools import partial
 from time import perf_counter
 
 from draft_service.engine.features import FeatureReceiver
-from draft_service.engine.inbox import DraftInbox, LineMessages
+from draft_service.engine.inbox import DraftInbox
 from draft_service.engine.reporter import DraftReporter
 from draft_service.engine.requests import AnswerPort, Requests
 from draft_service.frames import (
     AskProjection,
     AskState,
     Drain,
-    FeaturePieces,
     FeaturesFromDoor,
     FeatureStreamDown,
     FeatureStreamUp,
     FromDoor,
-    FromVerify,
-    SessionDown,
     SessionUp,
 )
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
 from outrider.errors import InternalError, is_device_failure, raise_device_failure
-from outrider.host.frames import Start, Stop
+from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, Start, Stop
 from outrider.host.garbage import GarbageCollector
 from outrider.host.line import Listener
 from outrider.host.pipe import Pipe
@@ -139,9 +136,9 @@ class DraftEngine:
                 return
             self._handle(frame)
 
-    def _handle(self, frame: FromDoor | FeaturesFromDoor | LineMessages) -> None:
+    def _handle(self, frame: FromDoor | FeaturesFromDoor) -> None:
         match frame:
-            case LineMessages() | FromVerify():
+            case FromVerify():
                 self._apply(frame.session, frame.messages)
             case SessionUp():
                 self._begin(frame)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from draft_service.frames import (
     AskProjection,
-    FeaturePieces,
     FeaturesFromDoor,
     FeaturesTaken,
     FeatureStreamDown,
@@ -18,6 +17,7 @@ from draft_service.frames import (
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring, with_rows
 from outrider.errors import raise_device_failure
+from outrider.host.frames import FeaturePieces
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, ProjectionPart

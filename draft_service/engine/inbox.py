@@ -7,12 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
 
-from draft_service.frames import FeaturesFromDoor, FromDoor, SessionDown, SessionUp
-from outrider.host.frames import Stop
+from draft_service.frames import FeaturesFromDoor, FromDoor, SessionUp
+from outrider.host.frames import FromVerify, SessionDown, Stop
 from outrider.host.line import DraftBatch, Line, LineHello, Listener, VerifyBatch
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
-from outrider.protocol.speculation import DraftMessage, VerifyMessage
+from outrider.protocol.speculation import DraftMessage
 
 _logger = get_logger(__name__)
 
@@ -32,14 +32,6 @@ class _UnnamedLine:
     since: float
     """When it was accepted, on the monotonic clock."""
     frames: list[LineHello | VerifyBatch] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class LineMessages:
-    """What a verify engine sent in one frame on its line, in order."""
-
-    session: int
-    messages: list[VerifyMessage]
 
 
 class VerifyLines:
@@ -84,9 +76,9 @@ class VerifyLines:
         for line, unnamed in self._unnamed.items():
             unnamed.frames += line.receive_from(_VERIFY)
 
-    def take(self) -> list[LineMessages]:
+    def take(self) -> list[FromVerify]:
         """What has come, without waiting."""
-        received: list[LineMessages] = []
+        received: list[FromVerify] = []
         for line, unnamed in list(self._unnamed.items()):
             self._identify(line, unnamed, received)
         for session, line in list(self._lines.items()):
@@ -118,7 +110,7 @@ class VerifyLines:
         if self.listener is not None:
             self.listener.close()
 
-    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[LineMessages]) -> None:
+    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[FromVerify]) -> None:
         """Give a line to the session that its first frame names, or close one that names none in time."""
         session, frames = None, unnamed.frames
         if frames and isinstance(frames[0], LineHello):
@@ -132,13 +124,13 @@ class VerifyLines:
             del self._unnamed[line]
             self._close(line)
 
-    def _read(self, session: int, frames: list[LineHello | VerifyBatch], received: list[LineMessages]) -> None:
+    def _read(self, session: int, frames: list[LineHello | VerifyBatch], received: list[FromVerify]) -> None:
         for frame in frames:
             if isinstance(frame, LineHello):
                 _logger.error("a verify service on this host named its session twice")
                 self._lose(session)
                 return
-            received.append(LineMessages(session, frame.messages))
+            received.append(FromVerify(session, frame.messages))
 
     def _lose(self, session: int) -> None:
         line = self._lines.pop(session, None)
@@ -167,7 +159,7 @@ class DraftInbox:
         """Sessions whose end has come and was not handled yet: what they sent before is not worth handling."""
         self._pipe = pipe
         self._features = features
-        self._arrived: deque[FromDoor | LineMessages] = deque()
+        self._arrived: deque[FromDoor] = deque()
         self._arrived_features: deque[FeaturesFromDoor] = deque()
         self._over = False
         self._poll = select.poll()
@@ -179,7 +171,7 @@ class DraftInbox:
         """Whether something has come, without taking it: about a microsecond."""
         return bool(self._arrived or self._arrived_features or (not self._over and self._poll.poll(0)))
 
-    def next(self) -> FromDoor | FeaturesFromDoor | LineMessages | None:
+    def next(self) -> FromDoor | FeaturesFromDoor | None:
         """The next frame; None if there is none now. Features come when nothing else does."""
         if not self._arrived and not self._over and self._poll.poll(0):
             self._receive()

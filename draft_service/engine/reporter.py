@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from draft_service.engine.inbox import VerifyLines
 from draft_service.engine.requests import Requests
-from draft_service.frames import GROWTH_SECONDS, DraftEngineState, FromDoor, LineLost, ToVerify, TurnUpdates
+from draft_service.frames import GROWTH_SECONDS, DraftEngineState, FromDoor, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
+from outrider.host.frames import SessionLost
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import DraftMessage
 
@@ -63,7 +64,7 @@ class DraftReporter:
                 del self._answers[session]
         self._lines.flush()
         for session in self._lines.lost:
-            self._pipe.send(LineLost(session))
+            self._pipe.send(SessionLost(session))
         self._lines.lost.clear()
 
     def count_slice(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Frames between a door and its engine process: how they are packed, and those of every engine's start and end.
+"""Frames between a door and its engine process: how they are packed, and those of both services.
 
 A frame is four bytes of length, little-endian, and one message of msgpack. Structs travel as they are, numpy's arrays
 and errors as extensions.
@@ -21,6 +21,7 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
+from outrider.protocol.speculation import Features, VerifyMessage
 
 MAX_FRAME_BYTES = 1 << 30
 """A longer frame is no frame: one end has lost its place."""
@@ -51,6 +52,32 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
 
     message: str
+
+
+class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """door -> engine: a session of a verify and a draft service is over; everything of it is to be freed."""
+
+    session: int
+
+
+class SessionLost(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """engine -> door: end this session, whose other side has hung up, is silent, or makes no sense."""
+
+    session: int
+
+
+class FromVerify(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """verify's engine -> door, draft's door -> engine: messages of verify in one session, in order."""
+
+    session: int
+    messages: list[VerifyMessage]
+
+
+class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=23):
+    """verify's engine -> door, draft's door -> engine: features of one session, in order."""
+
+    session: int
+    features: list[Features]
 
 
 _ARRAY, _ERROR = 1, 2

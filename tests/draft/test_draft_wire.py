@@ -19,20 +19,17 @@ from draft_service.frames import (
     GROWTH_SECONDS,
     DraftEngineState,
     DrafterProfile,
-    FeaturePieces,
     FeaturesFromDoor,
     FeatureStreamDown,
     FeatureStreamUp,
     FromDoor,
-    FromVerify,
-    SessionDown,
     SessionUp,
     features_from_door,
     from_door,
     from_engine,
 )
 from outrider.config.draft import DraftOptions
-from outrider.host.frames import FrameReader, Ready, Start, Stop, pack
+from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Ready, SessionDown, Start, Stop, pack
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
 

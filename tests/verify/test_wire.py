@@ -19,7 +19,7 @@ from outrider.errors import (
     OverloadedError,
     UnavailableError,
 )
-from outrider.host.frames import MAX_FRAME_BYTES, FrameReader, Start, pack
+from outrider.host.frames import MAX_FRAME_BYTES, FeaturePieces, FrameReader, FromVerify, Start, pack
 from outrider.protocol.generation import (
     FinishReason,
     GenerationRequest,
@@ -55,7 +55,6 @@ from verify_service.frames import (
     EngineUpdates,
     FeaturesDone,
     FeaturesOpen,
-    FeaturesToDraft,
     FeaturesUp,
     FromDoor,
     FromDraft,
@@ -65,7 +64,6 @@ from verify_service.frames import (
     RoundReport,
     Snapshot,
     Submit,
-    ToDraft,
     from_door,
     from_engine,
 )
@@ -203,13 +201,13 @@ def test_what_drafts_say_arrives_as_it_left(messages: list[Grow | Decline]) -> N
 
 @given(st.lists(verify_messages, max_size=4))
 def test_what_drafts_are_told_arrives_as_it_left(messages: list[Commit]) -> None:
-    frame = ToDraft(3, [*messages])
+    frame = FromVerify(3, [*messages])
     assert to_door(frame) == frame
 
 
 @given(st.lists(st.builds(Features, ids, ids, ids, st.booleans(), st.binary(max_size=9), dtypes, ids), max_size=3))
 def test_features_arrive_as_they_left(messages: list[Features]) -> None:
-    frame = FeaturesToDraft(3, messages)
+    frame = FeaturePieces(3, messages)
     assert to_door(frame) == frame
 
 
@@ -231,7 +229,7 @@ def test_a_features_stream_begins_as_the_engine_says(ring: FeatureRing | None, f
 
 
 def test_places_in_a_ring_arrive() -> None:
-    frame = FeaturesToDraft(3, [Features(3, 5, 2, True, memoryview(b""), "float16", 9, ring_offset=0)])
+    frame = FeaturePieces(3, [Features(3, 5, 2, True, memoryview(b""), "float16", 9, ring_offset=0)])
     assert to_door(frame) == frame
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
-from outrider.host.frames import FrameReader, Refused, Start, Stop, pack
+from outrider.host.frames import FrameReader, FromVerify, Refused, SessionLost, Start, Stop, pack
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_start, run_engine
 from outrider.protocol.generation import GenerationUpdate
@@ -27,13 +27,11 @@ from verify_service.engine.reporter import SNAPSHOT_SECONDS, VerifyReporter
 from verify_service.engine.worker import connect
 from verify_service.frames import (
     Cancel,
-    DraftReset,
     EngineUpdates,
     FromDoor,
     FromEngine,
     ProjectionFrame,
     RoundFigures,
-    ToDraft,
     from_door,
     from_engine,
 )
@@ -124,8 +122,8 @@ def test_drafts_are_told_at_once(wire: Wire) -> None:
     port.send([Close(3), Close(4)])
     port.reset()
     told, reset = wire.read()
-    assert isinstance(told, ToDraft) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
-    assert reset == DraftReset(7)
+    assert isinstance(told, FromVerify) and told.session == 7 and [part.request for part in told.messages] == [3, 4]
+    assert reset == SessionLost(7)
 
 
 def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire) -> None:
@@ -174,7 +172,7 @@ def test_a_door_that_does_not_read_costs_no_frame_and_no_wait(wire: Wire) -> Non
     while len(seen) < count:
         wire.pipe.flush()
         for frame in wire.read():
-            assert isinstance(frame, ToDraft)
+            assert isinstance(frame, FromVerify)
             seen += [part.request for part in frame.messages]
     assert seen == list(range(count))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
@@ -26,13 +27,10 @@ from outrider.protocol.speculation import (
 from outrider.tree.handshake import Terms
 from verify_service.frames import (
     Cancel,
-    DraftDown,
-    DraftReset,
     DraftUp,
     EngineUpdates,
     FeaturesDone,
     FeaturesOpen,
-    FeaturesToDraft,
     FeaturesUp,
     FromDraft,
     FromEngine,
@@ -41,7 +39,6 @@ from verify_service.frames import (
     Snapshot,
     Submit,
     TargetProfile,
-    ToDraft,
     from_engine,
 )
 
@@ -211,7 +208,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         """A session with a draft service ended."""
         session = self._sessions_by_stream.pop(stream)
         del self._sessions[session.number]
-        self.send(DraftDown(session.number))
+        self.send(SessionDown(session.number))
 
     def draft_received(self, stream: DraftStream, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
@@ -263,13 +260,13 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         if session is None:  # it has ended meanwhile
             return
         match frame:
-            case ToDraft():
+            case FromVerify():
                 session.stream.send(frame.messages)
             case FeaturesOpen():
                 session.stream.begin_features(frame.begin)
-            case FeaturesToDraft():
+            case FeaturePieces():
                 session.stream.send_features(frame.features)
-            case DraftReset():
+            case SessionLost():
                 session.stream.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic
 
 from outrider.errors import InternalError, OutriderError
-from outrider.host.frames import Start, Stop
+from outrider.host.frames import SessionDown, Start, Stop
 from outrider.host.line import DraftBatch, Line, dial
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
@@ -19,7 +19,6 @@ from verify_service.engine.reporter import VerifyReporter
 from verify_service.engine.request import Request
 from verify_service.frames import (
     Cancel,
-    DraftDown,
     DraftUp,
     FeaturesDone,
     FeaturesUp,
@@ -115,7 +114,7 @@ class SocketInbox:
             case DraftUp():
                 connection = self._sessions[frame.session] = self._connect(frame)
                 self._engine.draft_connected(connection, frame.terms)
-            case DraftDown():
+            case SessionDown():
                 connection = self._sessions.pop(frame.session)
                 self._forget_line(connection)
                 self._engine.draft_disconnected(connection)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.host.frames import FeaturePieces, FromVerify, SessionLost
 from outrider.host.line import DraftBatch, Line, VerifyBatch
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
-from verify_service.frames import DraftReset, FeaturesOpen, FeaturesToDraft, FromDoor, ToDraft
+from verify_service.frames import FeaturesOpen, FromDoor
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +37,7 @@ class DraftConnection:
         if self.line is not None:
             self.line.send(VerifyBatch(messages))
         else:
-            self.pipe.send(ToDraft(self.session, messages))
+            self.pipe.send(FromVerify(self.session, messages))
 
     @property
     def has_room(self) -> bool:
@@ -51,11 +52,11 @@ class DraftConnection:
 
     def send_features(self, messages: list[Features]) -> None:
         """Send features, in order. Their bytes are good during the call alone."""
-        self.pipe.send(FeaturesToDraft(self.session, messages))
+        self.pipe.send(FeaturePieces(self.session, messages))
 
     def reset(self) -> None:
         """End the session; the door dials it anew, and reports it down, and up again."""
-        self.pipe.send(DraftReset(self.session))
+        self.pipe.send(SessionLost(self.session))
 
     def take_projection(self) -> Projection | None:
         """The projection, all of which is here, if one was asked for."""
