@@ -148,10 +148,6 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError(
             "sampling.num_logprobs", f"is {params.num_logprobs}", f"ask for at most {MAX_LOGPROBS}"
         )
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            "sampling.logit_bias", f"holds {len(params.logit_bias)} entries", f"send at most {MAX_LOGIT_BIAS}"
-        )
     for token, bias in params.logit_bias.items():
         if token >= vocab_size or not abs(bias) <= 100:
             raise InvalidRequestError(

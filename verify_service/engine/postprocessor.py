@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from outrider.protocol.generation import FinishReason, GenerationUpdate, RoundCounts, RoundTree, TokenOrigin
 from verify_service.engine.host_gap import Phases, log_long_gap
 from verify_service.engine.request import Request
-from verify_service.engine.round import Batch, Entry, Pending, Result, round_tree
+from verify_service.engine.round import Batch, Entry, Pending, Result, follow
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
@@ -161,9 +161,15 @@ class RoundCommit(NamedTuple):
 
     def _tree(self) -> RoundTree:
         """The tree that the round verified. The request's next round has not been committed yet."""
-        nodes, request = self.entry.nodes, self.entry.request
-        position = len(request.tokens) - len(self.tokens)
-        return round_tree(position, nodes.parents, nodes.token_ids, self.entry.marks, self.tokens)
+        nodes, marks, tokens = self.entry.nodes, self.entry.marks, self.tokens
+        position = len(self.entry.request.tokens) - len(tokens)
+        if marks is None:  # the round held no nodes
+            return RoundTree(position, len(tokens))
+        accepted = follow(nodes.parents, nodes.token_ids, tokens)
+        drafters, scores, names = marks
+        return RoundTree(
+            position, len(tokens), nodes.parents, nodes.token_ids, drafters, scores, accepted, drafter_names=names
+        )
 
 
 class RoundDone(NamedTuple):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sized
+from typing import TypeVar
 
 from verify_service.engine.request import Request
 
-_NAME_LEVELS = 2
-"""Parts of a client's name: the API key, and the user that it names."""
-
 _MAX_PASSES = 16
 """Turns in a row that higher priorities may take while lower ones wait."""
+
+WaitingT = TypeVar("WaitingT", bound=Sized)
 
 
 class FairQueue:
@@ -29,7 +29,8 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._preempted: dict[int, list[Request]] = {}
-        self._turns: dict[int, _Turns] = {}
+        self._turns: dict[int, dict[str, dict[str, deque[Request]]]] = {}
+        """New requests by priority, API key and user; the first key has the next turn, and so has its first user."""
         self._num_requests = 0
         self._num_passes = 0
 
@@ -37,10 +38,11 @@ class FairQueue:
         return self._num_requests
 
     def __iter__(self) -> Iterator[Request]:
-        for priority in sorted({*self._preempted, *self._turns}):
+        for priority in self._priorities():
             yield from self._preempted.get(priority, ())
-            if priority in self._turns:
-                yield from self._turns[priority]
+            for users in self._turns.get(priority, {}).values():
+                for requests in users.values():
+                    yield from requests
 
     def __contains__(self, request: object) -> bool:
         return any(one is request for one in self)
@@ -50,17 +52,13 @@ class FairQueue:
         """The request whose turn it is; the queue must not be empty."""
         if self._num_passes >= _MAX_PASSES:
             return min(self, key=lambda one: one.arrival)
-        priority = min((*self._preempted, *self._turns))
-        if priority in self._preempted:
-            return self._preempted[priority][0]
-        return self._turns[priority].head
+        return next(iter(self))
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        turns = self._turns.get(request.priority)
-        if turns is None:
-            turns = self._turns[request.priority] = _Turns(_NAME_LEVELS)
-        turns.add(request, _path(request))
+        key, user = _names(request)
+        users = self._turns.setdefault(request.priority, {}).setdefault(key, {})
+        users.setdefault(user, deque()).append(request)
         self._num_requests += 1
 
     def put_back(self, request: Request) -> None:
@@ -70,10 +68,9 @@ class FairQueue:
 
     def pop(self) -> Request:
         """Take the head out; the next turn is another client's."""
-        request, best = self.head, min((*self._preempted, *self._turns))
+        request, best = self.head, self._priorities()[0]
         self.remove(request)
-        waiting = {*self._preempted, *self._turns}
-        passes_over = any(priority > request.priority for priority in waiting)
+        passes_over = any(priority > request.priority for priority in self._priorities())
         aged = self._num_passes >= _MAX_PASSES
         self._num_passes = self._num_passes + 1 if passes_over and not aged else 0
         request.priority = min(request.priority, best)
@@ -81,73 +78,44 @@ class FairQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is. ValueError if it does not wait."""
-        priority = request.priority
-        preempted = self._preempted.get(priority, [])
+        preempted = self._preempted.get(request.priority, [])
         if request in preempted:
             preempted.remove(request)
             if not preempted:
-                del self._preempted[priority]
+                del self._preempted[request.priority]
         else:
-            turns = self._turns.get(priority)
-            if turns is None or not turns.remove(request, _path(request)):
-                raise ValueError(f"request {request.params.request_id} does not wait")
-            if not turns:
-                del self._turns[priority]
+            self._remove_new(request)
         self._num_requests -= 1
 
+    def _remove_new(self, request: Request) -> None:
+        key, user = _names(request)
+        keys = self._turns.get(request.priority, {})
+        users = keys.get(key, {})
+        requests = users.get(user, deque())
+        if request not in requests:
+            raise ValueError(f"request {request.params.request_id} does not wait")
+        # Who gives up a head has had a turn, and is last from then on.
+        is_user_s_turn = requests[0] is request and next(iter(users)) == user
+        is_key_s_turn = is_user_s_turn and next(iter(keys)) == key
+        requests.remove(request)
+        _move_on(users, user, is_user_s_turn)
+        _move_on(keys, key, is_key_s_turn)
+        if not keys:
+            del self._turns[request.priority]
 
-class _Turns:
-    """Requests by one part of their clients' names; each part has its turn."""
-
-    def __init__(self, num_levels: int) -> None:
-        self._num_levels = num_levels
-        self._lines: dict[str, _Turns] = {}
-        """The first is next; without levels left `_requests` is the line."""
-        self._requests: deque[Request] = deque()
-
-    def __len__(self) -> int:
-        return len(self._requests) + len(self._lines)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self._requests
-        for line in self._lines.values():
-            yield from line
-
-    @property
-    def head(self) -> Request:
-        if self._requests:
-            return self._requests[0]
-        return next(iter(self._lines.values())).head
-
-    def add(self, request: Request, path: Sequence[str]) -> None:
-        if not self._num_levels:
-            self._requests.append(request)
-            return
-        line = self._lines.get(path[0])
-        if line is None:
-            line = self._lines[path[0]] = _Turns(self._num_levels - 1)
-        line.add(request, path[1:])
-
-    def remove(self, request: Request, path: Sequence[str]) -> bool:
-        """Whether it was there. Who gives up a head has had a turn, and is last from then on."""
-        if not self._num_levels:
-            if request not in self._requests:
-                return False
-            self._requests.remove(request)
-            return True
-        line = self._lines.get(path[0])
-        if line is None:
-            return False
-        was_head = self.head is request
-        if not line.remove(request, path[1:]):
-            return False
-        if was_head or not line:
-            del self._lines[path[0]]
-            if line:
-                self._lines[path[0]] = line
-        return True
+    def _priorities(self) -> list[int]:
+        return sorted({*self._preempted, *self._turns})
 
 
-def _path(request: Request) -> list[str]:
-    parts = request.params.client.split("/", _NAME_LEVELS - 1)
-    return parts + [""] * (_NAME_LEVELS - len(parts))
+def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:
+    """Put a name behind the others if it had its turn, and take it out if nothing waits there."""
+    if had_turn or not turns[name]:
+        waiting = turns.pop(name)
+        if waiting:
+            turns[name] = waiting
+
+
+def _names(request: Request) -> tuple[str, str]:
+    """The API key, and the user that it names."""
+    key, _, user = request.params.client.partition("/")
+    return key, user

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import Mask
-from outrider.protocol.generation import PromptLogprobs, RoundTree, TokenLogprobs
+from outrider.protocol.generation import PromptLogprobs, TokenLogprobs
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request
 
@@ -218,21 +218,3 @@ def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence
             break
         path.append(node)
     return path
-
-
-def round_tree(
-    position: int, parents: Sequence[int], token_ids: Sequence[int], marks: Marks | None, committed: Sequence[int]
-) -> RoundTree:
-    """The tree of a round that committed tokens from `position` on. Without marks it held no nodes."""
-    if marks is None:
-        return RoundTree(position, len(committed))
-    return RoundTree(
-        position,
-        len(committed),
-        parents,
-        token_ids,
-        marks.drafters,
-        marks.scores,
-        follow(parents, token_ids, committed),
-        marks.drafter_names,
-    )

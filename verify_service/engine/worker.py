@@ -7,8 +7,8 @@ gone. Signals are the door's business: it starts this process with SIGINT and SI
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from outrider.config.verify import VerifyOptions
 from outrider.host.pipe import Pipe
@@ -19,12 +19,8 @@ from verify_service.engine.inbox import SocketInbox
 from verify_service.engine.reporter import VerifyReporter
 from verify_service.frames import FromDoor, TargetProfile, from_door
 
-
-class Build(Protocol):
-    """Makes the engine that the options ask for."""
-
-    def __call__(self, options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) -> Built:
-        """Raises ConfigError when they cannot be met."""
+Build = Callable[[VerifyOptions, VerifyInbox, VerifyReporter], Built]
+"""Makes the engine that the options ask for. Raises ConfigError when they cannot be met."""
 
 
 def main(argv: list[str]) -> int:
