@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
@@ -122,6 +121,10 @@ class DraftStream(Protocol):
     """The streams of a session with one draft service. Methods must not block."""
 
     address: str
+    number: int
+    """Number under which the engine knows the session."""
+    unread_weight: int
+    """Weight of its messages that the engine has not taken."""
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
@@ -134,16 +137,6 @@ class DraftStream(Protocol):
 
     def reset(self) -> None:
         """End the session; it reports itself down, and up again when it is."""
-
-
-@dataclass(slots=True)
-class _DraftState:
-    """A session with a draft service, as far as the engine is behind."""
-
-    number: int
-    stream: DraftStream
-    unread_weight: int = 0
-    """Of messages that the engine has not taken."""
 
 
 class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
@@ -161,8 +154,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
-        self._sessions: dict[int, _DraftState] = {}
-        self._sessions_by_stream: dict[DraftStream, _DraftState] = {}
+        self._sessions: dict[int, DraftStream] = {}
 
     @property
     def num_running(self) -> int:
@@ -200,42 +192,40 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
 
     def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
-        number = next(self._numbers)
-        self._sessions[number] = self._sessions_by_stream[stream] = _DraftState(number, stream)
-        self.send(DraftUp(number, stream.address, terms or Terms()))
+        stream.number, stream.unread_weight = next(self._numbers), 0
+        self._sessions[stream.number] = stream
+        self.send(DraftUp(stream.number, stream.address, terms or Terms()))
 
     def draft_disconnected(self, stream: DraftStream) -> None:
         """A session with a draft service ended."""
-        session = self._sessions_by_stream.pop(stream)
-        del self._sessions[session.number]
-        self.send(SessionDown(session.number))
+        del self._sessions[stream.number]
+        self.send(SessionDown(stream.number))
 
     def draft_received(self, stream: DraftStream, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
-        session = self._sessions_by_stream[stream]
         weight = unread_weight(messages)
-        if session.unread_weight + weight > MAX_UNREAD_DRAFT_WEIGHT:
+        if stream.unread_weight + weight > MAX_UNREAD_DRAFT_WEIGHT:
             log.warning("draft %s floods the engine; its session is reset", stream.address)
             stream.reset()
             return
-        session.unread_weight += weight
+        stream.unread_weight += weight
         # A hello in mid-stream is there for the engine to count, whatever it says.
         messages = [Hello(0, 0) if isinstance(message, Hello) else message for message in messages]
         # They may lie unread for a whole round, which is no fault of the draft.
-        self.send(FromDraft(session.number, time.monotonic(), weight, messages))
+        self.send(FromDraft(stream.number, time.monotonic(), weight, messages))
 
     async def features_projection(self, stream: DraftStream, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
-        self.send(ProjectionFrame(self._sessions_by_stream[stream].number, part))
+        self.send(ProjectionFrame(stream.number, part))
         await self.writable()
 
     def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
-        self.send(FeaturesUp(self._sessions_by_stream[stream].number, window, uses_ring))
+        self.send(FeaturesUp(stream.number, window, uses_ring))
 
     def features_released(self, stream: DraftStream, through: int) -> None:
         """A draft is done with features that it was sent."""
-        self.send(FeaturesDone(self._sessions_by_stream[stream].number, through))
+        self.send(FeaturesDone(stream.number, through))
 
     def on_ready(self, served: TargetProfile) -> None:
         """See EngineConnection."""
@@ -256,18 +246,18 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         if isinstance(frame, EngineUpdates):
             self._deliver(frame)
             return
-        session = self._sessions.get(frame.session)
-        if session is None:  # it has ended meanwhile
+        stream = self._sessions.get(frame.session)
+        if stream is None:  # it has ended meanwhile
             return
         match frame:
             case FromVerify():
-                session.stream.send(frame.messages)
+                stream.send(frame.messages)
             case FeaturesOpen():
-                session.stream.begin_features(frame.begin)
+                stream.begin_features(frame.begin)
             case FeaturePieces():
-                session.stream.send_features(frame.features)
+                stream.send_features(frame.features)
             case SessionLost():
-                session.stream.reset()
+                stream.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
         for number, update in frame.updates:
@@ -285,8 +275,8 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         for report in frame.rounds:
             self._on_round(report)
         for number, weight in frame.read.items():
-            if (session := self._sessions.get(number)) is not None:
-                session.unread_weight -= weight
+            if (stream := self._sessions.get(number)) is not None:
+                stream.unread_weight -= weight
         if frame.snapshot is not None:
             self.snapshot = frame.snapshot
 

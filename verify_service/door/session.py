@@ -213,6 +213,7 @@ class DraftSession:
     ) -> None:
         """`malformed` logs what cannot be read; `dial` opens the features stream's channel."""
         self.address = address
+        self.number = self.unread_weight = 0
         self._dial = dial
         self.features_failed = False
         """Whether the features stream ended, and with it the session."""

@@ -40,7 +40,7 @@ from outrider.sampling.lossy import AcceptRule
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
-from verify_service.engine.round import Executor, Growth
+from verify_service.engine.round import Growth
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
@@ -48,6 +48,7 @@ from verify_service.executors.device import check_model, kv_tokens, out_of_memor
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.executors.torch_executor import TorchExecutor
+from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.growth_policy import GrowthPolicy
@@ -119,7 +120,7 @@ class EngineParts:
     """What an engine is made of."""
 
     memory: Memory
-    executor: Executor
+    executor: FeatureExecutor
     cost: CostModel
     limits: EngineLimits
     growth: RoundGrowth | None = None

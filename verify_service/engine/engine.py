@@ -19,9 +19,10 @@ from verify_service.engine.host_gap import GapWatch, HotPathWarmer
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer, RoundCommit, RoundDone, RoundPostprocessor
 from verify_service.engine.request import Request
-from verify_service.engine.round import Batch, Entry, Executor, Pending, Result
+from verify_service.engine.round import Batch, Entry, Pending, Result
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
+from verify_service.features.base import FeatureExecutor
 from verify_service.features.sender import FeatureSender
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.connection import DraftConnection
@@ -73,7 +74,7 @@ class VerifyEngine:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: FeatureExecutor,
         memory: Memory,
         cost: CostModel,
         limits: EngineLimits,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from outrider.tree.projection import PROJECTED, Projection
-from verify_service.engine.round import Pending
+from verify_service.engine.round import Executor, Pending
 from verify_service.features.staging import FeatureStaging, Ring, StagedRows
 
 
@@ -88,8 +88,8 @@ class FeatureLine:
             self.lent.popleft()[1].free()
 
 
-class FeatureExecutor:
-    """An executor that can store features. Called between two rounds, but for `read_features`."""
+class FeatureExecutor(Executor):
+    """An executor that can store features, as all can. Called between two rounds, but for `read_features`."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model

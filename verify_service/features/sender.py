@@ -18,7 +18,7 @@ from outrider.logs import get_logger
 from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
-from verify_service.engine.round import Executor, Pending
+from verify_service.engine.round import Pending
 from verify_service.features.base import FeatureExecutor, FeatureLine, FeaturePlan
 from verify_service.features.staging import STAGE_BYTES, StagedRows
 from verify_service.speculation.connection import DraftConnection
@@ -65,12 +65,12 @@ class FeatureSender:
     computed since the store is filled (`Memory.feature_epoch`). The engine thread alone uses it.
     """
 
-    def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool = False) -> None:
+    def __init__(self, drafts: Drafts, memory: Memory, executor: FeatureExecutor, piecewise: bool = False) -> None:
         """`piecewise`: `work` is called again and again while a round runs, and each time does little."""
         self._piecewise = piecewise
         self._drafts = drafts
         self._memory = memory
-        self._executor = executor if isinstance(executor, FeatureExecutor) else None
+        self._executor = executor
         self._plan = FeaturePlan()
         self._wanted = FeaturePlan()
         self._begun: FeaturePlan | None = None
@@ -111,11 +111,6 @@ class FeatureSender:
         layers = replica.terms.feature_layers if replica is not None else ()
         if replica is None or not layers:
             return
-        if self._executor is None:
-            log.warning(
-                "draft %s takes features, which nothing here can store; %s", connection.address, _without(replica)
-            )
-            return
         if not self._executor.lends_features:
             log.warning(
                 "draft %s takes features, which rounds that draft by themselves keep; %s",
@@ -130,7 +125,7 @@ class FeatureSender:
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
             wanted = wanted.with_layers(layers)
-        width, dtype = self._row_format(self._executor, replica, projected)
+        width, dtype = self._row_format(replica, projected)
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
         if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
             log.error(
@@ -183,17 +178,15 @@ class FeatureSender:
 
     def advance(self) -> None:
         """Between two rounds: see to it that what drafts want will be stored, in a small part of the time."""
-        if not self.preparing or self._executor is None:
-            return
-        if self._begun != self._wanted and not self._prepare(self._executor):
+        if not self.preparing or (self._begun != self._wanted and not self._prepare()):
             return
         if time.monotonic() >= self._next_work_at:
-            self._work_ahead(self._executor)
+            self._work_ahead()
 
     def refresh(self) -> bool:
         """While no round is wanted: do a piece of what must precede; whether there is more of it."""
-        if self.preparing and self._executor is not None and self._begun == self._wanted:
-            self._work_ahead(self._executor)
+        if self.preparing and self._begun == self._wanted:
+            self._work_ahead()
         return self.preparing
 
     def collect(self, after: Pending | None) -> None:
@@ -214,14 +207,14 @@ class FeatureSender:
             pass
 
     def _take_back_ring(self, line: FeatureLine) -> None:
-        if line.ring is not None and self._executor is not None:
+        if line.ring is not None:
             self._executor.take_back_ring(line.ring)
             line.ring = None
 
-    def _prepare(self, executor: FeatureExecutor) -> bool:
+    def _prepare(self) -> bool:
         """Begin to prepare for what is wanted; whether that is possible."""
         try:
-            executor.begin_features(self._wanted)
+            self._executor.begin_features(self._wanted)
         except OutriderError as error:
             log.error("drafts that need features of layers %s are not used: %s", self._wanted.inputs, error.message)
             self._give_up(self._begun or self._plan)
@@ -232,10 +225,10 @@ class FeatureSender:
         self._began_at = self._next_work_at = time.monotonic()
         return True
 
-    def _work_ahead(self, executor: FeatureExecutor) -> None:
+    def _work_ahead(self) -> None:
         """Do a piece of what must be done before features are stored; after the last one they are."""
         start = time.monotonic()
-        self._num_left = executor.refresh_features()
+        self._num_left = self._executor.refresh_features()
         end = time.monotonic()
         self._next_work_at = end + _PAUSE_FACTOR * (end - start)
         if self._num_left:
@@ -284,25 +277,23 @@ class FeatureSender:
             replica.line.open = True
 
     def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
-        if replica.line is not None or self._executor is None:
+        if replica.line is not None:
             return
         layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
-        width, dtype = self._row_format(self._executor, replica, projected)
+        width, dtype = self._row_format(replica, projected)
         ring = self._executor.lend_ring()
         replica.line = FeatureLine(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
         described = None if ring is None else ring.description
         begin = FeaturesBegin("", layers, width, dtype, described, projected, wants_projection)
         replica.connection.begin_features(begin)
 
-    def _row_format(self, executor: FeatureExecutor, replica: DraftReplica, projected: bool) -> tuple[int, str]:
+    def _row_format(self, replica: DraftReplica, projected: bool) -> tuple[int, str]:
         """Values that a draft takes of each position, and their dtype."""
-        hidden_size, dtype = executor.feature_format
+        hidden_size, dtype = self._executor.feature_format
         terms = replica.terms
         return terms.projection_columns if projected else len(terms.feature_layers) * hidden_size, dtype
 
     def _collect(self) -> None:
-        if self._executor is None:
-            return
         for replica in self._drafts.replicas.values():
             while replica.line is not None and replica.line.open and (pieces := self._pieces(replica, replica.line)):
                 slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
