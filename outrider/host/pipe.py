@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -24,13 +24,6 @@ _MAX_READS = 4
 """Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
 
 FrameT = TypeVar("FrameT")
-
-
-class HasFileno(Protocol):
-    """What the kernel can wait for."""
-
-    def fileno(self) -> int:
-        """Its descriptor."""
 
 
 class Pipe(Generic[FrameT]):
@@ -130,10 +123,10 @@ class Pipe(Generic[FrameT]):
             wait_for_any([self], timeout)
 
 
-def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequence[HasFileno] = ()) -> None:
+def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequence[Any] = ()) -> None:
     """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest of the pipes can go.
 
-    None of the pipes is closed. `others`: what else something may come from.
+    None of the pipes is closed. `others`: what else something may come from, each with a descriptor.
     """
     select.select([*pipes, *others], [pipe for pipe in pipes if pipe.backlog], [], timeout)
     for pipe in pipes:

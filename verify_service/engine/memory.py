@@ -61,7 +61,7 @@ class Memory:
 
     def fits(self, length: int) -> bool:
         """Whether `length` positions could be had from free and evictable pages."""
-        missing = self._pages_for(length) - self.pool.num_free
+        missing = -(-length // self.page_size) - self.pool.num_free
         return missing <= 0 or missing <= self.radix.num_evictable()
 
     def reserve(self, request: Request, length: int) -> bool:
@@ -92,9 +92,6 @@ class Memory:
             self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0
-
-    def _pages_for(self, length: int) -> int:
-        return -(-length // self.page_size)
 
     def _shared(self, request: Request, length: int) -> int:
         """How many of the request's first `length` tokens may be in the radix cache."""

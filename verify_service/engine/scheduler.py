@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from outrider.errors import InvalidRequestError
@@ -15,7 +16,7 @@ from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
 from verify_service.engine.queue import FairQueue
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Nodes, mark
+from verify_service.engine.round import Entry, mark
 from verify_service.speculation.budget import Budget, Choice, Forest
 from verify_service.speculation.draft_wait import DraftWaitState
 from verify_service.speculation.drafts import Drafts
@@ -70,10 +71,6 @@ class EngineLimits:
                 )
 
 
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank
-
-
 class NodePlan(NamedTuple):
     """The trees of a round, and which of their nodes pay."""
 
@@ -116,7 +113,7 @@ class Scheduler:
         budget: Budget,
         limits: EngineLimits,
         forget: Callable[[Request], None],
-        grammars: Grammars | None = None,
+        grammars: Grammars,
     ) -> None:
         """`forget` is told of every request that gives up its pages."""
         self.waiting = FairQueue()
@@ -171,7 +168,7 @@ class Scheduler:
                 request.num_cached_prompt_tokens = request.cached_len
                 request.queue_seconds = time.monotonic() - request.arrived_at
             self.running.append(request)
-            self.running.sort(key=_rank)
+            self.running.sort(key=attrgetter("rank"))
             if self._drafts.spec(request) is None:
                 self._drafts.admit(request)
             else:
@@ -261,9 +258,7 @@ class Scheduler:
         self._budget.took(plan.choice)
         if not plan.choice.num_nodes:
             return
-        taken: Sequence[Nodes] = plan.forest.take(plan.choice.num_nodes)
-        if self._grammars is not None:
-            taken = self._grammars.allowed(plan.entries, taken)
+        taken = self._grammars.allowed(plan.entries, plan.forest.take(plan.choice.num_nodes))
         for entry, nodes in zip(plan.entries, taken, strict=True):
             # Nodes are worth no preemption: without pages the round goes without them.
             if nodes.token_ids and self._memory.reserve(

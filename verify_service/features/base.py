@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,10 +33,6 @@ class FeaturePlan:
     def inputs(self) -> tuple[int, ...]:
         """Layers that a forward must give, ascending."""
         return tuple(sorted({*self.layers, *(self.projection.layers if self.projection is not None else ())}))
-
-    def with_layers(self, layers: tuple[int, ...]) -> FeaturePlan:
-        """This plan with these layers added."""
-        return replace(self, layers=tuple(sorted({*self.layers, *layers})))
 
     def holds(self, parts: tuple[int, ...], projection_name: str) -> bool:
         """Whether these parts are stored, and the product, if it is among them, is of this projection."""

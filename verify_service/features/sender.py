@@ -124,7 +124,7 @@ class FeatureSender:
         # What is stored begins anew for more, so that what nobody takes any more can go.
         wanted = self._wanted if is_wanted else self._needed()
         if not projected:
-            wanted = wanted.with_layers(layers)
+            wanted = replace(wanted, layers=tuple(sorted({*wanted.layers, *layers})))
         width, dtype = self._row_format(replica, projected)
         row_bytes = width * FEATURE_ITEM_BYTES[dtype]
         if len({*wanted.inputs, *layers}) > MAX_STORED_LAYERS or row_bytes > MAX_FEATURE_BYTES:
