@@ -197,9 +197,6 @@ class Refusal:
     detail: str
 
 
-ANY_SOURCE = range(256)
-
-
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
     """Bounds of a grower's trees."""
@@ -210,7 +207,7 @@ class TreeLimits:
     """Draft tokens from the root."""
     path_score: float
     """Least natural-log chance, from the root, of a node worth sending."""
-    sources: range = ANY_SOURCE
+    sources: range
     """Numbers of the drafter's sources among those of all growers."""
     shared: bool = False
     """Whether another grower appends to the same trees."""
@@ -273,6 +270,8 @@ class TreeGrowth:
 
     def take_refused(self) -> list[tuple[Tree, Refusal]]:
         """The trees that nothing grows any more since the last call; each is to be closed."""
+        if not self._refused:
+            return []
         refused, self._refused = self._refused, []
         declined: dict[int, tuple[Tree, Refusal]] = {}
         for grower, tree, refusal in refused:
@@ -408,7 +407,10 @@ class TreeGrowth:
         return any(self._is_due(tree) for tree in self.unsent.values())
 
     def _is_due(self, tree: Tree) -> bool:
-        return not any(grower.holds_back(tree) for grower in tree.growers)
+        for grower in tree.growers:  # noqa: SIM110 (asked in each turn, of each tree: half the time of `any`)
+            if grower.holds_back(tree):
+                return False
+        return True
 
     def _look_again(self, tree: Tree) -> None:
         self._recount(tree)

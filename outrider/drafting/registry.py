@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.drafting.base import ANY_SOURCE, AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits
 from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
@@ -100,7 +100,7 @@ def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: 
         num_nodes=options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES),
         depth=options.speculative_num_steps or 48,
         path_score=math.log(least) if least else -math.inf,
-        sources=sources if shared else ANY_SOURCE,
+        sources=sources,
         shared=shared,
         leaves_half=shared and not is_model,
     )

@@ -114,7 +114,7 @@ class CudaRunner(BurstRunner):
             shape.num_rows + 1,
             shape.max_width,
             model.vocab_size,
-            self._vocab_limit,
+            model.target_vocab_size,
             model.target_ids,
             model.device,
             options.rank_by_noise,

@@ -180,9 +180,11 @@ def project_features(model: DraftModel, features: object) -> Tensor:
     if not isinstance(part, PartOfRows):
         return _project(model, features, features.data if part is None else part, features.count)
     joined = part.joined
-    made: Tensor = joined.made(model, lambda: _project(model, features, joined.rows, joined.count))
+    if joined.projected is None:
+        joined.projected = _project(model, features, joined.rows, joined.count)
     # Called for each request: a view is all that is made.
-    return made[part.start : part.start + features.count]
+    projected: Tensor = joined.projected
+    return projected[part.start : part.start + features.count]
 
 
 def _project(model: DraftModel, features: Features, given: object, count: int) -> Tensor:

@@ -61,8 +61,6 @@ class GrowthOptions:
     """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH
     """Nodes of such a step, of each request."""
-    max_entries: int = 0
-    """Entries of all trees; 0 chooses."""
     most_steps: int = 0
     """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
     be told of; 0: it never does."""

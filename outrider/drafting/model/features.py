@@ -97,22 +97,16 @@ Read = Callable[[int, int], object]
 """Reads a ring: offset and size to a copy, as bytes or as a tensor of bytes."""
 
 
+@dataclass(slots=True)
 class JoinedRows:
-    """Rows of several pieces, one behind the other, and what runners made of them."""
+    """Rows of several pieces, one behind the other."""
 
-    def __init__(self, rows: object, count: int) -> None:
-        self.rows = rows
-        """All of them, as `Features.rows` would be."""
-        self.count = count
-        """Positions."""
-        self._made: dict[int, Any] = {}
-
-    def made(self, maker: object, make: Callable[[], Any]) -> Any:
-        """What `make` returns; it is called once for each maker, who must live as long as this."""
-        found = self._made.get(id(maker))
-        if found is None:
-            found = self._made[id(maker)] = make()
-        return found
+    rows: object
+    """All of them, as `Features.rows` would be."""
+    count: int
+    """Positions."""
+    projected: Any = None
+    """What the model made of them, once it has."""
 
 
 @dataclass(frozen=True, slots=True)

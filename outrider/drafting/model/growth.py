@@ -67,8 +67,8 @@ class BurstGrowth(Grower):
         self._runner = runner
         self._shape = shape
         self._options = options
-        capacity = options.max_entries or max(8192, 512 * shape.num_rows)
-        self._forest = DraftForest(shape, limits.path_score, max(capacity, 4 * shape.most_entries))
+        capacity = max(8192, 512 * shape.num_rows, 4 * shape.most_entries)
+        self._forest = DraftForest(shape, limits.path_score, capacity)
         self._batch_manager = BatchManager(runner, self._forest, self, options)
         self._kv_manager = self._batch_manager.kv_manager
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)

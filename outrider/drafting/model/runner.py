@@ -54,8 +54,6 @@ class RunnerOptions:
 
     chunk_size: int = 256
     """Prompt tokens of one forward at most."""
-    vocab_limit: int = 0
-    """Target ids from here on are never proposed; 0 allows all that the model knows."""
     rank_by_noise: bool = True
     use_graphs: bool = True
 
@@ -170,7 +168,6 @@ class BurstRunner(ABC):
         self._attention = attention
         self._input = BurstInput(shape, device)
         self._output = BurstOutput(shape, device)
-        self._vocab_limit = options.vocab_limit or model.target_vocab_size
         self._proposer = self._make_proposer()
         self._launched: deque[PendingBurst] = deque()
         self._turn = 0

@@ -64,8 +64,8 @@ class TorchRunner(BurstRunner):
 
     def _make_proposer(self) -> HostProposer:
         model, options = self._model, self.options
-        limits = (model.vocab_size, self._vocab_limit)
-        return HostProposer(self.shape.num_rows, *limits, model.target_ids, options.rank_by_noise, model.edge_scale)
+        sizes = (self.shape.num_rows, model.vocab_size, model.target_vocab_size)
+        return HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""

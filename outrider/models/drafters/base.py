@@ -88,7 +88,8 @@ class DraftModel(ABC):
 class DraftHead(DraftModel):
     """An embedding, decoder layers and an output matrix; built empty, as `CausalLM` is.
 
-    Subclasses append to `layers`. `target_ids` None or int32 [num_ids] says which ids the output matrix has rows for.
+    Subclasses append to `layers`, and make all else by `norm` and `linear`. `target_ids` None or int32 [num_ids] says
+    which ids the output matrix has rows for.
     """
 
     edge_scale = HEAD_SCALE
@@ -114,19 +115,25 @@ class DraftHead(DraftModel):
         self.feature_size = decoder.hidden_size
         self.embedding = torch.empty(decoder.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
         self.output = Linear(decoder.hidden_size, self.vocab_size, False, dtype, device)
+        self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}
+        self._norms: dict[str, RMSNorm] = {}
         self.rotary = Rotary(decoder.rope, decoder.head_dim, device)
         self.layers: list[DecoderLayer] = []
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs, by its name as `head_name` gives it."""
-        found: dict[str, Tensor] = {EMBEDDING: self.embedding, OUTPUT: self.output.weight}
+        found: dict[str, Tensor] = {EMBEDDING: self.embedding}
+        found |= {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
+        for name, linear in self._linears.items():
+            found |= linear.tensors(name)
         for number, layer in enumerate(self.layers):
             found |= {f"layers.{number}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
         return found
 
     def finish_loading(self) -> None:
         """Called once when all tensors are filled, to choose memory layouts."""
-        self.output.pack()
+        for linear in self._linears.values():
+            linear.pack()
         for layer in self.layers:
             layer.finish_loading()
 
@@ -143,13 +150,17 @@ class DraftHead(DraftModel):
         """[M, hidden] for ids [M] of the target's vocabulary."""
         return functional.embedding(token_ids, self.embedding)
 
-    def norm(self, size: int) -> RMSNorm:
-        """An empty norm with the decoder's epsilon."""
-        return RMSNorm((size,), self.config.decoder.rms_norm_eps, self.dtype, self.device)
+    def norm(self, name: str, size: int) -> RMSNorm:
+        """An empty norm with the decoder's epsilon; `name` is its name in checkpoints."""
+        made = RMSNorm((size,), self.config.decoder.rms_norm_eps, self.dtype, self.device)
+        self._norms[name] = made
+        return made
 
-    def linear(self, in_features: int, bias: bool = False) -> Linear:
-        """An empty projection to the decoder's hidden size."""
-        return Linear(in_features, self.config.decoder.hidden_size, bias, self.dtype, self.device)
+    def linear(self, name: str, in_features: int, bias: bool = False) -> Linear:
+        """An empty projection to the decoder's hidden size, likewise."""
+        made = Linear(in_features, self.config.decoder.hidden_size, bias, self.dtype, self.device)
+        self._linears[name] = made
+        return made
 
 
 def required(features: Tensor | None) -> Tensor:

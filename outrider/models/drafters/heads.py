@@ -26,18 +26,9 @@ class EagleHead(DraftHead):
         self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
     ) -> None:
         super().__init__(config, dtype, device, target_ids)
-        self.fc = self.linear(2 * config.decoder.hidden_size, config.fc_bias)
+        self.fc = self.linear("fc", 2 * config.decoder.hidden_size, config.fc_bias)
         for number in range(config.decoder.num_layers):
             self.layers.append(DecoderLayer(config.decoder, number, dtype, device, input_norm=number > 0))
-
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """See DraftHead."""
-        return super().checkpoint_tensors() | self.fc.tensors("fc")
-
-    def finish_loading(self) -> None:
-        """See DraftHead."""
-        super().finish_loading()
-        self.fc.pack()
 
     @torch.inference_mode()
     def forward(
@@ -67,44 +58,29 @@ class Eagle3Head(DraftHead):
         hidden, num_features = config.decoder.hidden_size, len(config.feature_layers)
         self.fc: Linear | None = None
         if config.projects:
-            self.fc = self.linear(num_features * config.target_hidden_size, config.fc_bias)
+            self.fc = self.linear("fc", num_features * config.target_hidden_size, config.fc_bias)
         self.feature_norms: list[RMSNorm] = []
         if config.norm_each:
-            self.feature_norms = [self.norm(config.target_hidden_size) for _ in range(num_features)]
+            size = config.target_hidden_size
+            self.feature_norms = [self.norm(f"fc_norm.{number}", size) for number in range(num_features)]
         self.joint_norm: RMSNorm | None = None
         if config.norm_all:
-            self.joint_norm = self.norm(num_features * config.target_hidden_size)
+            self.joint_norm = self.norm("input_norm", num_features * config.target_hidden_size)
         self._projection: Tensor | None = None
-        self.token_norm = self.norm(hidden)
-        self.hidden_norm = self.norm(hidden)
-        self.final_norm = self.norm(hidden)
-        # The first layer's own input norm is the embedding's: see checkpoint_tensors.
+        # The first layer's own input norm is the embedding's.
+        self.token_norm = self.norm("layers.0.input_layernorm", hidden)
+        self.hidden_norm = self.norm("layers.0.hidden_norm", hidden)
+        self.final_norm = self.norm("norm", hidden)
         self.layers.append(DecoderLayer(config.decoder, 0, dtype, device, input_size=2 * hidden, input_norm=False))
         for number in range(1, config.decoder.num_layers):
             self.layers.append(DecoderLayer(config.decoder, number, dtype, device))
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """See DraftHead."""
-        found = super().checkpoint_tensors()
-        found["layers.0.input_layernorm.weight"] = self.token_norm.weight
-        found["layers.0.hidden_norm.weight"] = self.hidden_norm.weight
-        found["norm.weight"] = self.final_norm.weight
-        if self.fc is not None:
-            found |= self.fc.tensors("fc")
-        for number, norm in enumerate(self.feature_norms):
-            found[f"fc_norm.{number}.weight"] = norm.weight
-        if self.joint_norm is not None:
-            found["input_norm.weight"] = self.joint_norm.weight
-        return found
-
     def finish_loading(self) -> None:
         """See DraftHead."""
+        if self.fc is not None and not self.feature_norms and self.joint_norm is None:
+            # Before packing, which on a CPU lays it out anew.
+            self._projection = self.fc.weight
         super().finish_loading()
-        if self.fc is not None:
-            if not self.feature_norms and self.joint_norm is None:
-                # Before packing, which on a CPU lays it out anew.
-                self._projection = self.fc.weight
-            self.fc.pack()
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
@@ -158,25 +134,11 @@ class MtpHead(DraftHead):
     ) -> None:
         super().__init__(config, dtype, device, target_ids)
         hidden = config.decoder.hidden_size
-        self.token_norm = self.norm(hidden)
-        self.hidden_norm = self.norm(hidden)
-        self.final_norm = self.norm(hidden)
-        self.input = self.linear(2 * hidden)
+        self.token_norm = self.norm("token_layernorm", hidden)
+        self.hidden_norm = self.norm("hidden_layernorm", hidden)
+        self.final_norm = self.norm("final_layernorm", hidden)
+        self.input = self.linear("input_proj", 2 * hidden)
         self.layers.append(DecoderLayer(config.decoder, 0, dtype, device))
-
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """See DraftHead."""
-        return super().checkpoint_tensors() | {
-            "token_layernorm.weight": self.token_norm.weight,
-            "hidden_layernorm.weight": self.hidden_norm.weight,
-            "final_layernorm.weight": self.final_norm.weight,
-            "input_proj.weight": self.input.weight,
-        }
-
-    def finish_loading(self) -> None:
-        """See DraftHead."""
-        super().finish_loading()
-        self.input.pack()
 
     @torch.inference_mode()
     def forward(
