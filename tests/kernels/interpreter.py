@@ -24,6 +24,8 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
 _broadcast = TritonSemantic.broadcast_impl_value
+_equals = core.dtype.__eq__
+_unwrap_if_constexpr = core._unwrap_if_constexpr
 
 
 def _with_index(tensor: Any, scope: Any) -> None:
@@ -109,6 +111,17 @@ def _broadcast_others(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, An
     return _broadcast(self, lhs, rhs)
 
 
+def _is_same(self: core.dtype, other: Any) -> bool:
+    return self is other or _equals(self, other)
+
+
+def _unwrap(value: Any) -> Any:
+    kind = type(value)
+    if kind is core.constexpr:
+        return value.value
+    return value if kind is int or kind is core.tensor else _unwrap_if_constexpr(value)
+
+
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 
 
@@ -127,4 +140,6 @@ core.block_type = language.block_type = _BlockType
 core.tensor.__init__ = _init_tensor
 core.tuple.__init__ = _init_tuple
 core.tuple.type = property(_tuple_type, _set_tuple_type)
+core.dtype.__eq__ = _is_same
+core._unwrap_if_constexpr = _unwrap
 TritonSemantic.broadcast_impl_value = _broadcast_others
