@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import httpx
 import openai
 from scripted_verify import ScriptedVerify, VerifyHost
 
+from gateway.http import app
 from gateway.main import serve
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
+
+# Making the document takes a tenth of a second, and nearly every test has a gateway of its own.
+app.openapi = cache(app.openapi)  # type: ignore[attr-defined]
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of plain HTTP: httpx reads all certificates of the machine for each client that is given none."""
 
 
 @dataclass
@@ -38,7 +45,8 @@ class World:
     stack: AsyncExitStack
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        options = {"api_key": "none", "max_retries": 0} | options
+        http_client = openai.DefaultAsyncHttpxClient(verify=NO_TLS)
+        options = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
         client = openai.AsyncOpenAI(base_url=f"{self.rest}/v1", **options)
         self.stack.push_async_callback(client.close)
         return client
@@ -77,10 +85,10 @@ async def open_world(
         yield World(verify, host, rest, bound["address"], http, GatewayServiceStub(channel), stop, task, stack)
 
 
-def http_trust(trust: TlsFiles | None) -> ssl.SSLContext | bool:
+def http_trust(trust: TlsFiles | None) -> ssl.SSLContext:
     """What an HTTP client verifies servers with."""
     if trust is None:
-        return True
+        return NO_TLS
     context = ssl.create_default_context(cafile=trust.ca)
     if trust.cert:
         context.load_cert_chain(trust.cert, trust.key)
